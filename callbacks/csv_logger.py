@@ -1,0 +1,245 @@
+"""CSVLogger: metrics in a CSV file, one row per step."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.callbacks.base import Logger
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+Row = dict[str, str]
+
+
+class CSVLogger(Logger):
+    """Writes `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
+
+    Everything that is logged at one step goes into one row. A new name adds a column to the whole file. A resumed run
+    continues the file: rows of steps that are made again are dropped first. Numbers are written with all their digits.
+    When the file cannot be written (disk full), that is said once, and the rows are kept and written as soon as it can.
+
+    Args:
+        save_dir: folder of the files. Default: the run directory.
+        flush_seconds: what was logged is in the file after at most this time, as long as more is being logged.
+    """
+
+    def __init__(self, save_dir: str | Path | None = None, flush_seconds: float = 5.0) -> None:
+        self.save_dir = None if save_dir is None else Path(save_dir)
+        self.flush_seconds = flush_seconds
+        self._trainer: Trainer | None = None
+        self._file: _File | None = None
+        self._resumed: dict[str, Any] = {}
+        self._flushed_at = 0.0
+
+    @property
+    def path(self) -> Path | None:
+        """Where `metrics.csv` is; None before a run."""
+        folder = self._folder()
+        return None if folder is None else folder / "metrics.csv"
+
+    def _folder(self) -> Path | None:
+        if self.save_dir is not None or self._trainer is None:
+            return self.save_dir
+        return self._trainer.run_dir
+
+    # -- state: the newest row, which may not be on the disk when the run is killed ------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._file is None or self._file.row is None:
+            return {}
+        return {"step": self._file.step, "row": dict(self._file.row)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resumed = state
+
+    # -- moments -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._trainer = trainer
+        self._resumed = {}
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero:
+            self._open(continue_from=trainer.global_step)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self.flush()
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        folder = self._folder()
+        assert folder is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if self._file is None:
+            self._open(continue_from=None)
+        assert self._file is not None
+        self._file.put(step, {name: repr(value) for name, value in metrics.items()})
+        if time.monotonic() - self._flushed_at > self.flush_seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._file is None:
+            return
+        self._flushed_at = time.monotonic()
+        self._file.write()
+
+    def _open(self, continue_from: int | None) -> None:
+        """Open the file as this run finds it; `continue_from`: the step after which all rows are dropped."""
+        path = self.path
+        assert path is not None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        columns, rows = _read(path)
+        if continue_from is not None:
+            rows = [(step, row) for step, row in rows if step <= continue_from]
+            if self._resumed.get("step") == continue_from:
+                on_disk = dict([rows.pop()]) if rows and rows[-1][0] == continue_from else {}
+                rows.append((continue_from, {**on_disk.get(continue_from, {}), **self._resumed["row"]}))
+        self._file = _File(path, columns, rows)
+        self._flushed_at = time.monotonic()
+
+
+class _File:
+    """A CSV file whose last row can still change. Earlier rows are on disk, or wait in memory to be written."""
+
+    def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]]) -> None:
+        self.path = path
+        self.columns = columns or ["step"]
+        self.step = -1
+        self.row: Row | None = None
+        if rows:
+            self.step, self.row = rows[-1]
+        self._waiting: list[tuple[int, Row]] = []
+        self._amended: dict[int, Row] = {}
+        """Cells for rows that are on disk already."""
+        self._new_columns = False
+        self._end = 0
+        """Where the last row begins in the file."""
+        self._failed = False
+        self._file: io.FileIO | None = None
+        self._write_anew(rows[:-1])
+
+    def put(self, step: int, cells: Row) -> None:
+        """Add cells to the row of `step`."""
+        for name in cells:
+            if name not in self.columns:
+                self.columns.append(name)
+                self._new_columns = True
+        if step < self.step:
+            # After training, an older checkpoint may be tested.
+            self._amended.setdefault(step, {}).update(cells)
+            return
+        if step > self.step:
+            if self.row is not None:
+                self._waiting.append((self.step, self.row))
+            self.step, self.row = step, {}
+        assert self.row is not None
+        self.row.update(cells)
+
+    def write(self) -> None:
+        """Bring everything to the disk. After an error what waits is kept, and written over by the next try."""
+        try:
+            if self._new_columns or self._amended:
+                self._write_anew(self._final_rows())
+            else:
+                self._append()
+        except OSError as error:
+            if not self._failed:
+                log.warning("cannot write %s (%s); rows are kept in memory until it can be written.", self.path, error)
+            self._failed = True
+        else:
+            self._failed = self._new_columns = False
+            self._waiting.clear()
+            self._amended.clear()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _final_rows(self) -> list[tuple[int, Row]]:
+        """All rows but the last: from the disk, those that wait, and what was added to them."""
+        first_in_memory = self._waiting[0][0] if self._waiting else self.step
+        rows = {step: row for step, row in _read(self.path)[1] if step < first_in_memory}
+        rows.update((step, dict(row)) for step, row in self._waiting)
+        for step, cells in self._amended.items():
+            rows.setdefault(step, {}).update(cells)
+        return sorted(rows.items())
+
+    def _write_anew(self, final: list[tuple[int, Row]]) -> None:
+        head = _csv_line(self.columns) + b"".join(self._line(step, row) for step, row in final)
+        _replace(self.path, head + self._last_line())
+        self.close()
+        self._end = len(head)
+
+    def _append(self) -> None:
+        final = b"".join(self._line(step, row) for step, row in self._waiting)
+        if self._file is None:
+            self._file = io.FileIO(self.path, "r+")
+        self._file.seek(self._end)
+        _write_all(self._file, final + self._last_line())
+        self._file.truncate()
+        self._end += len(final)
+
+    def _last_line(self) -> bytes:
+        return b"" if self.row is None else self._line(self.step, self.row)
+
+    def _line(self, step: int, row: Row) -> bytes:
+        return _csv_line([str(step), *(row.get(column, "") for column in self.columns[1:])])
+
+
+def _csv_line(cells: list[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()
+
+
+def _read(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
+    """Columns and rows of a file; none if there is no such file. Rows that were cut off are left out."""
+    if not path.exists():
+        return [], []
+    with open(path, newline="", encoding="utf-8", errors="replace") as file:
+        lines = list(csv.reader(line for line in file if line.endswith("\n")))
+    if not lines or lines[0][:1] != ["step"]:
+        return [], []
+    columns = lines[0]
+    rows = [
+        (int(cells[0]), {name: cell for name, cell in zip(columns[1:], cells[1:], strict=True) if cell})
+        for cells in lines[1:]
+        if len(cells) == len(columns) and cells[0].isdecimal()
+    ]
+    return columns, rows
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file such that its path never shows half of it."""
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

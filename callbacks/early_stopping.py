@@ -1,0 +1,180 @@
+"""EarlyStopping: end the run when a logged value no longer gets better."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trainer.callbacks.base import Callback
+from trainer.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+
+class EarlyStopping(Callback):
+    """Stops the run when `monitor` has not improved in `patience` checks.
+
+    There is one check after each validation; where the value is known only when the training epoch has ended, or there
+    is no validation, one after each training epoch.
+
+    Args:
+        monitor: name of a logged value.
+        min_delta: a change of this much or less is no improvement.
+        patience: after how many checks in a row without improvement to stop.
+        mode: "min" or "max": which values are better.
+        strict: raise when `monitor` was not logged; otherwise such a check is left out, with one warning.
+        check_finite: stop when the value is NaN or infinite.
+        stopping_threshold: stop when the value is better than this.
+        divergence_threshold: stop when the value is worse than this.
+        check_on_train_epoch_end: True: check after training epochs only; False: after validations only; None: as above.
+
+    Raises:
+        ConfigError: an argument makes no sense; or, at the first check, `monitor` is not among the values logged.
+    """
+
+    after_module: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+    ) -> None:
+        if not isinstance(monitor, str) or not monitor:
+            raise ConfigError(
+                f"EarlyStopping(monitor={monitor!r}): give the name of a logged value, such as 'val_loss'."
+            )
+        if mode not in ("min", "max"):
+            raise ConfigError(f"EarlyStopping(mode={mode!r}): allowed are 'min' and 'max'.")
+        if type(patience) is not int or patience < 1:
+            raise ConfigError(f"EarlyStopping(patience={patience!r}): give a whole number of checks, from 1.")
+        self.monitor = monitor
+        self.min_delta = abs(min_delta)
+        self.patience = patience
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self.best_score: float | None = None
+        """The best value so far; None before the first check."""
+        self.last_score: float | None = None
+        self.wait_count = 0
+        """Checks in a row without improvement."""
+        self._place = {None: None, True: "train epoch", False: "validation"}[self.check_on_train_epoch_end]
+        self._validated = False
+        self._warned = False
+
+    @property
+    def state_key(self) -> str:
+        return f"EarlyStopping({self.monitor})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best_score": self.best_score,
+            "last_score": self.last_score,
+            "wait_count": self.wait_count,
+            "place": self._place,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best_score = state["best_score"]
+        self.last_score = state["last_score"]
+        self.wait_count = state["wait_count"]
+        if self.check_on_train_epoch_end is None:
+            self._place = state["place"]
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            self._start_afresh()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """A run that had stopped, and is started again with the same patience, has nothing left to do."""
+        self._stop_if_due(trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.stage == "fit" and not trainer.sanity_checking:
+            self._validated = True
+            if self._place != "train epoch":
+                self._check(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._place != "validation":
+            self._check(trainer, "train epoch")
+
+    def _check(self, trainer: Trainer, place: str) -> None:
+        values = trainer.read_metrics()
+        if self.monitor in values:
+            self._place = place
+            self._take(values[self.monitor])
+            self._stop_if_due(trainer)
+        elif self._should_be_known(trainer, place):
+            self._report_missing(list(values))
+
+    def _should_be_known(self, trainer: Trainer, place: str) -> bool:
+        """Unless the place is given, a value that validation did not log may still come with the training epoch."""
+        if self._place is not None:
+            return True
+        validates = any(number != 0 for number in trainer.num_val_batches)
+        return place == "train epoch" and (self._validated or not validates)
+
+    def _report_missing(self, logged: list[str]) -> None:
+        message = (
+            f"EarlyStopping(monitor={self.monitor!r}): no value of that name was logged."
+            f"{did_you_mean(self.monitor, logged)} Logged so far: {', '.join(sorted(logged)) or 'nothing'}. "
+            f"Log it with self.log({self.monitor!r}, ...), or change monitor."
+        )
+        if self.strict:
+            raise ConfigError(message)
+        if not self._warned:
+            self._warned = True
+            log.warning("%s This check is left out, because strict=False.", message)
+
+    def _take(self, score: float) -> None:
+        self.last_score = score
+        if self.best_score is None or self._is_better(score, self.best_score, self.min_delta):
+            # NaN is better than nothing and worse than everything, so it must not become the best.
+            self.best_score = None if math.isnan(score) else score
+            self.wait_count = 0 if self.best_score is not None else self.wait_count + 1
+        else:
+            self.wait_count += 1
+
+    def _is_better(self, score: float, than: float, by: float = 0.0) -> bool:
+        return score < than - by if self.mode == "min" else score > than + by
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        reason = self._reason_to_stop()
+        if reason is not None:
+            trainer.stop(reason)
+
+    def _reason_to_stop(self) -> str | None:
+        score = self.last_score
+        if score is None:
+            return None
+        value = f"{self.monitor} = {score:.6g}"
+        if self.check_finite and not math.isfinite(score):
+            return f"early stopping: {value} is not finite"
+        if self.stopping_threshold is not None and self._is_better(score, self.stopping_threshold):
+            return f"early stopping: {value} is better than the threshold {self.stopping_threshold:g}"
+        if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score):
+            return f"early stopping: {value} is worse than the divergence threshold {self.divergence_threshold:g}"
+        if self.wait_count >= self.patience:
+            best = "none" if self.best_score is None else f"{self.best_score:.6g}"
+            checks = "validations" if self._place == "validation" else "epochs"
+            return f"early stopping: {self.monitor} has not improved in {self.wait_count} {checks}; best {best}"
+        return None

@@ -1,0 +1,33 @@
+"""LambdaCallback: a callback made of functions, for short ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainer.callbacks.base import HOOKS, Callback
+from trainer.errors import ConfigError, raise_problems, unknown
+
+
+class LambdaCallback(Callback):
+    """Calls the given functions at the given moments, each with what a method of that name would get after `self`.
+
+    >>> greet = LambdaCallback(on_train_start=lambda trainer, module: print("here we go"))
+
+    Raises:
+        ConfigError: a name is not a moment of the run (all stand at the top of `trainer/callbacks/base.py`), or what
+            was given for it cannot be called.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        raise_problems([problem for name, call in hooks.items() for problem in _problems(name, call)], "LambdaCallback")
+        for name, call in hooks.items():
+            setattr(self, name, call)
+
+
+def _problems(name: str, call: object) -> list[str]:
+    if name not in HOOKS:
+        return [str(unknown("hook of LambdaCallback", name, HOOKS))]
+    if not callable(call):
+        return [str(ConfigError(f"LambdaCallback({name}={call!r}): give a function."))]
+    return []

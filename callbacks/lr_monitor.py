@@ -1,0 +1,85 @@
+"""LearningRateMonitor: log the learning rate of every parameter group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trainer.callbacks.base import Callback
+from trainer.errors import unknown
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rates that a step or an epoch is made with.
+
+    A rate is called after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
+    numbered (`lr-Adam`, `lr-Adam-1`), and so are several parameter groups (`lr-Adam/pg1`; or the group's own `"name"`).
+
+    Args:
+        logging_interval: "step": every `log_every_n_steps`; "epoch": every epoch, as it was at the epoch's start; None:
+            as often as its scheduler steps.
+        log_momentum: log the momentum (beta 1 of Adam) too, as `<name>-momentum`.
+        log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
+
+    Raises:
+        ConfigError: `logging_interval` is something else.
+    """
+
+    def __init__(
+        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise unknown("logging_interval of LearningRateMonitor", logging_interval, ["step", "epoch", "None"])
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        # Before the step, because after it a scheduler has already set the rate of the next one.
+        if batch_idx == 0:
+            self._log(trainer, "epoch")
+        if (trainer.global_step + 1) % trainer.settings.log_every_n_steps == 0:
+            self._log(trainer, "step")
+
+    def _log(self, trainer: Trainer, interval: str) -> None:
+        if self.logging_interval not in (None, interval):
+            return
+        for name, optimizer, scheduled in named_optimizers(trainer):
+            if self.logging_interval is None and scheduled != interval:
+                continue
+            for key, value in self._values(name, optimizer):
+                # The largest of equal values is that value to the last bit; a mean need not be.
+                options = {"on_step": interval == "step", "on_epoch": interval == "epoch", "reduction": "max"}
+                trainer.log(key, value, weight=1, **options)
+
+    def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+        groups = optimizer.param_groups
+        for number, group in enumerate(groups, start=1):
+            suffix = f"/{group.get('name', f'pg{number}')}" if len(groups) > 1 else ""
+            yield f"{name}{suffix}", group["lr"]
+            if self.log_momentum and ("momentum" in group or "betas" in group):
+                yield f"{name}-momentum{suffix}", group["momentum"] if "momentum" in group else group["betas"][0]
+            if self.log_weight_decay and "weight_decay" in group:
+                yield f"{name}-weight_decay{suffix}", group["weight_decay"]
+
+
+def named_optimizers(trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
+    """(name, optimizer, interval at which its rate changes) of every optimizer; "step" for one without a scheduler."""
+    found = []
+    used: Counter[str] = Counter()
+    for optimizer in trainer.optimizers:
+        mine = [c for c in trainer.scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
+        given = next((config.name for config in mine if config.name), None)
+        base = given or f"lr-{type(optimizer).__name__}"
+        name = f"{base}-{used[base]}" if used[base] else base
+        used[base] += 1
+        by_epoch = bool(mine) and all(config.interval == "epoch" for config in mine)
+        found.append((name, optimizer, "epoch" if by_epoch else "step"))
+    return found

@@ -1,0 +1,96 @@
+"""ModelSummary: print what a model is made of, before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainer.callbacks.base import Callback
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+class ModelSummary(Callback):
+    """Prints a table of the layers at the start of `fit`, on rank 0.
+
+    Args:
+        max_depth: how many levels of submodules to show; 0: only the totals; -1: all.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        if type(max_depth) is not int or max_depth < -1:
+            raise ConfigError(
+                f"ModelSummary(max_depth={max_depth!r}): give a whole number from 0, or -1 for all levels."
+            )
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero:
+            trainer.print(summarize(module, self.max_depth))
+
+
+def summarize(module: nn.Module, max_depth: int = 1) -> str:
+    """A table with a line for each layer: parameters, those that are trained, buffers, and MB (10^6 bytes) of both.
+
+    A tensor that several layers share counts in each of them, and once in the total. Sharded parameters count whole.
+    Layers whose shapes are not known yet show `?`.
+    """
+    header = ("layer", "type", "parameters", "trainable", "buffers", "MB")
+    lines = [(name, type(layer).__name__, *_sizes(layer)) for name, layer in _layers(module, max_depth)]
+    own = list(module.parameters(recurse=False))
+    if own and max_depth != 0:
+        lines.append(("(its own)", "Parameter", *_count(own, list(module.buffers(recurse=False)))))
+    total = ("total", type(module).__name__, *_sizes(module))
+    table = [header, *lines, total]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    text = [_line(row, widths) for row in table]
+    return "\n".join([text[0], rule, *text[1:-1], *([rule] if lines else []), text[-1]])
+
+
+def _layers(module: nn.Module, max_depth: int) -> list[tuple[str, nn.Module]]:
+    return [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    ]
+
+
+def _sizes(layer: nn.Module) -> tuple[str, str, str, str]:
+    return _count(layer.parameters(), layer.buffers())
+
+
+def _count(parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> tuple[str, str, str, str]:
+    """parameters, trainable, buffers, MB: as shown."""
+    parameters, buffers = list(parameters), list(buffers)
+    if any(is_lazy(tensor) for tensor in (*parameters, *buffers)):
+        return "?", "?", "?", "?"
+    bytes_in_all = sum(_elements(tensor) * tensor.element_size() for tensor in (*parameters, *buffers))
+    return (
+        f"{sum(map(_elements, parameters)):,}",
+        f"{sum(_elements(parameter) for parameter in parameters if parameter.requires_grad):,}",
+        f"{sum(map(_elements, buffers)):,}",
+        f"{bytes_in_all / 1e6:,.3f}",
+    )
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    # A parameter that DeepSpeed has partitioned is empty, and says here how many elements it has in truth.
+    whole: int = tensor.ds_numel if hasattr(tensor, "ds_numel") else tensor.numel()
+    return whole
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    """Names to the left, numbers to the right."""
+    cells = [
+        cell.ljust(width) if column < 2 else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells)

@@ -1,0 +1,168 @@
+"""TensorBoardLogger: metrics as TensorBoard event files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.callbacks.base import Logger
+from trainer.errors import ConfigError, MissingPackageError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+class TensorBoardLogger(Logger):
+    """Writes scalars and hyperparameters as event files; `tensorboard --logdir runs` shows them.
+
+    A resumed run continues the curves: the points of steps that are made again disappear (`purge_step`).
+
+    Args:
+        save_dir: folder of the event files. Default: the run directory.
+
+    Raises:
+        MissingPackageError: at the start of a run, when tensorboard is not installed.
+    """
+
+    def __init__(self, save_dir: str | Path | None = None) -> None:
+        self.save_dir = None if save_dir is None else Path(save_dir)
+        self._trainer: Trainer | None = None
+        self._writer: SummaryWriter | None = None
+        self._hyperparameters: dict[str, Any] = {}
+        self._newest: dict[str, Any] = {}
+        """The newest step and what was logged at it."""
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether tensorboard is installed."""
+        return importlib.util.find_spec("tensorboard") is not None
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Where the event files are; None before a run."""
+        if self.save_dir is not None or self._trainer is None:
+            return self.save_dir
+        return self._trainer.run_dir
+
+    @property
+    def experiment(self) -> SummaryWriter:
+        """torch's `SummaryWriter`, for images, histograms and the like. Only on rank 0: ask `trainer.is_global_zero`.
+
+        Raises:
+            ConfigError: there is no run yet, or this is not rank 0.
+        """
+        if self._trainer is None:
+            raise ConfigError(
+                "TensorBoardLogger.experiment exists inside a run: use it in fit, validate, test or predict."
+            )
+        if not self._trainer.is_global_zero:
+            raise ConfigError("TensorBoardLogger.experiment exists on rank 0 only: ask trainer.is_global_zero first.")
+        if self._writer is None:
+            self._writer = self._open(self._trainer)
+        return self._writer
+
+    # -- state: what was logged at the newest step ---------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._newest)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._newest = state
+
+    # -- moments -------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._trainer = trainer
+        if stage == "fit":
+            self._newest = {}
+        if trainer.is_global_zero:
+            _summary_writer_class()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero:
+            assert self.experiment is not None
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._hyperparameters = {}
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        # Kept until the writer is opened, because a resumed run must first know its step.
+        self._hyperparameters = hyperparameters
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        writer = self.experiment
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        if self._newest.get("step") != step:
+            self._newest = {"step": step, "values": {}}
+        self._newest["values"].update(metrics)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def _open(self, trainer: Trainer) -> SummaryWriter:
+        folder = self.log_dir
+        assert folder is not None
+        before = sorted(path.name for path in folder.glob("events.out.tfevents.*"))
+        step = trainer.global_step
+        continues = bool(before) and trainer.stage == "fit"
+        if before:
+            _wait_until_after(before[-1])
+        writer: SummaryWriter = _summary_writer_class()(str(folder), purge_step=step if continues else None)
+        if continues and self._newest.get("step") == step:
+            # What was logged at this step before the checkpoint; what came after it is about to be logged again.
+            for name, value in self._newest["values"].items():
+                writer.add_scalar(name, value, step)
+        if self._hyperparameters and not (continues and step):
+            _write_hyperparameters(writer, self._hyperparameters)
+        return writer
+
+
+def _summary_writer_class() -> type[SummaryWriter]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingPackageError("tensorboard", "tensorboard", "TensorBoardLogger") from error
+    return SummaryWriter
+
+
+def _wait_until_after(name: str) -> None:
+    """TensorBoard reads files in the order of their names, which begin with the second in which they were made: a run
+    that is resumed within the same second would be read before what it continues."""
+    second = name.removeprefix("events.out.tfevents.").split(".")[0]
+    deadline = time.monotonic() + 1.1
+    while second.isdecimal() and int(time.time()) <= int(second) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _write_hyperparameters(writer: SummaryWriter, hyperparameters: dict[str, Any]) -> None:
+    """For the HPARAMS page, flat, and whole for the TEXT page."""
+    from torch.utils.tensorboard.summary import hparams
+
+    writer.add_text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
+    # `writer.add_hparams` would make a folder of its own, which shows as a second run.
+    for summary in hparams(_flat(hyperparameters), {}):
+        writer._get_file_writer().add_summary(summary)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}/"))
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat

@@ -1,0 +1,203 @@
+"""ThroughputMonitor: how many samples, tokens and floating-point operations a run does in a second."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from trainer.callbacks.base import Callback
+from trainer.errors import ConfigError, raise_problems
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+
+class Mark(NamedTuple):
+    """How far the run had come at the end of a step. Validation does not count in `time` (seconds)."""
+
+    time: float
+    steps: int
+    batches: int
+    samples: int
+    items: int
+
+
+class ThroughputMonitor(Callback):
+    """Logs rates over the last `window_size` steps of training, every `log_every_n_steps`, validation left out.
+
+    It reads the host's clock and never waits for the device: a device that lags behind the host by a few steps blurs a
+    rate, it does not bend it. Logged are `throughput/steps_per_s`, `throughput/batches_per_s` and
+    `throughput/samples_per_s` (where the loader tells the number of samples) and, where asked for,
+    `throughput/tokens_per_s`, `throughput/flops_per_s` and `throughput/mfu`. All are of all processes together; MFU
+    (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the share of the devices' peak.
+
+    Args:
+        window_size: steps that a rate is taken over.
+        items_per_batch: tokens (or other items) in one micro-batch of one process: a number, or a function of the
+            batch. Let it look at shapes: reading a value from a device tensor would wait for the device.
+        items_name: what these items are called, in `throughput/<items_name>_per_s`.
+        flops_per_sample: floating-point operations of training on one sample, forward and backward (about 6 x
+            parameters x tokens for a transformer): a number, or a function of the module, called once.
+        peak_flops: the peak of one device in FLOP/s. Default: from a table of NVIDIA cards, for the run's precision.
+    """
+
+    def __init__(
+        self,
+        window_size: int = 100,
+        items_per_batch: int | Callable[[Any], int] | None = None,
+        items_name: str = "tokens",
+        flops_per_sample: float | Callable[[TrainModule], float] | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        problems = []
+        if type(window_size) is not int or window_size < 1:
+            problems.append(f"ThroughputMonitor(window_size={window_size!r}): give a whole number of steps, from 1.")
+        if not callable(items_per_batch) and type(items_per_batch) not in (int, type(None)):
+            problems.append(
+                f"ThroughputMonitor(items_per_batch={items_per_batch!r}): give a whole number or a function."
+            )
+        if peak_flops is not None and peak_flops <= 0:
+            problems.append(f"ThroughputMonitor(peak_flops={peak_flops!r}): give FLOP/s of one device, such as 312e12.")
+        raise_problems(problems, "ThroughputMonitor")
+        self.items_per_batch = items_per_batch
+        self.items_name = items_name
+        self.flops_per_sample = flops_per_sample
+        self.peak_flops = peak_flops
+        self._marks: deque[Mark] = deque(maxlen=window_size + 1)
+        self._step = 0
+        self._batches = 0
+        self._items = 0
+        self._left_out = 0.0
+        self._validation_began = 0.0
+        self._flops: float | None = None
+        self._peak: float | None = None
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._marks.clear()
+        self._batches = self._items = 0
+        self._flops = self.flops_per_sample(module) if callable(self.flops_per_sample) else self.flops_per_sample
+        if self._flops is not None:
+            self._peak = self.peak_flops or peak_of(trainer.device, compute_dtype(trainer))
+            if self._peak is None:
+                log.info(
+                    "ThroughputMonitor logs no MFU: the peak of this device is not in its table. Pass peak_flops=..., "
+                    "in FLOP/s of one device."
+                )
+        self._mark(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._batches += 1
+        if self.items_per_batch is not None:
+            self._items += self._count_items(batch)
+        if trainer.global_step > self._step:
+            # The last micro-batch of a step: what is logged now belongs to that step.
+            self._mark(trainer)
+            if trainer.global_step % trainer.settings.log_every_n_steps == 0:
+                self._log(trainer)
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._validation_began = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._left_out += time.perf_counter() - self._validation_began
+
+    def _count_items(self, batch: Any) -> int:
+        if not callable(self.items_per_batch):
+            return self.items_per_batch or 0
+        items = self.items_per_batch(batch)
+        if not isinstance(items, int):
+            raise ConfigError(
+                f"ThroughputMonitor(items_per_batch=...) returned a {type(items).__name__}: return a whole number, "
+                "made from shapes (batch.numel(), ...), since reading a tensor would wait for the device."
+            )
+        return items
+
+    def _mark(self, trainer: Trainer) -> None:
+        self._step = trainer.global_step
+        now = time.perf_counter() - self._left_out
+        self._marks.append(Mark(now, trainer.global_step, self._batches, trainer.progress.samples, self._items))
+
+    def _log(self, trainer: Trainer) -> None:
+        first, last = self._marks[0], self._marks[-1]
+        seconds = last.time - first.time
+        if seconds <= 0:
+            return
+        world = trainer.world_size
+        rates = {
+            "steps_per_s": (last.steps - first.steps) / seconds,
+            "batches_per_s": (last.batches - first.batches) * world / seconds,
+        }
+        if last.samples > first.samples:
+            rates["samples_per_s"] = (last.samples - first.samples) / seconds
+            if self._flops is not None:
+                rates["flops_per_s"] = rates["samples_per_s"] * self._flops
+                if self._peak is not None:
+                    rates["mfu"] = rates["flops_per_s"] / (world * self._peak)
+        for name, rate in rates.items():
+            trainer.log(f"throughput/{name}", rate, on_step=True, on_epoch=False, weight=1)
+        if self.items_per_batch is not None:
+            items = (last.items - first.items) / seconds
+            name = f"throughput/{self.items_name}_per_s"
+            # Only this process's own items are known here; the sum over processes is made when the log is read.
+            trainer.log(name, items, on_step=True, on_epoch=False, reduction="sum", weight=1)
+
+
+# Dense peaks in TFLOP/s: (fp16 and bf16, TF32, fp32, fp64), from NVIDIA's data sheets, where many are given "with
+# sparsity", which doubles them. Sought in the device's name in this order, so a longer name comes first.
+# V100 and T4 have neither bf16 nor TF32.
+PEAKS: dict[str, tuple[float, float, float, float]] = {
+    "b200": (2250, 1125, 75, 37),
+    "h200": (989.4, 494.7, 66.9, 66.9),
+    "h100 nvl": (835.5, 417.7, 60, 60),
+    "h100 pcie": (756, 378, 51.2, 51.2),
+    "h100": (989.4, 494.7, 66.9, 66.9),
+    "a100": (312, 156, 19.5, 19.5),
+    "a10g": (70, 35, 35, 0.5),
+    "a10": (125, 62.5, 31.2, 0.5),
+    "l40s": (362, 183, 91.6, 1.4),
+    "l40": (181, 90.5, 90.5, 1.4),
+    "l4": (121, 60, 30.3, 0.5),
+    "v100": (125, 15.7, 15.7, 7.8),
+    "t4": (65, 8.1, 8.1, 0.25),
+    "rtx 4090": (165.2, 82.6, 82.6, 1.3),
+    "rtx 3090": (71, 35.6, 35.6, 0.56),
+}
+
+
+def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The dense peak of an NVIDIA card, FLOP/s, for matrix products in `dtype`; None when it is not known."""
+    if device.type != "cuda":
+        return None
+    return peak_by_name(torch.cuda.get_device_name(device), dtype)
+
+
+def peak_by_name(name: str, dtype: torch.dtype) -> float | None:
+    """As `peak_of`, for a device called `name`. float32 counts as TF32 where torch may use that."""
+    words = f" {name.lower()} ".replace("-", " ")
+    peaks = next((peaks for card, peaks in PEAKS.items() if f" {card} " in words), None)
+    if peaks is None:
+        return None
+    fp16, tf32, fp32, fp64 = peaks
+    by_dtype = {
+        torch.float16: fp16,
+        torch.bfloat16: None if peaks in (PEAKS["v100"], PEAKS["t4"]) else fp16,
+        torch.float32: fp32 if torch.get_float32_matmul_precision() == "highest" else tf32,
+        torch.float64: fp64,
+    }
+    peak = by_dtype.get(dtype)
+    return None if peak is None else peak * 1e12
+
+
+def compute_dtype(trainer: Trainer) -> torch.dtype:
+    """The dtype in which a run's matrix products are made."""
+    return trainer.precision.autocast or trainer.precision.weights

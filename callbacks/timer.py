@@ -1,0 +1,154 @@
+"""Timer: measure how long a run trains, and end it when its time is used up."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from trainer.callbacks.base import Callback
+from trainer.errors import ConfigError, unknown
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+Duration = str | timedelta | dict[str, float] | float
+
+STAGES = ("train", "validate", "test", "predict")
+
+
+class Timer(Callback):
+    """Stops training after `duration`. A resumed run goes on counting where the checkpoint was written.
+
+    Args:
+        duration: a `timedelta`, `"DD:HH:MM:SS"`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or seconds (a
+            float). It counts all of training, validation included. None: only measure.
+        interval: "step": stop after any step; "epoch": only after a whole epoch.
+
+    Raises:
+        ConfigError: `duration` or `interval` is something else.
+    """
+
+    def __init__(self, duration: Duration | None = None, interval: str = "step") -> None:
+        if interval not in ("step", "epoch"):
+            raise unknown("interval of Timer", interval, ["step", "epoch"])
+        self.duration = None if duration is None else read_duration(duration)
+        self.interval = interval
+        self._before = dict.fromkeys(STAGES, 0.0)
+        """Seconds of each stage that are over: before a resume, and in finished stretches of this run."""
+        self._since: dict[str, float] = {}
+        """The stages in progress, and when each began."""
+
+    # -- to read -------------------------------------------------------------------------------------------------------
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds spent in "train" (including the validation inside it), "validate", "test" or "predict" so far."""
+        if stage not in STAGES:
+            raise unknown("stage of Timer", stage, STAGES)
+        running = time.monotonic() - self._since[stage] if stage in self._since else 0.0
+        return self._before[stage] + running
+
+    def time_remaining(self) -> float | None:
+        """Seconds of training left, at least 0; None without a duration."""
+        return None if self.duration is None else max(0.0, self.duration - self.time_elapsed("train"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before = dict(state["elapsed"])
+        now = time.monotonic()
+        self._since = dict.fromkeys(self._since, now)
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            self._before = dict.fromkeys(STAGES, 0.0)
+            self._since = {}
+
+    # -- when it runs out ----------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("train")
+        self._stop_if_over(trainer)
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.interval == "step":
+            self._stop_if_over(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._stop_if_over(trainer)
+
+    def _stop_if_over(self, trainer: Trainer) -> None:
+        # Each process looks at its own clock; the trainer agrees with the others on the step to stop at.
+        if self.duration is not None and self.time_elapsed("train") >= self.duration:
+            trainer.stop(f"the time is used up: {timedelta(seconds=round(self.duration))} of training")
+
+    # -- measuring -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, stage: str) -> None:
+        self._since[stage] = time.monotonic()
+
+    def _end(self, stage: str) -> None:
+        self._before[stage] = self.time_elapsed(stage)
+        self._since.pop(stage, None)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end("train")
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self._begin("validate")
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self._end("validate")
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("test")
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end("test")
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("predict")
+
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end("predict")
+
+
+def read_duration(duration: Duration) -> float:
+    """Seconds.
+
+    Raises:
+        ConfigError: `duration` is not a `timedelta`, `"DD:HH:MM:SS"`, a dict of `timedelta`'s arguments, or a float; or
+            it is negative.
+    """
+    seconds = _seconds(duration)
+    if seconds is None:
+        hint = " In YAML put it in quotes: 1:00:00:00 without them is a number." if type(duration) is int else ""
+        raise ConfigError(
+            f"the duration {duration!r} cannot be read: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a dict "
+            f"such as {{'hours': 12}}, or seconds as a float.{hint}"
+        )
+    if seconds < 0:
+        raise ConfigError(f"the duration {duration!r} is negative.")
+    return seconds
+
+
+def _seconds(duration: Any) -> float | None:
+    if isinstance(duration, float):
+        return duration
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    if isinstance(duration, dict):
+        try:
+            return timedelta(**duration).total_seconds()
+        except TypeError:
+            return None
+    match = re.fullmatch(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})", duration) if isinstance(duration, str) else None
+    if match is None:
+        return None
+    days, hours, minutes, seconds = map(int, match.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

@@ -1,0 +1,46 @@
+"""The digits example from Python instead of from a config file.
+
+Run it, from the root of the repository:
+
+    python -m examples.digits.train
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from examples.digits import Digits, DigitsData
+from trainer import Trainer
+from trainer.callbacks import EarlyStopping, ModelCheckpoint
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-epochs", type=int, default=20)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--root", default="runs/digits", help="run directories are made here")
+    options = parser.parse_args()
+
+    module = Digits(lr=3e-3)
+    data = DigitsData(batch_size=64)
+    trainer = Trainer(
+        max_epochs=options.max_epochs,
+        devices=options.devices,
+        default_root_dir=options.root,
+        seed=42,
+        log_every_n_steps=10,
+        callbacks=[
+            ModelCheckpoint(monitor="val_acc", mode="max", save_top_k=1),
+            EarlyStopping(monitor="val_loss", mode="min", patience=5),
+        ],
+    )
+    trainer.fit(module, datamodule=data)
+
+    # The best weights of the run, on images that were never looked at before.
+    results = trainer.test(module, datamodule=data, ckpt_path="best")
+    trainer.print(f"test accuracy: {results['test_acc']:.4f}")
+    trainer.print(f"run directory: {trainer.run_dir}")
+
+
+if __name__ == "__main__":
+    main()

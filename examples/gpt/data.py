@@ -1,0 +1,100 @@
+"""Python's own standard library as text to learn from: nothing to download."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainer import DataModule
+
+IGNORED = -100
+"""The target where there is no next byte (cross_entropy's `ignore_index`)."""
+
+Example = tuple[torch.Tensor, torch.Tensor]
+
+
+def library_files() -> list[bytes]:
+    """The text of every top-level file of the standard library, in alphabetical order of names."""
+    folder = Path(os.__file__).parent
+    files = (path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return [text for text in files if len(text) >= 2]
+
+
+class Crops(Dataset[Example]):
+    """`count` pieces of text, each starting at a random place of a file and ending with that file at the latest.
+
+    Which piece has number i depends on `seed` and i alone: whoever asks for it, in whatever order or process, gets the
+    same one. So an interrupted run that resumes, or a run on more processes, sees the very same pieces.
+    """
+
+    def __init__(self, files: list[bytes], length: int, count: int, seed: int) -> None:
+        self.text = torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8)
+        self.ends = list(accumulate(len(file) for file in files))
+        self.length = length
+        self.count = count
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Example:
+        """The bytes of a piece, and for each of them the byte that follows; both (length,) int64, padded at the end."""
+        chance = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        start = int(torch.randint(len(self.text), (), generator=chance))
+        end_of_file = self.ends[bisect_right(self.ends, start)]
+        start = min(start, end_of_file - 2)  # at least one byte, and the one that follows
+        piece = self.text[start : min(start + self.length + 1, end_of_file)].long()
+
+        inputs = torch.zeros(self.length, dtype=torch.long)
+        targets = torch.full((self.length,), IGNORED)
+        inputs[: len(piece) - 1] = piece[:-1]
+        targets[: len(piece) - 1] = piece[1:]
+        return inputs, targets
+
+
+class LibraryText(DataModule):
+    """Every tenth file is kept for validation, the others are trained on.
+
+    Args:
+        context: the length of a piece in bytes; the model's `context`.
+        batch_size: pieces per micro-batch and process.
+        train_pieces: pieces in an epoch; None: as many as the text has room for.
+        val_pieces: pieces to validate on.
+        seed: which pieces.
+    """
+
+    def __init__(
+        self,
+        context: int = 64,
+        batch_size: int = 32,
+        train_pieces: int | None = None,
+        val_pieces: int = 512,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.context = context
+        self.batch_size = batch_size
+        self.train_pieces = train_pieces
+        self.val_pieces = val_pieces
+        self.seed = seed
+
+    def setup(self, stage: str) -> None:
+        files = library_files()
+        train_files = [file for number, file in enumerate(files) if number % 10 != 9]
+        val_files = files[9::10]
+        train_pieces = self.train_pieces or sum(len(file) for file in train_files) // self.context
+        self.train = Crops(train_files, self.context, train_pieces, self.seed)
+        self.val = Crops(val_files, self.context, self.val_pieces, self.seed)
+
+    def train_dataloader(self) -> DataLoader[Example]:
+        # No shuffling: the pieces are in random order already.
+        return DataLoader(self.train, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Example]:
+        return DataLoader(self.val, batch_size=self.batch_size)

@@ -1,0 +1,113 @@
+"""A small GPT on bytes: decay groups, warm-up and cosine, a loss that is exact per byte.
+
+Run it, from the root of the repository:
+
+    trainer fit --config examples/gpt/config.yaml
+    python -m examples.gpt.sample          # continues "def " with what it learnt
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from examples.gpt.data import IGNORED, Example
+from examples.gpt.model import Transformer
+from trainer import TrainModule
+
+VOCABULARY = 256
+"""A token is a byte."""
+
+
+class GPT(TrainModule):
+    """Predicts each next byte of a text.
+
+    Args:
+        context: how many bytes it sees at most; the data's `context`.
+        layers, heads, width, dropout: the transformer's size and dropout.
+        lr: the highest learning rate, reached after the warm-up.
+        warmup_steps: steps in which the learning rate rises to `lr`; from there it falls to a tenth along a cosine.
+        weight_decay: of AdamW, for matrices only.
+    """
+
+    def __init__(
+        self,
+        context: int = 64,
+        layers: int = 3,
+        heads: int = 4,
+        width: int = 96,
+        dropout: float = 0.0,
+        lr: float = 3e-3,
+        warmup_steps: int = 50,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net: Transformer | None = None
+
+    def configure_model(self) -> None:
+        """Called by the trainer, which decides where and in which dtype the layers come to be: a large model never
+        has to exist as a whole on one device. For a small one `__init__` would do as well."""
+        if self.net is None:
+            hp = self.hparams
+            self.net = Transformer(VOCABULARY, hp.context, hp.layers, hp.heads, hp.width, hp.dropout)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens`: (batch, length) int64. Returns the logits of each next byte, (batch, length, 256)."""
+        assert self.net is not None
+        logits: torch.Tensor = self.net(tokens)
+        return logits
+
+    # -- the loss is a mean over bytes -----------------------------------------------------------------------------
+
+    def num_items(self, batch: Example) -> torch.Tensor:
+        """A piece at the end of a file is shorter than the others. With this number every byte of a step counts the
+        same, on whichever process and in whichever micro-batch of the step it happens to be."""
+        _, targets = batch
+        return (targets != IGNORED).sum()
+
+    def loss(self, batch: Example) -> torch.Tensor:
+        """The mean cross-entropy of this batch's bytes, in nats."""
+        inputs, targets = batch
+        return cross_entropy(self(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+    def training_step(self, batch: Example, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, prog_bar=True, weight=self.num_items(batch))
+        return loss
+
+    def validation_step(self, batch: Example, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val_loss", loss, prog_bar=True, weight=self.num_items(batch))
+        self.log("val_bits_per_byte", loss / math.log(2), weight=self.num_items(batch))
+
+    # -- optimizer and schedule ------------------------------------------------------------------------------------
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW that decays matrices but not biases and norms, with a schedule that moves every step."""
+        hp = self.hparams
+        parameters = list(self.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": hp.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=hp.lr, betas=(0.9, 0.95))
+
+        total_steps = self.trainer.estimated_stepping_batches
+        if total_steps is None:
+            raise ValueError("a cosine needs an end: give --trainer.max_steps or --trainer.max_epochs")
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: warmup_then_cosine(step, hp.warmup_steps, total_steps)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def warmup_then_cosine(step: int, warmup_steps: int, total_steps: int, floor: float = 0.1) -> float:
+    """The learning rate of `step` (from 0) as a share of the highest one."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,87 @@
+"""Two callbacks of one's own, and a run that is stopped and goes on.
+
+Run it, from the root of the repository:
+
+    python -m examples.own_callback.train
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from examples.digits import Digits, DigitsData
+from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import ModelCheckpoint
+
+
+class StopWhenGood(Callback):
+    """Ends training as soon as enough validation images are right.
+
+    A callback is a class with a method for each moment that it cares about; here that is one. All moments, in the order
+    in which they happen, are listed at the top of `trainer/callbacks/base.py`; a misspelt one is an error.
+    """
+
+    def __init__(self, accuracy: float) -> None:
+        self.accuracy = accuracy
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        # Whatever was logged, reduced over all processes: reading it here costs nothing.
+        if not trainer.sanity_checking and trainer.callback_metrics["val_acc"] >= self.accuracy:
+            trainer.stop(f"val_acc reached {self.accuracy}")
+
+
+class History(Callback):
+    """Remembers the validation accuracy after each epoch, across restarts.
+
+    What `state_dict` returns (numbers, strings, lists, dicts, tensors) is part of every checkpoint, and comes back
+    through `load_state_dict` when a run goes on.
+    """
+
+    def __init__(self) -> None:
+        self.accuracies: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self.accuracies.append(trainer.callback_metrics["val_acc"])
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        for epoch, accuracy in enumerate(self.accuracies):
+            trainer.print(f"  epoch {epoch}: val_acc {accuracy:.4f}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"accuracies": self.accuracies}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.accuracies = state["accuracies"]
+
+
+def train(max_epochs: int, root: str) -> Trainer:
+    """Train up to `max_epochs` epochs; a second call goes on where the first one ended, as a restarted job would."""
+    trainer = Trainer(
+        max_epochs=max_epochs,
+        default_root_dir=root,
+        seed=42,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[StopWhenGood(accuracy=0.98), History(), ModelCheckpoint(save_last=True)],
+    )
+    trainer.fit(Digits(), datamodule=DigitsData(), ckpt_path="last")
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--root", default="runs/own_callback", help="run directories are made here")
+    options = parser.parse_args()
+
+    print("Two epochs:")
+    train(max_epochs=2, root=options.root)
+
+    print("The same run goes on, up to ten epochs:")
+    trainer = train(max_epochs=10, root=options.root)
+    print(f"Stopped after {trainer.global_step} steps: {trainer.stop_reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Strategy: where a run happens. The defaults of every verb are "one process, one device"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.data.transfer import move_to
+from trainer.module import TrainModule, load_weights
+from trainer.precision import Precision
+
+T = TypeVar("T")
+
+
+class Strategy:
+    """Owns device placement, wrapping, backward, clipping, the optimizer's step, and talk between processes.
+
+    The trainer calls the verbs in the order in which they stand here. A new strategy overrides those it does
+    differently; its constructor takes its options and touches no device.
+    """
+
+    name: ClassVar[str] = "base"
+    multi_process: ClassVar[bool] = False
+    """Whether this strategy runs one process per device, which then have to be started."""
+
+    device: torch.device
+    precision: Precision
+    module: TrainModule
+    scaler: torch.amp.GradScaler | None = None
+    device_ids: list[int] | None = None
+    """Which accelerators of this machine to use, by local rank; None: the first ones."""
+    gradient_average: int = 1
+    """By what the strategy divides the sum of gradients over processes."""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+
+    # -- before anything is started ------------------------------------------------------------------------------------
+
+    def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
+        """What cannot work with this strategy, found before any process starts: one sentence each, naming the fix."""
+        if num_processes > 1 and not self.multi_process:
+            return [
+                f"strategy {self.name!r} runs one process, but devices x num_nodes asks for {num_processes}. "
+                "Use strategy='ddp', or devices=1."
+            ]
+        return []
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self, device_type: str, precision: Precision) -> None:
+        """Choose this process's device and join the other processes, if any."""
+        self.precision = precision
+        self.device = self.choose_device(device_type)
+        self.scaler = precision.make_scaler(self.device)
+
+    def choose_device(self, device_type: str) -> torch.device:
+        """The device of this process; for accelerators the one with the number of the local rank."""
+        if device_type == "cuda":
+            device = torch.device("cuda", self.device_ids[self.local_rank] if self.device_ids else self.local_rank)
+            torch.cuda.set_device(device)
+            return device
+        return torch.device(device_type)
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """The context in which `configure_model` builds layers."""
+        return self.precision.init_context()
+
+    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+        """Cast and place the module, and wrap it where the strategy needs that. Runs before `configure_optimizers`."""
+        self.module = module
+        self.precision.convert_module(module)
+        module.to(self.device)
+
+    def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
+        """Take the optimizers over; returns those to use from now on. `clip_norm`: see `clip_gradients`."""
+        return optimizers
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch on this process's device, floating tensors cast if the precision says so."""
+        batch = move_to(batch, self.device)
+        return move_to(batch, self.precision.convert_batch) if self.precision.casts_batch else batch
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        """Context of one micro-batch's forward and backward; gradients need to be complete only after the `last`."""
+        return nullcontext()
+
+    def call(self, step: str, *args: Any) -> Any:
+        """Call a step method of the module (`"training_step"`, ...) in the precision's context."""
+        with self.precision.forward_context(self.device):
+            return getattr(self.module, step)(*args)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of `loss` to those of the window. `loss` is a scalar on this process's device."""
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
+
+    def reduce_gradients(self) -> None:
+        """In manual optimization, after a backward: bring the gradients of all processes together."""
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Undo the loss scaling in the gradients, before anybody looks at them."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
+        """Clip by the global norm over all parameters of `optimizer` (`"norm"`; returns it), or by `"value"`."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "norm":
+            return nn.utils.clip_grad_norm_(parameters, value)
+        nn.utils.clip_grad_value_(parameters, value)
+        return None
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        """Update the weights. With loss scaling a step whose gradients are not finite is left out."""
+        if closure is not None:
+            optimizer.step(closure)
+        elif self.scaler is not None:
+            self.scaler.step(optimizer)
+        else:
+            optimizer.step()
+
+    def end_step(self) -> None:
+        """After all optimizers of a step: adapt the loss scale."""
+        if self.scaler is not None:
+            self.scaler.update()
+
+    # -- talk between processes ----------------------------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process that writes files and prints."""
+        return self.rank == 0
+
+    @property
+    def store(self) -> dist.Store | None:
+        """The key-value store that all processes share; None for a single process."""
+        return None
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over all processes, on its device and without reading it on the host."""
+        return value
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every process's `value` (small, picklable data), in the order of ranks, on every process."""
+        return [value]
+
+    def broadcast_object(self, value: T) -> T:
+        """Rank 0's `value` on every process."""
+        return value
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+
+    def synchronize_buffers(self) -> None:
+        """Make replicated buffers equal on every process (rank 0's win): before evaluation and checkpoints."""
+
+    def prepare_data_once(self) -> bool:
+        """Whether this process is the one of its node that runs `prepare_data`."""
+        return self.local_rank == 0
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, torch.Tensor]:
+        """Weights and buffers by name: the keys of the plain module, under every strategy."""
+        return self.module.state_dict()
+
+    def load_module_state(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+        """Take weights from `module_state` of any strategy.
+
+        Raises:
+            CheckpointError: names or shapes differ from the module's.
+        """
+        load_weights(self.module, state, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's `state_dict`."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take back what `optimizer_state` gave."""
+        optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """Let go of the wrapper and leave the other processes. The module keeps its weights, on its device."""
+
+    # -- what it is, in words ------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """One line: the strategy and its options."""
+        return self.name
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put the module in eval mode, and give each submodule its own former mode back afterwards."""
+    modes = {submodule: submodule.training for submodule in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for submodule, training in modes.items():
+            submodule.training = training

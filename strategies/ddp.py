@@ -1,0 +1,152 @@
+"""Replicas: every process holds the whole model, gradients are averaged (torch's DistributedDataParallel)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainer.errors import unknown
+from trainer.module import TrainModule
+from trainer.precision import Precision
+from trainer.strategies.distributed import DistributedStrategy, average_gradients, broadcast
+
+COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
+
+
+class DDPStrategy(DistributedStrategy):
+    """`DistributedDataParallel` around the module.
+
+    Args:
+        find_unused_parameters: some parameters get no gradient in some steps.
+        static_graph: the same parameters are used in every step; saves the search for unused ones.
+        gradient_as_bucket_view: gradients live in the communication buckets: less memory, no copy.
+        bucket_cap_mb: size of a bucket in MiB; None: torch's default (25).
+        broadcast_buffers: rank 0's buffers (batch norm) go to all processes before each forward.
+        comm_hook: how gradients travel: "fp16_compress", "bf16_compress" (NCCL only), "power_sgd", or a function
+            `(state, bucket) -> Future` as in `DistributedDataParallel.register_comm_hook`.
+        comm_hook_state: the state given to a `comm_hook` function.
+        timeout_seconds: after which a collective that does not end raises.
+
+    With manual optimization there is no wrapper: `manual_backward` averages the gradients when it is done, so any subset
+    of parameters may be used, in any order.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(
+        self,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+        comm_hook: str | Callable[..., Any] | None = None,
+        comm_hook_state: Any = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        super().__init__(timeout_seconds)
+        if isinstance(comm_hook, str) and comm_hook not in COMM_HOOKS:
+            raise unknown("comm_hook", comm_hook, COMM_HOOKS)
+        self.options = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        if not broadcast_buffers:
+            # torch 2.13 renames it; its default, True, needs no name.
+            self.options["broadcast_buffers"] = False
+        self.static_graph = static_graph
+        self.comm_hook = comm_hook
+        self.comm_hook_state = comm_hook_state
+        self.wrapped: DistributedDataParallel | None = None
+        self._first_window = True
+        self._more_follow = False
+
+    def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
+        problems = super().problems(precision, device_type, num_processes)
+        if self.comm_hook == "bf16_compress" and device_type != "cuda":
+            problems.append(
+                f"comm_hook='bf16_compress' needs NCCL, but the device is {device_type!r}: use 'fp16_compress' or a function."
+            )
+        if device_type == "mps" and num_processes > 1:
+            problems.append("strategy 'ddp' cannot run several processes on MPS: use devices=1.")
+        return problems
+
+    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+        super().setup_module(module, for_training)
+        if not for_training:
+            return
+        self.gradient_average = self.world_size
+        self._first_window = True
+        if module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
+            self.wrapped = DistributedDataParallel(StepAsForward(module), **self.options)
+            self._register_comm_hook(self.wrapped)
+        elif self.world_size > 1:
+            broadcast([*module.parameters(), *module.buffers()])
+
+    def _register_comm_hook(self, wrapped: DistributedDataParallel) -> None:
+        if self.comm_hook == "fp16_compress":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.comm_hook == "bf16_compress":
+            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        elif self.comm_hook == "power_sgd":
+            wrapped.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+        elif callable(self.comm_hook):
+            wrapped.register_comm_hook(self.comm_hook_state, self.comm_hook)
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        if self.wrapped is None:
+            return self._holding_back(more_follow=not last)
+        # With a static graph DDP learns the graph in the first backward, which has to communicate.
+        if last or (self.static_graph and self._first_window):
+            return nullcontext()
+        return self.wrapped.no_sync()
+
+    @contextmanager
+    def _holding_back(self, more_follow: bool) -> Any:
+        self._more_follow = more_follow
+        try:
+            yield
+        finally:
+            self._more_follow = False
+
+    def call(self, step: str, *args: Any) -> Any:
+        if step != "training_step" or self.wrapped is None:
+            return super().call(step, *args)
+        with self.precision.forward_context(self.device):
+            return self.wrapped(step, *args)
+
+    def reduce_gradients(self) -> None:
+        if self.wrapped is None and self.world_size > 1 and not self._more_follow:
+            average_gradients([p for p in self.module.parameters() if p.requires_grad], self.world_size)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        self._first_window = False
+        super().step(optimizer, closure)
+
+    def teardown(self) -> None:
+        self.wrapped = None
+        super().teardown()
+
+    def describe(self) -> str:
+        changed = [f"{name}={value}" for name, value in self.options.items() if value or name == "broadcast_buffers"]
+        hook = [f"comm_hook={self.comm_hook}"] if self.comm_hook else []
+        return f"{self.name} ({', '.join(changed + hook)})"
+
+
+class StepAsForward(nn.Module):
+    """DDP prepares its communication inside `forward`; this makes the step method the forward."""
+
+    def __init__(self, module: TrainModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: str, *args: Any) -> Any:
+        return getattr(self.module, step)(*args)

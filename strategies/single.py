@@ -1,0 +1,13 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from trainer.strategies.base import Strategy
+
+
+class SingleDeviceStrategy(Strategy):
+    """Everything on one device: every verb's default."""
+
+    name: ClassVar[str] = "single_device"

@@ -1,0 +1,132 @@
+"""What several checkpoint tests need: exact comparison, random states, and forged checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.checkpoint.format import _sealed, write_checkpoint
+from trainer.checkpoint.tree import DTYPES
+
+
+def raw(tensor: torch.Tensor) -> list[int]:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def check_same(one: Any, other: Any, where: str = "") -> None:
+    """Same types, values, order of keys, bits of floats and tensors."""
+    if isinstance(one, torch.Tensor):
+        assert type(other) is torch.Tensor, where
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), where
+        assert raw(one) == raw(other), where
+        return
+    assert type(one) is type(other), where
+    if isinstance(one, dict):
+        for (key, value), (other_key, other_value) in zip(one.items(), other.items(), strict=True):
+            check_same(key, other_key, f"{where} key {key!r}")
+            check_same(value, other_value, f"{where}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        for index, (value, other_value) in enumerate(zip(one, other, strict=True)):
+            check_same(value, other_value, f"{where}[{index}]")
+    elif isinstance(one, float):
+        assert math.copysign(1, one) == math.copysign(1, other), where
+        assert one == other or (math.isnan(one) and math.isnan(other)), where
+    else:
+        assert one == other, where
+
+
+@pytest.fixture
+def assert_same() -> Callable[[Any, Any], None]:
+    return check_same
+
+
+SCALARS: list[Any] = [
+    *(None, True, False, 0, -1, 2**63, -(2**64) - 1, 10**5000),
+    *(0.1, -0.0, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, -math.nan),
+    *("", "plain", "$tensor", "ünïcode \U0001f600", "\ud800", 'quote" \\ \n\0', "__metadata__"),
+]
+
+
+def random_tensor(rng: random.Random) -> torch.Tensor:
+    dtype = rng.choice(list(DTYPES.values()))
+    shape = [rng.choice([0, 1, 2, 5]) for _ in range(rng.choice([0, 1, 2, 4]))]
+    numbers = torch.tensor([rng.randrange(256) for _ in range(math.prod(shape) * dtype.itemsize)], dtype=torch.uint8)
+    if dtype is torch.bool:
+        numbers = numbers % 2
+    tensor = numbers.view(dtype).reshape(shape)
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+def random_tree(rng: random.Random, depth: int) -> Any:
+    kind = rng.choice(["scalar", "tensor", "list", "tuple", "dict", "keys", "counter"]) if depth else "scalar"
+    size = rng.choice([0, 1, 2, 3])
+    if kind == "scalar":
+        return rng.choice(SCALARS)
+    if kind == "tensor":
+        return random_tensor(rng)
+    if kind == "counter":
+        return Counter([rng.randrange(3) for _ in range(size)])
+    children = [random_tree(rng, depth - 1) for _ in range(size)]
+    if kind == "list":
+        return children
+    if kind == "tuple":
+        return tuple(children)
+    if kind == "dict":
+        return dict(zip(["a", "a.b", "0"], children, strict=False))
+    return dict(zip(rng.sample([0, -5, "$tuple", "$x", "a", 2.5, (1, ("a", None)), None], 3), children, strict=False))
+
+
+@pytest.fixture
+def random_state() -> Callable[[int], dict[str, Any]]:
+    """A random state for a seed."""
+
+    def make(seed: int) -> dict[str, Any]:
+        rng = random.Random(seed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
+            return {key: random_tree(rng, 4) for key in ("model", "optimizers", "rng", "extra")}
+
+    return make
+
+
+def small_state() -> dict[str, Any]:
+    return {
+        "model": {"a.weight": torch.arange(600.0).reshape(20, 30), "a.bias": torch.ones(20, dtype=torch.bfloat16)},
+        "optimizers": [{"state": {0: {"exp_avg": torch.full((20, 30), 2.0), "step": torch.tensor(3.0)}}}],
+        "progress": {"step": 3},
+    }
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A small checkpoint at step 3."""
+    path = tmp_path / "step=3"
+    write_checkpoint(path, small_state(), info={"step": 3, "metrics": {"loss": 0.5}})
+    return path
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Make the manifest true again for files that were changed, as an attacker would; `change` edits it further."""
+    body = json.loads((folder / "manifest.json").read_bytes())
+    body.pop("seal")
+    for name in body["files"]:
+        data = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        body["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if change:
+        change(body)
+    (folder / "manifest.json").write_bytes(_sealed(body))
+
+
+@pytest.fixture(name="reseal")
+def reseal_fixture() -> Callable[..., None]:
+    return reseal

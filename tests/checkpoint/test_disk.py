@@ -1,0 +1,183 @@
+"""What is on the disk when a writer is killed, or the disk refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.checkpoint import disk
+from trainer.checkpoint.format import read_checkpoint, verify_checkpoint, write_checkpoint
+from trainer.checkpoint.store import CheckpointStore
+from trainer.errors import CheckpointError
+
+ROUNDS = 20
+
+WRITER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from trainer.checkpoint.format import write_checkpoint
+
+def state(number):
+    return {
+        "model": {str(i): torch.full((30_000,), float(number)) for i in range(4)},
+        "optimizers": [torch.full((60_000,), float(number))],
+        "number": number,
+    }
+
+def write_until_killed(folder, acknowledged):
+    for number in range(1, 100_000):
+        write_checkpoint(folder / "same", state(number), overwrite=True)
+        write_checkpoint(folder / f"new-{number}", state(number), info={"step": number})
+        acknowledged.write(f"{number}\\n".encode())
+
+rng = random.Random(int(sys.argv[2]))
+for round in range(int(sys.argv[3])):
+    folder = Path(sys.argv[1]) / str(round)
+    folder.mkdir()
+    child = os.fork()
+    if child == 0:
+        with open(folder / "acknowledged", "wb", buffering=0) as acknowledged:
+            write_until_killed(folder, acknowledged)
+    time.sleep(rng.uniform(0, 0.15))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_killed_writer_leaves_whole_checkpoints_or_nothing(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", WRITER, str(tmp_path), "1", str(ROUNDS)],
+        check=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    interrupted = committed = 0
+    for round_ in range(ROUNDS):
+        folder = tmp_path / str(round_)
+        acknowledged = (folder / "acknowledged").read_text().split() if (folder / "acknowledged").exists() else []
+        last = int(acknowledged[-1]) if acknowledged else 0
+        for path in folder.iterdir():
+            interrupted += path.name.startswith(".tmp-")
+            if path.is_dir() and not path.name.startswith("."):
+                assert verify_checkpoint(path) == []
+                state = read_checkpoint(path)
+                tensors = [*state["model"].values(), *state["optimizers"]]
+                assert all((tensor == state["number"]).all() for tensor in tensors)
+                assert state["number"] >= last or path.name != "same"
+                committed += 1
+        assert all((folder / f"new-{number}").exists() for number in range(1, last + 1))
+        store = CheckpointStore(folder)
+        assert store.newest_valid() == (store.list()[-1] if store.list() else None)
+        store.clean()
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert interrupted >= ROUNDS // 4  # the kills did hit writers at work
+    assert committed >= ROUNDS
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """The kernel refuses to let any file of this process grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_disk_that_refuses_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Path, overwrite: bool) -> None:
+    write_checkpoint(tmp_path / "old", {"x": torch.ones(3)})
+    path = tmp_path / ("old" if overwrite else "new")
+    with largest_file(100_000), pytest.raises(CheckpointError) as caught:
+        write_checkpoint(path, {"a": torch.ones(10), "b": torch.ones(100_000)}, overwrite=overwrite)
+    assert f"cannot write the checkpoint {path}: File too large." in str(caught.value)
+    assert "Earlier checkpoints are unchanged; the partial one was removed." in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert read_checkpoint(tmp_path / "old")["x"].tolist() == [1, 1, 1]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device \(\d+ MB are free there\)"):
+        write_checkpoint(tmp_path / "c", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write the checkpoint .*file/c"):
+        write_checkpoint(tmp_path / "file" / "c", {})
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path / "c", {"x": torch.ones(3)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_flushed_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def spy_fsync(descriptor: int) -> None:
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def spy_rename(source: Path, target: Path) -> None:
+        events.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+    write_checkpoint(tmp_path / "new" / "c", {"model": torch.ones(3)})
+    assert events[0] == tmp_path.name
+    assert events[1:4] == ["model.safetensors", "checkpoint.json", "manifest.json"]
+    assert events[4].startswith(".tmp-c-")
+    assert events[5:] == ["rename", "new"]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_replacing_works_where_folders_cannot_be_exchanged(
+    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "c", {"x": 1})
+    if not can_exchange:
+        monkeypatch.setattr(disk, "_exchange", lambda one, other: False)
+    write_checkpoint(tmp_path / "c", {"x": 2}, overwrite=True)
+    assert read_checkpoint(tmp_path / "c") == {"x": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_the_old_one_goes_back_when_the_second_rename_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "c", {"x": 1})
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if Path(source).name.startswith(".tmp-"):
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(disk, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write_checkpoint(tmp_path / "c", {"x": 2}, overwrite=True)
+    assert read_checkpoint(tmp_path / "c") == {"x": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

@@ -1,0 +1,336 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from trainer.checkpoint.format import (
+    find_damage,
+    read_checkpoint,
+    read_manifest,
+    read_metadata,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from trainer.checkpoint.tree import TensorInfo
+from trainer.errors import CheckpointError
+
+Same = Callable[[Any, Any], None]
+FILES = ("model.safetensors", "optimizers.safetensors", "checkpoint.json", "manifest.json")
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_random_states_come_back_exactly(
+    seed: int, tmp_path: Path, random_state: Callable[[int], dict[str, Any]], assert_same: Same
+) -> None:
+    state = random_state(seed)
+    write_checkpoint(tmp_path / "c", state, info={"x": random_state(seed)["extra"]} if seed < 0 else None)
+    assert_same(state, read_checkpoint(str(tmp_path / "c")))
+    assert verify_checkpoint(tmp_path / "c") == []
+
+
+def test_a_module_and_its_optimizer_come_back(tmp_path: Path, assert_same: Same) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.rand(5, 4)).sum().backward()
+    optimizer.step()
+    write_checkpoint(tmp_path / "c", {"model": model.state_dict(), "optimizers": [optimizer.state_dict()]})
+    back = read_checkpoint(tmp_path / "c")
+    assert_same(dict(model.state_dict()), back["model"])
+    assert_same(optimizer.state_dict(), back["optimizers"][0])
+    in_file = safetensors.torch.load_file(tmp_path / "c" / "model.safetensors")
+    assert_same({name: in_file[name] for name in model.state_dict()}, dict(model.state_dict()))
+
+
+def test_schedulers_resume_across_a_milestone(tmp_path: Path) -> None:
+    """MultiStepLR keeps a Counter, of which SequentialLR uses more than a dict has."""
+
+    def build() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, steps], [3])
+
+    def rates(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, n: int) -> list[float]:
+        result = []
+        for _ in range(n):
+            optimizer.step()
+            scheduler.step()
+            result.append(optimizer.param_groups[0]["lr"])
+        return result
+
+    whole = rates(*build(), 8)
+    optimizer, scheduler = build()
+    first = rates(optimizer, scheduler, 1)
+    write_checkpoint(tmp_path / "c", {"o": optimizer.state_dict(), "s": scheduler.state_dict()})
+    optimizer, scheduler = build()
+    back = read_checkpoint(tmp_path / "c")
+    optimizer.load_state_dict(back["o"])
+    scheduler.load_state_dict(back["s"])
+    assert first + rates(optimizer, scheduler, 7) == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_device_come_back_on_the_cpu(tmp_path: Path, assert_same: Same) -> None:
+    tensor = torch.arange(12.0, device="cuda").reshape(3, 4).t()
+    write_checkpoint(tmp_path / "c", {"model": {"w": tensor, "tied": tensor}})
+    back = read_checkpoint(tmp_path / "c")["model"]
+    assert_same(back, {"w": tensor.cpu(), "tied": tensor.cpu()})
+    assert back["w"] is back["tied"]
+
+
+def test_only_the_wanted_files_are_read(checkpoint: Path) -> None:
+    (checkpoint / "optimizers.safetensors").unlink()
+    (checkpoint / "rest.txt").write_text("")
+    assert list(read_checkpoint(checkpoint, keys=["progress", "model"])) == ["model", "progress"]
+    assert verify_checkpoint(checkpoint) == [
+        f"{checkpoint}/optimizers.safetensors is missing",
+        f"{checkpoint}/rest.txt is not in the manifest",
+    ]
+    assert find_damage(checkpoint) == [f"{checkpoint}/optimizers.safetensors is missing"]
+    with pytest.raises(CheckpointError, match=r"has no 'modle'. Did you mean 'model'\? It has: model, optimizers"):
+        read_checkpoint(checkpoint, keys=["modle"])
+
+
+def test_metadata_describes_tensors_without_opening_their_files(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    metadata = read_metadata(checkpoint)
+    assert metadata["model"]["a.bias"] == TensorInfo("a.bias", torch.bfloat16, (20,))
+    assert metadata["optimizers"][0]["state"][0]["step"] == TensorInfo("0.state.0.step", torch.float32, ())
+    assert metadata["progress"] == {"step": 3}
+    assert read_manifest(checkpoint).info == {"step": 3, "metrics": {"loss": 0.5}}
+
+
+def test_info_takes_any_data_but_tensors(tmp_path: Path, assert_same: Same) -> None:
+    info = {"step": 1, "metrics": {"loss": float("nan")}, "odd": {1: (2,)}}
+    write_checkpoint(tmp_path / "c", {}, info=info)
+    assert_same(read_manifest(tmp_path / "c").info, info)
+    with pytest.raises(CheckpointError, match=r"info\['metrics'\]\['loss'\]: it is a torch.Tensor.*value.item\(\)"):
+        write_checkpoint(tmp_path / "d", {}, info={"metrics": {"loss": torch.tensor(1.0)}})
+
+
+# -- refusing to write -----------------------------------------------------------------------------------------------------
+
+
+def test_refused_data_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"callbacks\['Mine'\]\['path'\][\s\S]*data\['f'\]"):
+        write_checkpoint(tmp_path / "c", {"callbacks": {"Mine": {"path": tmp_path}}, "data": {"f": len}})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["../x", "a/b", "", ".", "a.b", 3, "x" * 101, "ü"])
+def test_top_level_keys_must_be_file_names(key: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be a top-level key"):
+        write_checkpoint(tmp_path / "c", {key: 1})
+    with pytest.raises(CheckpointError, match="upper and lower case"):
+        write_checkpoint(tmp_path / "c", {"Model": 1, "model": 2})
+
+
+def test_only_checkpoints_are_overwritten_and_only_when_asked(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="overwrite=True"):
+        write_checkpoint(checkpoint, {"new": 1})
+    write_checkpoint(checkpoint, {"new": 1}, overwrite=True)
+    assert read_checkpoint(checkpoint) == {"new": 1}
+    folder, file, link = (checkpoint.parent / name for name in ("folder", "file", "link"))
+    folder.mkdir()
+    file.write_text("mine")
+    link.symlink_to(checkpoint)
+    for path in (folder, file, link):
+        with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not overwritten"):
+            write_checkpoint(path, {}, overwrite=True)
+    with pytest.raises(CheckpointError, match="does not begin with"):
+        write_checkpoint(checkpoint.parent / ".hidden", {})
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------------
+
+
+def assert_noticed(checkpoint: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=name):
+        read_checkpoint(checkpoint)
+    problems = verify_checkpoint(checkpoint)
+    assert problems
+    assert all(name in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_changed_byte_is_noticed(name: str, checkpoint: Path) -> None:
+    file = checkpoint / name
+    good = file.read_bytes()
+    rng = random.Random(name)
+    for position in {0, 1, 7, 8, 9, len(good) // 2, len(good) - 1, *rng.sample(range(len(good)), 10)}:
+        bad = bytearray(good)
+        bad[position] ^= 1 << rng.randrange(8)
+        file.write_bytes(bad)
+        with pytest.raises(CheckpointError):
+            read_checkpoint(checkpoint)
+        assert verify_checkpoint(checkpoint), position
+    file.write_bytes(good)
+    assert verify_checkpoint(checkpoint) == []
+
+
+def test_every_bit_of_the_manifest_counts(checkpoint: Path) -> None:
+    file = checkpoint / "manifest.json"
+    good = file.read_bytes()
+    for position in range(len(good)):
+        bad = bytearray(good)
+        bad[position] ^= 1 << (position % 8)
+        file.write_bytes(bad)
+        with pytest.raises(CheckpointError):
+            read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncated_longer_and_missing_files_are_noticed(name: str, checkpoint: Path) -> None:
+    file = checkpoint / name
+    good = file.read_bytes()
+    for bad in (good[:-1], good[: len(good) // 2], b"", good + b"\0"):
+        file.write_bytes(bad)
+        assert_noticed(checkpoint, name)
+    file.unlink()
+    assert_noticed(checkpoint, name)
+
+
+def test_without_verify_only_sizes_and_structure_are_checked(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    assert read_checkpoint(checkpoint, verify=False)["progress"] == {"step": 3}
+    assert find_damage(checkpoint, contents=False) == []
+    file.write_bytes(good[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has \d+ bytes"):
+        read_checkpoint(checkpoint, verify=False)
+
+
+# -- hostile ---------------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_under_one_of_our_names_is_not_executed(
+    name: str, checkpoint: Path, reseal: Callable[..., None], tmp_path: Path
+) -> None:
+    marker = tmp_path / "executed"
+    data = pickle.dumps(Payload(marker))
+    pickle.loads(data)
+    marker.unlink()  # the payload works; now it must not
+    (checkpoint / name).write_bytes(data)
+    if name != "manifest.json":
+        reseal(checkpoint)
+        assert verify_checkpoint(checkpoint) == []
+    with pytest.raises(CheckpointError):
+        read_checkpoint(checkpoint)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {"model": {"$tensor": "missing", "dtype": "float32", "shape": []}},
+        {"model": {"$tensor": "a.bias", "dtype": "float16", "shape": [20]}},
+        {"model": {}},
+        {"progress": {"$tensor": "a.bias", "dtype": "bfloat16", "shape": [20]}},
+        {"../secret": {"$tensor": "w", "dtype": "float32", "shape": [2]}},
+        {"progress": {"$python": "os.system"}},
+    ],
+)
+def test_forged_data_is_refused(content: Any, checkpoint: Path, reseal: Callable[..., None]) -> None:
+    (checkpoint.parent / "secret.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    (checkpoint / "checkpoint.json").write_text(json.dumps(content))
+    reseal(checkpoint)
+    with pytest.raises(CheckpointError, match="step=3"):
+        read_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "model.pt", "", ".", "..", "x.safetensors\n"])
+def test_forged_file_names_are_refused(name: str, checkpoint: Path, reseal: Callable[..., None]) -> None:
+    reseal(checkpoint, lambda body: body["files"].update({name: {"bytes": 1, "sha256": ""}}))
+    with pytest.raises(CheckpointError, match="names a file that no checkpoint has"):
+        read_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"info": []},
+        {"info": {"$tensor": "w", "dtype": "float32", "shape": []}},
+        {"files": []},
+        {"files": {}},
+        {"files": {"checkpoint.json": 3}},
+        {"files": {"checkpoint.json": {"bytes": "3", "sha256": ""}}},
+        {"files": {"checkpoint.json": {"bytes": -1, "sha256": ""}}},
+        {"files": {"checkpoint.json": {"bytes": True, "sha256": ""}}},
+        {"files": {"checkpoint.json": {"bytes": 3, "sha256": "", "x": 1}}},
+        {"version": "1"},
+        {"version": None},
+        {"format": "other"},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_forged_manifests_are_refused(change: Any, checkpoint: Path, reseal: Callable[..., None]) -> None:
+    reseal(checkpoint, lambda body: body.update(change))
+    with pytest.raises(CheckpointError, match="step=3"):
+        read_checkpoint(checkpoint)
+
+
+def test_files_that_are_no_files_are_refused(checkpoint: Path, reseal: Callable[..., None], tmp_path: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    shutil.move(file, tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert_noticed(checkpoint, "model.safetensors is a symbolic link")
+    file.unlink()
+    os.mkfifo(file)  # opening one would wait for ever
+    reseal(checkpoint)
+    assert_noticed(checkpoint, "model.safetensors is a symbolic link or no regular file")
+
+
+def test_a_huge_header_is_refused_without_being_read(checkpoint: Path, reseal: Callable[..., None]) -> None:
+    (checkpoint / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}" * 100)
+    reseal(checkpoint)
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
+        read_checkpoint(checkpoint)
+
+
+# -- messages --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_path_says_what_there_is(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*step=4\. Did you mean 'step=3'\? There are: step=3\."):
+        read_checkpoint(tmp_path / "step=4")
+    with pytest.raises(CheckpointError, match="There are no checkpoints in"):
+        read_checkpoint(tmp_path / "no" / "such")
+    with pytest.raises(CheckpointError, match="give one of those in it: step=3"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "model.ckpt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="is a file; this trainer reads checkpoint folders"):
+        read_checkpoint(tmp_path / "model.ckpt")
+    (checkpoint / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json.*not committed"):
+        read_checkpoint(checkpoint)
+
+
+def test_a_newer_format_says_what_to_do(checkpoint: Path, reseal: Callable[..., None]) -> None:
+    reseal(checkpoint, lambda body: body.update(version=2))
+    with pytest.raises(CheckpointError, match=r"newer version .*format 2.*pip install --upgrade"):
+        read_checkpoint(checkpoint)

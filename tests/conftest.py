@@ -1,0 +1,35 @@
+"""What every test gets: one thread, a directory of its own, the same random numbers, and GPU tests only on GPUs."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported. Tests run side by side, and their numbers must not depend on the number of cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.runtime.seed import isolated_rng, seed_everything
+
+torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and there is none")
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> Iterator[None]:
+    with isolated_rng():
+        seed_everything(0)
+        yield

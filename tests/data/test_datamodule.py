@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from trainer.data.datamodule import DataModule
+from trainer.errors import ConfigError
+
+
+class Mine(DataModule):
+    def __init__(self, batch_size: int = 32, name: str = "x", data: Any = None) -> None:
+        self.save_hyperparameters(ignore=["data"])
+        self.data = data
+
+    def train_dataloader(self) -> list[int]:
+        return [self.hparams.batch_size]
+
+
+def test_everything_has_a_default() -> None:
+    module = DataModule()
+    module.prepare_data()
+    module.setup("fit")
+    module.teardown("fit")
+    assert module.prepare_data_per_node
+    for name in ("train", "val", "test", "predict"):
+        assert getattr(module, f"{name}_dataloader")() is None
+    assert module.state_dict() == {}
+    module.load_state_dict({})
+    assert module.hparams == {}
+
+
+def test_hyperparameters() -> None:
+    module = Mine(batch_size=8, data=object())
+    assert module.hparams == {"batch_size": 8, "name": "x"}
+    assert module.train_dataloader() == [8]
+    assert Mine().hparams is not Mine().hparams
+
+    class Bad(DataModule):
+        def __init__(self, path: object) -> None:
+            self.save_hyperparameters()
+
+    with pytest.raises(ConfigError, match=r"ignore=\['path'\]"):
+        Bad(object())
+
+
+def test_trainer_is_there_only_inside_a_run() -> None:
+    module = Mine()
+    with pytest.raises(ConfigError, match="Mine is not attached to a Trainer yet"):
+        _ = module.trainer
+    trainer: Any = object()
+    module.attach(trainer)
+    assert module.trainer is trainer
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert copied.hparams == module.hparams
+        with pytest.raises(ConfigError, match="not attached"):
+            _ = copied.trainer
+    module.attach(None)
+    with pytest.raises(ConfigError, match="not attached"):
+        _ = module.trainer
+
+
+def test_overrides() -> None:
+    assert Mine().overrides("train_dataloader")
+    assert not Mine().overrides("val_dataloader")

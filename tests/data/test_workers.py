@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+
+from trainer.data.feed import Feed
+
+
+class Augmented(Dataset[Any]):
+    """Every sample with a random number from each generator, and a mark that `worker_init_fn` may set."""
+
+    mark = 0
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float, int]:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        return index, float(torch.rand(())), float(np.random.rand()), random.random(), self.mark
+
+
+class Fetching(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def set_mark(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.mark = 7 + worker_id * 0
+
+
+def keep(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def read(feed: Feed, epoch: int = 0, start: int = 0) -> list[Any]:
+    return [batch.data for batch in feed.iterate(epoch, start)]
+
+
+def feed_of(data: Dataset[Any], workers: int, rank: int = 0, **options: Any) -> Feed:
+    loader = DataLoader(data, 4, shuffle=True, num_workers=workers, collate_fn=keep, **options)
+    return Feed(loader, rank=rank, world_size=2, seed=1, training=True)
+
+
+@pytest.mark.parametrize("kind", [Augmented, Fetching])
+def test_augmentation_does_not_depend_on_the_workers(kind: type[Augmented]) -> None:
+    one = read(feed_of(kind(), 1))
+    two = read(feed_of(kind(), 2))
+    assert one == two
+    assert len({sample[1:] for batch in one for sample in batch}) == 11
+    assert read(feed_of(kind(), 2), start=1) == one[1:]
+    assert read(feed_of(kind(), 1), epoch=1) != one
+    other = read(feed_of(kind(), 1, rank=1))
+    assert not {sample[1] for batch in one for sample in batch} & {sample[1] for batch in other for sample in batch}
+
+
+def test_persistent_workers_over_epochs_and_starts() -> None:
+    feed = feed_of(Augmented(), 2, persistent_workers=True)
+    fresh = feed_of(Augmented(), 1)
+    for epoch, start in [(0, 0), (1, 0), (1, 2), (0, 1), (5, 3)]:
+        assert read(feed, epoch, start) == read(fresh, epoch, start)
+    # Left in the middle, with batches of the old epoch still under way.
+    batches = feed.iterate(2)
+    next(batches)
+    assert read(feed, 3) == read(fresh, 3)
+
+
+def test_the_users_worker_init_fn_sees_its_dataset() -> None:
+    marks = {sample[4] for batch in read(feed_of(Augmented(), 1, worker_init_fn=set_mark)) for sample in batch}
+    assert marks == {7}
+
+
+def test_subsets_and_single_indices() -> None:
+    class Pairs(Dataset[Any]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            return index, float(torch.rand(()))
+
+    subset = DataLoader(Subset(Pairs(), [4, 2, 0]), batch_size=2, num_workers=1, collate_fn=keep)
+    feed = Feed(subset, rank=0, world_size=1, seed=1, training=False)
+    assert [[i for i, _ in batch] for batch in read(feed)] == [[4, 2], [0]]
+    single = DataLoader(Pairs(), batch_size=None, num_workers=1, collate_fn=keep)
+    feed = Feed(single, rank=0, world_size=1, seed=1, training=False)
+    assert [i for i, _ in read(feed)] == [0, 1, 2, 3, 4]
+    assert read(feed, start=2) == read(feed)[2:]
+
+
+def test_spawned_workers() -> None:
+    spawned = read(feed_of(Augmented(), 1, multiprocessing_context="spawn", worker_init_fn=set_mark))
+    forked = read(feed_of(Augmented(), 1, worker_init_fn=set_mark))
+    assert spawned == forked
+
+
+def test_an_error_in_a_worker_names_the_users_line() -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            raise RuntimeError("broken sample")
+
+    with pytest.raises(RuntimeError, match="broken sample"):
+        read(feed_of(Broken(), 1))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Two workers are fine on machines with one core."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield

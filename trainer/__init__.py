@@ -1,0 +1,53 @@
+"""A PyTorch trainer with callbacks. Users import from here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Callback",
+    "CheckpointError",
+    "ConfigError",
+    "DataModule",
+    "Logger",
+    "Precision",
+    "Strategy",
+    "TrainModule",
+    "Trainer",
+    "__version__",
+    "seed_everything",
+]
+
+if TYPE_CHECKING:
+    from trainer.callbacks.base import Callback, Logger
+    from trainer.data.datamodule import DataModule
+    from trainer.errors import CheckpointError, ConfigError
+    from trainer.module import TrainModule
+    from trainer.precision import Precision
+    from trainer.runtime.seed import seed_everything
+    from trainer.strategies.base import Strategy
+    from trainer.trainer import Trainer
+
+_HOMES = {
+    "Callback": "trainer.callbacks.base",
+    "CheckpointError": "trainer.errors",
+    "ConfigError": "trainer.errors",
+    "DataModule": "trainer.data.datamodule",
+    "Logger": "trainer.callbacks.base",
+    "Precision": "trainer.precision",
+    "Strategy": "trainer.strategies.base",
+    "TrainModule": "trainer.module",
+    "Trainer": "trainer.trainer",
+    "seed_everything": "trainer.runtime.seed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, so that `trainer --help` does not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

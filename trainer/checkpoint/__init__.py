@@ -1,0 +1,1 @@
+"""What a checkpoint contains, and how it gets on the disk and back."""

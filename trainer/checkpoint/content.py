@@ -1,0 +1,156 @@
+"""What a checkpoint contains: everything that a run needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.callbacks.base import Callback
+from trainer.errors import CheckpointError
+from trainer.runtime.seed import rng_state
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+def collect(trainer: Trainer) -> dict[str, Any]:
+    """The whole state of a run as data. Collective: every rank calls it; the result is meant for rank 0 to write."""
+    strategy = trainer.strategy
+    strategy.synchronize_buffers()
+    own = {
+        "rng": rng_state(trainer.device),
+        "loader": trainer.train_feed.state_dict() if trainer.train_feed else {},
+        "metrics": trainer.metrics.state_dict(),
+    }
+    per_rank = strategy.gather_objects(own)
+    return {
+        "model": strategy.module_state(),
+        "optimizers": [
+            state_by_name(trainer.module, optimizer, strategy.optimizer_state(optimizer))
+            for optimizer in trainer.optimizers
+        ],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.scheduler_configs],
+        "scaler": strategy.scaler.state_dict() if strategy.scaler is not None else {},
+        "progress": trainer.progress.state_dict(),
+        "rng": [state["rng"] for state in per_rank],
+        "loader": [state["loader"] for state in per_rank],
+        "metrics": [state["metrics"] for state in per_rank],
+        "callbacks": {key: state for key, c in keyed(trainer.callbacks).items() if (state := c.state_dict())},
+        "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+        "hyperparameters": trainer.hyperparameters(),
+        "config": trainer.resolved_config,
+        "seed": trainer.seed,
+        "run_dir": str(trainer.run_dir),
+        "world_size": strategy.world_size,
+        "strategy": strategy.name,
+        "precision": strategy.precision.name,
+        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+    }
+
+
+def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Give optimizers, schedulers, counters, metrics and callbacks their state back (weights and RNG go separately).
+
+    Raises:
+        CheckpointError: the checkpoint was written with other optimizers or schedulers.
+    """
+    strategy, rank = trainer.strategy, trainer.strategy.rank
+    _same_number("optimizers", checkpoint["optimizers"], trainer.optimizers)
+    _same_number("schedulers", checkpoint["schedulers"], trainer.scheduler_configs)
+    for optimizer, state in zip(trainer.optimizers, checkpoint["optimizers"], strict=True):
+        strategy.load_optimizer_state(optimizer, state_by_position(trainer.module, optimizer, state))
+    for config, state in zip(trainer.scheduler_configs, checkpoint["schedulers"], strict=True):
+        config.scheduler.load_state_dict(state)
+    if strategy.scaler is not None and checkpoint["scaler"]:
+        strategy.scaler.load_state_dict(checkpoint["scaler"])
+    trainer.progress.load_state_dict(checkpoint["progress"])
+    if trainer.progress.epoch_ended:
+        trainer.progress.next_epoch()
+    if checkpoint["world_size"] == strategy.world_size:
+        trainer.metrics.load_state_dict(checkpoint["metrics"][rank], trainer.device)
+        if trainer.train_feed and checkpoint["loader"][rank]:
+            trainer.train_feed.load_state_dict(checkpoint["loader"][rank])
+    for key, callback in keyed(trainer.callbacks).items():
+        if key in checkpoint["callbacks"]:
+            callback.load_state_dict(checkpoint["callbacks"][key])
+    if trainer.datamodule is not None and checkpoint["data"]:
+        trainer.datamodule.load_state_dict(checkpoint["data"])
+
+
+def keyed(callbacks: list[Callback]) -> dict[str, Callback]:
+    """Callbacks by the name of their state; a second one of a kind gets a number."""
+    by_key: dict[str, Callback] = {}
+    for callback in callbacks:
+        key, number = callback.state_key, 1
+        while key in by_key:
+            number += 1
+            key = f"{callback.state_key}-{number}"
+        by_key[key] = callback
+    return by_key
+
+
+def state_by_name(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's `state_dict` with parameters called by their names in the module, instead of by position.
+
+    Raises:
+        CheckpointError: the optimizer has a parameter that is not in the module.
+    """
+    names = _names(module, optimizer)
+    position_to_name = dict(enumerate(name for group in names for name in group))
+    groups = [{**group, "params": group_names} for group, group_names in zip(state["param_groups"], names, strict=True)]
+    return {
+        "kind": type(optimizer).__name__,
+        "state": {position_to_name[position]: values for position, values in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def state_by_position(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `state_by_name`, for this optimizer's own parameters.
+
+    Raises:
+        CheckpointError: the optimizer is of another kind, or has other parameters.
+    """
+    kind = type(optimizer).__name__
+    if state["kind"] != kind:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {state['kind']}, but configure_optimizers gave {kind}. Use the same "
+            "optimizer; to start a new training from these weights, use load_from_checkpoint and fit without ckpt_path."
+        )
+    names = _names(module, optimizer)
+    saved = [group["params"] for group in state["param_groups"]]
+    if sorted(map(sorted, names)) != sorted(map(sorted, saved)):
+        ours, theirs = {n for group in names for n in group}, {n for group in saved for n in group}
+        difference = sorted(ours ^ theirs)[:3] or "the grouping"
+        raise CheckpointError(f"the parameters of {kind} differ from the checkpoint's: {difference}.")
+    position = {name: i for i, name in enumerate(name for group in names for name in group)}
+    groups = []
+    for group_names in names:
+        group = next(group for group in state["param_groups"] if sorted(group["params"]) == sorted(group_names))
+        groups.append({**group, "params": [position[name] for name in group_names]})
+    return {"state": {position[name]: values for name, values in state["state"].items()}, "param_groups": groups}
+
+
+def _names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of each group's parameters, in the optimizer's order."""
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in name_of:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not in "
+                    f"{type(module).__name__}, so it would not be saved. Make it an attribute of the module."
+                )
+    return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _same_number(what: str, saved: list[Any], current: list[Any]) -> None:
+    if len(saved) != len(current):
+        raise CheckpointError(
+            f"the checkpoint has {len(saved)} {what}, but configure_optimizers gave {len(current)}: use the same ones "
+            "to resume, or load_from_checkpoint for a new training from these weights."
+        )

@@ -1,0 +1,75 @@
+"""`trainer fit`: train, then say how it went and where everything is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.cli.run import Job, run_verb, table
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+EXAMPLES = """\
+  trainer fit --config examples/digits/config.yaml
+  trainer fit --config base.yaml big.yaml --trainer.max_epochs 3 --module.lr 0.1
+  trainer fit --config run.yaml --ckpt-path last          go on where the last run stopped
+  trainer fit --module mymodel.py:MyModule --data mymodel.py:MyData --trainer.max_steps 100
+  trainer fit --config run.yaml --trainer.strategy ddp --trainer.devices 2
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Train as the arguments say. Returns the exit code."""
+    return run_verb("fit", arguments, EXAMPLES, _fit)
+
+
+def _fit(job: Job) -> None:
+    try:
+        job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
+    except SystemExit:
+        # Stopped by a signal, with everything saved: also then it is good to know where.
+        _say(job.trainer)
+        raise
+    _say(job.trainer)
+
+
+def _say(trainer: Trainer) -> None:
+    if trainer.fitted and trainer.is_global_zero:
+        trainer.print("\n".join(closing_words(trainer)))
+        sys.stdout.flush()
+
+
+def closing_words(trainer: Trainer) -> list[str]:
+    """The last metrics, where the run's files are, and how to look at them."""
+    from trainer.callbacks.csv_logger import CSVLogger
+    from trainer.callbacks.tensorboard import TensorBoardLogger
+
+    lines = []
+    if trainer.callback_metrics:
+        lines += [f"after {trainer.global_step} steps:", table(dict(trainer.callback_metrics))]
+    if not trainer.run_dir.is_dir():  # fast_dev_run leaves nothing
+        return lines
+    lines.append(f"run directory:  {shown(trainer.run_dir)}")
+    checkpoints = trainer.run_dir / "checkpoints"
+    config = trainer.run_dir / "config.yaml"
+    if config.is_file():
+        lines.append(f"configuration:  {shown(config)}")
+    if checkpoints.is_dir():
+        lines.append(f"checkpoints:    {shown(checkpoints)}")
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and logger.path is not None:
+            lines.append(f"CSV log:        {shown(logger.path)}")
+        elif isinstance(logger, TensorBoardLogger) and logger.log_dir is not None:
+            lines.append(f"TensorBoard:    tensorboard --logdir {shown(logger.log_dir)}")
+    if config.is_file() and checkpoints.is_dir():
+        lines.append(f"validate it:    trainer validate --config {shown(config)} --ckpt-path best")
+    return lines
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else os.fspath(path)

@@ -1,0 +1,80 @@
+"""Which command was asked for; each is imported only when it is. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import trainer
+
+VERBS = {
+    "fit": "train a module",
+    "validate": "run the validation of a module",
+    "test": "run the test of a module",
+    "predict": "write a module's predictions",
+}
+"""Name: what it does. The command is `run(arguments)` in `trainer/cli/<name>.py`, which returns the exit code."""
+
+USAGE = """\
+usage: trainer COMMAND [OPTIONS]
+
+Train PyTorch modules from a configuration file.
+
+commands:
+{verbs}
+
+options:
+  -h, --help            show this help, or that of a command: trainer fit --help
+  --version             show the version
+
+exit codes: 0 done, 1 error, 2 wrong configuration or usage, 130 stopped by Ctrl-C, 143 by SIGTERM
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0 done, 1 error, 2 wrong usage or configuration, 130 interrupted.
+
+    Args:
+        arguments: of the command line, without the program's name; default: this process's.
+    """
+    try:
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(arguments: list[str]) -> int:
+    first = arguments[0] if arguments else ""
+    if first in ("-h", "--help", ""):
+        verbs = "\n".join(f"  {name:<22}{summary}" for name, summary in VERBS.items())
+        print(USAGE.format(verbs=verbs), end="", file=sys.stdout if first else sys.stderr)
+        return 0 if first else 2
+    if first == "--version":
+        print(f"trainer {trainer.__version__}")
+        return 0
+    if first not in VERBS:
+        return refuse(_unknown_command(first))
+    run = importlib.import_module(f"trainer.cli.{first}").run
+    code: int = run(arguments[1:])
+    return code
+
+
+def _unknown_command(first: str) -> str:
+    from trainer.errors import did_you_mean
+
+    commands = f"Commands: {', '.join(VERBS)}."
+    if first.startswith("-"):
+        return f"unknown option {first!r} before the command.{did_you_mean(first, ['--help', '--version'])} {commands}"
+    return f"unknown command {first!r}.{did_you_mean(first, VERBS)} {commands}"
+
+
+def refuse(message: str) -> int:
+    """Say what is wrong, once for all processes of a machine (a file may be missing on one of several machines).
+
+    Returns the exit code of usage errors.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
+    return 2

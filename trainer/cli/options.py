@@ -1,0 +1,137 @@
+"""The options of the commands: a few fixed ones, and dotted ones that change any value of the configuration."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+from trainer.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from trainer.config_tree import Findings, Node
+
+ROOTS = ("trainer", "module", "data")
+ALIASES = {"seed": "trainer.seed"}
+
+DOTTED_HELP = """\
+any value of the configuration (read as YAML; laid over the files):
+  --trainer.max_epochs 3              an argument of the trainer; all are listed below
+  --module.lr 0.1                     an argument of the module's class
+  --data.batch_size 64                an argument of the data's class
+  --module NAME, --data NAME          another class: package.module.Class or file.py:Class
+  --trainer.strategy ddp              another strategy; its arguments are --trainer.strategy.NAME
+  --trainer.callbacks.0.patience 5    an argument of the first callback in the file
+  --seed 3                            short for --trainer.seed 3
+"""
+
+
+@dataclass
+class Options:
+    """A command line, taken apart."""
+
+    config: list[str] = field(default_factory=list)
+    print_config: bool = False
+    help: bool = False
+    overrides: list[tuple[str, Node]] = field(default_factory=list)
+    """Dotted names and values; `--ckpt-path` is one of them."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def make_parser(verb: str, summary: str) -> argparse.ArgumentParser:
+    """The parser of the fixed options. No prefix of an option stands for it."""
+    parser = _Parser(
+        prog=f"trainer {verb}",
+        usage=f"trainer {verb} --config FILE [FILE ...] [OPTIONS]",
+        description=summary[0].upper() + summary[1:] + ".",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this help")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="configuration (.yaml, .json, .toml); later files are laid over the first",
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
+    parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Findings) -> Options:
+    """Take a command line apart; what is wrong with it goes to `findings`."""
+    from trainer.config_files import read_value
+    from trainer.config_tree import COMMAND_LINE, Node
+
+    fixed: list[str] = []
+    options = Options()
+    for option, name, value in _split(arguments, fixed):
+        name = ALIASES.get(name, name)
+        if value is None:
+            findings.add(
+                COMMAND_LINE, f"{option} needs a value, for example {option} {'3' if '.' in name else 'NAME'}."
+            )
+        elif not all(name.split(".")):
+            findings.add(COMMAND_LINE, f"{option} is no name: write --trainer.max_epochs, with one dot between names.")
+        else:
+            options.overrides.append((name, read_value(value, option, findings)))
+    try:
+        known, rest = parser.parse_known_args(fixed)
+    except ConfigError as error:
+        findings.add(COMMAND_LINE, f"{error}.")
+        return options
+    options.config, options.print_config = known.config, known.print_config
+    if known.ckpt_path is not None:
+        options.overrides.append(("ckpt_path", Node(known.ckpt_path, COMMAND_LINE)))
+    for problem in _unknown(rest, parser):
+        findings.add(COMMAND_LINE, problem)
+    return options
+
+
+def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, str | None]]:
+    """The overrides as (option, name, value or None); what else there is goes to `fixed`."""
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        option, equals, value = argument.partition("=")
+        name = option.removeprefix("--")
+        if not option.startswith("--") or not ("." in name or name in ROOTS or name in ALIASES):
+            fixed.append(argument)
+        elif equals:
+            yield option, name, value
+        elif waiting and not waiting[0].startswith("--"):
+            yield option, name, waiting.pop(0)
+        else:
+            yield option, name, None
+
+
+def _unknown(rest: list[str], parser: argparse.ArgumentParser) -> Iterator[str]:
+    """One problem for each option that nobody knows (its value goes with it), and for stray words."""
+    from trainer.cli.settings_help import trainer_arguments
+
+    settings = [argument.name for argument in trainer_arguments()]
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    after_option = False
+    for word in rest:
+        if word.startswith("-"):
+            option = word.partition("=")[0]
+            name = option.lstrip("-").replace("-", "_")
+            close = did_you_mean(name, settings).partition("'")[2].rpartition("'")[0]
+            if name in settings:
+                hint = f" Did you mean --trainer.{name}?"
+            else:
+                hint = did_you_mean(option, [*known, *(f"--{root}" for root in ROOTS), *(f"--{a}" for a in ALIASES)])
+                hint = hint or (f" Did you mean --trainer.{close}?" if close else "")
+            yield f"unknown option {option!r}.{hint or ' Write --module.NAME, --data.NAME or --trainer.NAME.'}"
+        elif not after_option:
+            is_file = word.endswith((".yaml", ".yml", ".json", ".toml"))
+            yield f"unexpected {word!r}.{f' Write --config {word}.' if is_file else ' Options begin with --.'}"
+        after_option = word.startswith("-") and "=" not in word

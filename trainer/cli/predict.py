@@ -1,0 +1,38 @@
+"""`trainer predict`: write a module's predictions to files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.cli.run import Job, run_verb
+
+if TYPE_CHECKING:
+    from trainer.config import Configuration
+
+EXAMPLES = """\
+  trainer predict --config runs/version_0/config.yaml --ckpt-path best
+  trainer predict --config run.yaml --trainer.callbacks '{class_path: PredictionWriter, format: jsonl}'
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Predict as the arguments say. Returns the exit code."""
+    return run_verb("predict", arguments, EXAMPLES, _predict, prepare=_write_predictions)
+
+
+def _write_predictions(configuration: Configuration) -> None:
+    from trainer.callbacks.prediction_writer import PredictionWriter
+
+    configuration.add_callback(PredictionWriter)
+
+
+def _predict(job: Job) -> None:
+    from trainer.callbacks.prediction_writer import PredictionWriter
+    from trainer.cli.fit import shown
+
+    job.trainer.predict(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
+    for callback in job.trainer.callbacks:
+        if isinstance(callback, PredictionWriter):
+            folder = callback.dirpath or job.trainer.run_dir / "predictions"
+            job.trainer.print(f"predictions:    {shown(folder)}")
+            job.trainer.print("read them with: trainer.callbacks.prediction_writer.read_predictions(FOLDER)")

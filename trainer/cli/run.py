@@ -1,0 +1,128 @@
+"""What fit, validate, test and predict have in common: read the command line, check, build, run, report errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.cli.main import VERBS, refuse
+from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
+from trainer.cli.settings_help import arguments_help
+from trainer.runtime.launch import LAUNCHED
+
+if TYPE_CHECKING:
+    from trainer.config import Configuration
+    from trainer.data.datamodule import DataModule
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command runs, all built."""
+
+    trainer: Trainer
+    module: TrainModule
+    data: DataModule | None
+    ckpt_path: str | None
+    config: list[str]
+    """The configuration files as they were named."""
+
+
+def run_verb(
+    verb: str,
+    arguments: list[str],
+    examples: str,
+    act: Callable[[Job], None],
+    prepare: Callable[[Configuration], None] | None = None,
+) -> int:
+    """One command from its arguments to its exit code.
+
+    Args:
+        examples: shown by `--help`.
+        act: runs it and prints the result.
+        prepare: changes the checked configuration before anything is built.
+    """
+    parser = make_parser(verb, VERBS[verb])
+    if "-h" in arguments or "--help" in arguments:
+        print(parser.format_help(), DOTTED_HELP, arguments_help(), f"examples:\n{examples}", sep="\n", end="")
+        return 0
+
+    from trainer.config_tree import Findings
+    from trainer.errors import ConfigError
+
+    try:
+        findings = Findings()
+        options = parse(parser, arguments, findings)
+        configuration = _load(verb, options, findings)
+        if options.print_config:
+            print(configuration.resolved, end="")
+            return 0
+        if prepare is not None:
+            prepare(configuration)
+        trainer, module, data = configuration.build()
+    except ConfigError as error:
+        return refuse(str(error))
+    ckpt_path = _in_named_run(verb, configuration.ckpt_path, options.config)
+    return _run(act, Job(trainer, module, data, ckpt_path, options.config))
+
+
+def _load(verb: str, options: Options, findings: Any) -> Configuration:
+    from trainer.errors import ConfigError
+
+    if not options.config and not options.overrides and not findings.problems:
+        raise ConfigError(
+            f"nothing to {verb}: give a configuration, trainer {verb} --config run.yaml, "
+            f"or a module, trainer {verb} --module file.py:Class. See trainer {verb} --help."
+        )
+    from trainer.config import load  # from here on torch is needed
+
+    configuration = load(options.config, options.overrides, findings)
+    if "RANK" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHED not in os.environ):
+        for note in configuration.notes:
+            print(f"note: {note}", file=sys.stderr)
+    return configuration
+
+
+def _run(act: Callable[[Job], None], job: Job) -> int:
+    """Errors that name their fix are shown without a traceback; all others as Python shows them."""
+    from trainer.errors import ConfigError, TrainerError
+
+    try:
+        act(job)
+    except TrainerError as error:
+        if job.trainer.world_size > 1:
+            raise  # which process was the first to fail is found out elsewhere
+        from trainer.config_classes import user_frame
+
+        where = user_frame(error)
+        usage_error = refuse(f"{error}{f' ({where})' if where else ''}")
+        return usage_error if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _in_named_run(verb: str, ckpt_path: str | None, files: list[str]) -> str | None:
+    """`last` and `best` of the very run whose own configuration was given, not of the newest one beside it."""
+    if ckpt_path not in ("last", "best") or verb == "fit" or not files:
+        return ckpt_path
+    file = Path(files[-1])
+    checkpoints = file.parent / "checkpoints"
+    if file.name != "config.yaml" or not checkpoints.is_dir():
+        return ckpt_path
+    from trainer.checkpoint.store import CheckpointStore
+    from trainer.errors import CheckpointError
+
+    try:
+        return str(CheckpointStore(checkpoints).resolve(ckpt_path))
+    except CheckpointError:
+        return ckpt_path
+
+
+def table(metrics: dict[str, float]) -> str:
+    """Metrics as lines of name and value."""
+    width = max(map(len, metrics), default=0)
+    return "\n".join(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())

@@ -1,0 +1,20 @@
+"""`trainer test`: the test metrics of a checkpoint."""
+
+from __future__ import annotations
+
+from trainer.cli.run import Job, run_verb, table
+
+EXAMPLES = """\
+  trainer test --config runs/version_0/config.yaml --ckpt-path best
+  trainer test --config run.yaml --ckpt-path runs/version_0/checkpoints/NAME
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Test as the arguments say. Returns the exit code."""
+    return run_verb("test", arguments, EXAMPLES, _test)
+
+
+def _test(job: Job) -> None:
+    metrics = job.trainer.test(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
+    job.trainer.print(f"test:\n{table(metrics)}")

@@ -1,0 +1,21 @@
+"""`trainer validate`: the validation metrics of a checkpoint."""
+
+from __future__ import annotations
+
+from trainer.cli.run import Job, run_verb, table
+
+EXAMPLES = """\
+  trainer validate --config runs/version_0/config.yaml --ckpt-path best
+  trainer validate --config run.yaml --ckpt-path runs/version_0/checkpoints/NAME
+  trainer validate --config run.yaml --data.batch_size 512 --trainer.limit_val_batches 10
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Validate as the arguments say. Returns the exit code."""
+    return run_verb("validate", arguments, EXAMPLES, _validate)
+
+
+def _validate(job: Job) -> None:
+    metrics = job.trainer.validate(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
+    job.trainer.print(f"validation:\n{table(metrics)}")

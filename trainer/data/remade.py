@@ -1,0 +1,143 @@
+"""RemadeLoader: a plain torch DataLoader over a map-style dataset, re-made around our index stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from trainer.data.batch import Batch
+from trainer.data.randomness import SeededDataset, WorkerStart, mix
+from trainer.data.stream import IndexStream
+from trainer.errors import ConfigError
+
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def is_plain(loader: Any) -> bool:
+    """Whether it is exactly torch's DataLoader (no subclass) over a dataset with indices."""
+    return type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
+
+
+class RemadeLoader:
+    """Yields what the user's loader would, in the order of an `IndexStream`; the global generators are never drawn from
+    (beyond what the dataset itself does when there are no workers).
+
+    With workers, everything random in loading a batch (torch, numpy, random) depends on (seed, epoch, position, rank),
+    not on the worker, so that a resumed run and another `num_workers` load the same.
+    """
+
+    exact = True
+    one_shot = False
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        label: str,
+        rank: int,
+        world_size: int,
+        seed: int,
+        training: bool,
+        shuffle: bool | None,
+    ) -> None:
+        workers = loader.num_workers > 0
+        self.stream = IndexStream(
+            loader,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            training=training,
+            shuffle=shuffle,
+            seeded=workers,
+        )
+        self.note = _note(loader, self.stream, label, shuffle)
+        self._label = label
+        self._users = loader
+        self._seed = mix(seed, rank)
+        self._generator = torch.Generator()
+        options = {name: getattr(loader, name) for name in _KEPT}
+        if getattr(loader, "pin_memory_device", ""):  # deprecated in torch 2.13
+            options["pin_memory_device"] = loader.pin_memory_device
+        options["worker_init_fn"] = WorkerStart(loader.worker_init_fn) if workers else loader.worker_init_fn
+        options["batch_sampler" if self.stream.batching else "sampler"] = self.stream
+        if not self.stream.batching:
+            options["batch_size"] = None
+        dataset: Any = SeededDataset(loader.dataset) if workers else loader.dataset
+        self._loader: DataLoader[Any] = DataLoader(dataset, generator=self._generator, **options)
+
+    @property
+    def length(self) -> int | None:
+        return self.stream.own_rounds()
+
+    @property
+    def max_length(self) -> int | None:
+        return self.stream.rounds
+
+    @property
+    def batch_size(self) -> int | None:
+        if self.stream.whole:
+            size = getattr(self.stream.source, "batch_size", None)
+            return size if isinstance(size, int) else None
+        return self.stream.batch_size if self.stream.batching else None
+
+    def samples_in(self, batches: int | None) -> int | None:
+        return None if batches is None else self.stream.samples_in(batches)
+
+    def check_not_empty(self) -> None:
+        """Raise `ConfigError` if it is known to have no batch, naming what is empty."""
+        if self.stream.rounds != 0:
+            return
+        samples, size, world = self.stream.samples, self.stream.batch_size, self.stream.world_size
+        if samples:
+            needed = size * world if self.stream.training else size
+            processes = f" x {world} processes" if world > 1 and self.stream.training else ""
+            raise ConfigError(
+                f"{self._label} has no batch: drop_last=True drops all {samples} samples, fewer than one batch of "
+                f"{needed} (batch_size {size}{processes}). Use a smaller batch_size or drop_last=False."
+            )
+        dataset: Any = self._users.dataset
+        if hasattr(dataset, "__len__") and len(dataset) == 0:
+            empty = f"its dataset {type(dataset).__name__} has length 0. Check the path, split or filter it comes from."
+        else:
+            empty = f"its sampler {type(self.stream.source).__name__} has length 0. Check what it selects."
+        raise ConfigError(f"{self._label} has no batch: {empty}")
+
+    def iterate(self, epoch: int, start: int, limit: int | None) -> Iterator[Batch]:
+        """Batches `start` to `limit` of `epoch`."""
+        stream = self.stream
+        stream.limit = limit
+        stream.seek(epoch, start)
+        self._generator.manual_seed(mix(self._seed, epoch) >> 1)
+        batches = iter(self._loader)
+        counted = stream.counts.popleft
+        for data in batches:
+            samples, total = counted()
+            yield Batch(data, samples, total)
+
+
+def _note(loader: DataLoader[Any], stream: IndexStream, label: str, shuffle: bool | None) -> str | None:
+    """What the user should know about what became of their sampler."""
+    source = stream.source
+    notes = []
+    if type(source) is DistributedSampler:
+        notes.append("its DistributedSampler is replaced: every process gets its part, without repeated samples")
+    if stream.shards_itself:
+        notes.append(f"its {type(source).__name__} shards by itself (num_replicas, rank) and is used as it is")
+    if type(source) is RandomSampler and stream.planned and source.generator is not None:
+        notes.append("its generator is not used: the order comes from the trainer's seed and the epoch")
+    if shuffle is False and not stream.planned:
+        notes.append(f"its {type(source).__name__} gives the order of epoch 0 in every epoch")
+    if not getattr(loader, "in_order", True):
+        notes.append("in_order=False is ignored: a run can be resumed only if batches come in order")
+    return f"{label}: {'; '.join(notes)}." if notes else None

@@ -1,0 +1,179 @@
+"""Evaluation and prediction: one pass over loaders, without gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.data.feed import Feed
+from trainer.metrics import Section
+from trainer.module import TrainModule
+from trainer.runtime.seed import isolated_rng
+from trainer.strategies.base import evaluating
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The hooks of one kind of pass, callbacks' and module's."""
+
+    step: str
+    start: Callable[..., None]
+    end: Callable[..., None]
+    epoch_start: Callable[..., None]
+    epoch_end: Callable[..., None]
+    batch_start: Callable[..., None]
+    batch_end: Callable[..., None]
+
+
+def validation_moments(trainer: Trainer) -> Moments:
+    hooks = trainer.hooks
+    return Moments(
+        "validation_step",
+        hooks.on_validation_start,
+        hooks.on_validation_end,
+        hooks.on_validation_epoch_start,
+        hooks.on_validation_epoch_end,
+        hooks.on_validation_batch_start,
+        hooks.on_validation_batch_end,
+    )
+
+
+def test_moments(trainer: Trainer) -> Moments:
+    hooks = trainer.hooks
+    return Moments(
+        "test_step",
+        hooks.on_test_start,
+        hooks.on_test_end,
+        hooks.on_test_epoch_start,
+        hooks.on_test_epoch_end,
+        hooks.on_test_batch_start,
+        hooks.on_test_batch_end,
+    )
+
+
+def predict_moments(trainer: Trainer) -> Moments:
+    hooks = trainer.hooks
+    return Moments(
+        "predict_step",
+        hooks.on_predict_start,
+        hooks.on_predict_end,
+        hooks.on_predict_epoch_start,
+        hooks.on_predict_epoch_end,
+        hooks.on_predict_batch_start,
+        hooks.on_predict_batch_end,
+    )
+
+
+def validate_during_fit(trainer: Trainer) -> None:
+    """Validation inside `fit`: afterwards training goes on as if nothing had happened."""
+    module = trainer.module
+    trainer.validating, trainer.training = True, False
+    module.on_validation_model_zero_grad()
+    module.on_validation_model_eval()
+    evaluate(trainer, validation_moments(trainer), trainer.val_feeds, torch.no_grad())
+    module.on_validation_model_train()
+    trainer.validating, trainer.training = False, True
+
+
+def sanity_check(trainer: Trainer) -> None:
+    """A few validation batches before training, to find errors early; nothing of it is logged or remembered."""
+    batches = trainer.settings.num_sanity_val_steps
+    if not trainer.val_feeds or batches == 0:
+        return
+    trainer.sanity_checking = True
+    with isolated_rng(trainer.device):
+        trainer.hooks.on_sanity_check_start(trainer, trainer.module)
+        few = None if batches == -1 else batches
+        evaluate(trainer, validation_moments(trainer), trainer.val_feeds, torch.no_grad(), keep=False, max_batches=few)
+        trainer.hooks.on_sanity_check_end(trainer, trainer.module)
+    trainer.sanity_checking = False
+
+
+def evaluate(
+    trainer: Trainer,
+    moments: Moments,
+    feeds: dict[str, Feed],
+    no_gradients: AbstractContextManager[Any],
+    keep: bool = True,
+    max_batches: int | None = None,
+) -> dict[str, float]:
+    """One pass of validation or test over all loaders.
+
+    Every sample counts once, on any number of processes. Returns the reductions over the pass by name; with several
+    loaders `name/loader` for each, and `name` over all of them. `keep=False` leaves no trace of them. `max_batches`: of
+    each loader.
+    """
+    module, metrics = trainer.module, trainer.metrics
+    section = Section(batches=True, steps=False)
+    before, metrics.section = metrics.section, section
+    trainer.dataloader_names = list(feeds)
+    trainer.strategy.synchronize_buffers()
+    results = {}
+    with evaluating(module), no_gradients:
+        moments.start(trainer, module)
+        moments.epoch_start(trainer, module)
+        for dataloader_idx, (name, feed) in enumerate(feeds.items()):
+            section.loader = name if len(feeds) > 1 else ""
+            for _ in run_batches(trainer, moments, feed, dataloader_idx, max_batches):
+                pass
+            results.update(trainer.publish(metrics.read_epoch(section), keep))
+        results.update(trainer.publish(metrics.read_overall(section), keep))
+        metrics.section = metrics.hooks
+        moments.epoch_end(trainer, module)
+        results.update(trainer.publish(metrics.read_epoch(metrics.hooks), keep))
+        if trainer.stage == "fit" and keep:
+            trainer.progress.validated_step = trainer.progress.step
+        moments.end(trainer, module)
+    metrics.section = before
+    return results
+
+
+def predict(trainer: Trainer, feeds: dict[str, Feed]) -> Iterator[Any]:
+    """The outputs of `predict_step`, batch by batch, loader by loader."""
+    module, moments = trainer.module, predict_moments(trainer)
+    trainer.dataloader_names = list(feeds)
+    module.on_predict_model_eval()
+    with evaluating(module), no_gradients(trainer):
+        moments.start(trainer, module)
+        moments.epoch_start(trainer, module)
+        for dataloader_idx, feed in enumerate(feeds.values()):
+            yield from run_batches(trainer, moments, feed, dataloader_idx)
+        moments.epoch_end(trainer, module)
+        moments.end(trainer, module)
+
+
+def run_batches(
+    trainer: Trainer, moments: Moments, feed: Feed, dataloader_idx: int, max_batches: int | None = None
+) -> Iterator[Any]:
+    """The outputs of the step method over one loader."""
+    module, metrics = trainer.module, trainer.metrics
+    with_idx = takes_dataloader_idx(module, moments.step)
+    for batch_idx, batch in enumerate(islice(feed.iterate(epoch=0), max_batches)):
+        data = trainer.transfer(batch.data, dataloader_idx)
+        metrics.batch, metrics.samples = data, batch.samples
+        moments.batch_start(trainer, module, data, batch_idx, dataloader_idx)
+        arguments = (data, batch_idx, dataloader_idx) if with_idx else (data, batch_idx)
+        outputs = trainer.strategy.call(moments.step, *arguments)
+        moments.batch_end(trainer, module, outputs, data, batch_idx, dataloader_idx)
+        yield outputs
+
+
+def no_gradients(trainer: Trainer) -> AbstractContextManager[Any]:
+    """`torch.inference_mode`, or `torch.no_grad` if the settings say so."""
+    return torch.inference_mode() if trainer.settings.inference_mode else torch.no_grad()
+
+
+def takes_dataloader_idx(module: TrainModule, step: str) -> bool:
+    """Whether the module's step method wants to know which loader a batch is from."""
+    parameters = inspect.signature(getattr(module, step)).parameters
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional for p in parameters.values()) > 2

@@ -1,0 +1,65 @@
+"""Hyperparameters: what a module was built with, as data that can be stored and given back to its constructor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+from trainer.errors import ConfigError
+
+
+class Hyperparameters(dict[str, Any]):
+    """A dict whose entries are also attributes: `hparams.lr` and `hparams["lr"]`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+def arguments_of(frame: FrameType, owner: type, ignore: Collection[str]) -> dict[str, Any]:
+    """The arguments with which `owner.__init__`, running in `frame`, was called; `**kwargs` are spread."""
+    if frame.f_code.co_name != "__init__":
+        raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
+    arguments: dict[str, Any] = {}
+    values = inspect.getargvalues(frame)
+    for name in values.args[1:]:
+        arguments[name] = values.locals[name]
+    if values.varargs and values.locals[values.varargs]:
+        raise ConfigError(
+            f"{owner.__name__}.__init__ takes *{values.varargs}; hyperparameters need names. "
+            "Give them as keywords, or pass them to save_hyperparameters(name=value)."
+        )
+    if values.keywords:
+        arguments.update(values.locals[values.keywords])
+    return {name: value for name, value in arguments.items() if name not in ignore}
+
+
+def check_data(value: Any, where: str) -> None:
+    """Refuse what is not data: None, bool, int, float, str, and lists, tuples, dicts (with str keys) of them.
+
+    Raises:
+        ConfigError: naming the place inside the hyperparameters.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            check_data(item, f"{where}[{index}]")
+        return
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        for key, item in value.items():
+            check_data(item, f"{where}[{key!r}]")
+        return
+    argument = where.split("[")[0]
+    raise ConfigError(
+        f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
+        "(None, bool, int, float, str, lists and dicts of them). "
+        f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
+    )

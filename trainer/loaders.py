@@ -1,0 +1,119 @@
+"""Which loaders a stage runs on: given by the caller, by the data module, or by the module."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.feed import Feed, named_loaders
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+
+def make_feeds(trainer: Trainer, given: dict[str, Any]) -> None:
+    """Make the feeds of the stage: `train_feed` and `val_feeds` for fit, else `val_feeds`, `test_feeds` or `predict_feeds`.
+
+    Raises:
+        ConfigError: there is no loader, or an empty one.
+    """
+    settings, module = trainer.settings, trainer.module
+    trainer.train_feed, trainer.val_feeds, trainer.test_feeds, trainer.predict_feeds = None, {}, {}, {}
+    source = trainer.datamodule if trainer.datamodule is not None else module
+    if trainer.stage == "fit":
+        train = given["train"] if given["train"] is not None else source.train_dataloader()
+        if train is None:
+            raise _no_loader(trainer, "train_dataloaders", "train_dataloader")
+        trainer.train_feed = _train_feed(trainer, train)
+        val = given["val"] if given["val"] is not None else source.val_dataloader()
+        if settings.overfit_batches:
+            val = train if module.overrides("validation_step") else None
+        if module.overrides("validation_step"):
+            limit = _limit(trainer, settings.overfit_batches or settings.limit_val_batches)
+            trainer.val_feeds = _evaluation_feeds(trainer, val, limit)
+        elif val is not None:
+            log.warning("%s has no validation_step: the validation loader is not used", type(module).__name__)
+    elif trainer.stage == "validate":
+        loaders = given["val"] if given["val"] is not None else source.val_dataloader()
+        trainer.val_feeds = _needed(trainer, loaders, settings.limit_val_batches, "val_dataloader")
+    elif trainer.stage == "test":
+        loaders = given["test"] if given["test"] is not None else source.test_dataloader()
+        trainer.test_feeds = _needed(trainer, loaders, settings.limit_test_batches, "test_dataloader")
+    else:
+        loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
+        trainer.predict_feeds = _needed(trainer, loaders, settings.limit_predict_batches, "predict_dataloader")
+
+
+def _train_feed(trainer: Trainer, loader: Any) -> Feed:
+    settings = trainer.settings
+    feed = Feed(
+        loader,
+        rank=trainer.rank,
+        world_size=trainer.world_size,
+        seed=trainer.seed,
+        training=True,
+        limit=_limit(trainer, settings.overfit_batches or settings.limit_train_batches),
+        shuffle=False if settings.overfit_batches else None,
+    )
+    if feed.note is not None:
+        log.info("%s", feed.note)
+    if feed.one_shot and trainer.max_epochs not in (0, 1) and trainer.max_steps is None:
+        raise ConfigError(
+            "the training loader can be iterated only once, but max_epochs allows more than one epoch: pass something "
+            "that can be iterated again (a list, a DataLoader), or set max_epochs=1."
+        )
+    _check_intervals(trainer, feed)
+    return feed
+
+
+def _check_intervals(trainer: Trainer, feed: Feed) -> None:
+    interval, length = trainer.settings.val_check_interval, feed.length
+    if length is None and isinstance(interval, float) and interval < 1.0:
+        raise ConfigError(
+            f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not tell its length: "
+            "give a number of batches (an int)."
+        )
+    if length is not None and isinstance(interval, int) and interval > length > 0:
+        raise ConfigError(
+            f"val_check_interval={interval} is more than the {length} training batches of an epoch, so validation would "
+            "never run. Give a smaller number, or use check_val_every_n_epoch."
+        )
+
+
+def _evaluation_feeds(trainer: Trainer, loaders: Any, limit: int | float) -> dict[str, Feed]:
+    if limit == 0:
+        return {}
+    return {
+        name: Feed(
+            loader,
+            name=name,
+            rank=trainer.rank,
+            world_size=trainer.world_size,
+            seed=trainer.seed,
+            training=False,
+            limit=limit,
+            shuffle=False if trainer.settings.overfit_batches else None,
+        )
+        for name, loader in named_loaders(loaders).items()
+    }
+
+
+def _needed(trainer: Trainer, loaders: Any, limit: int | float, method: str) -> dict[str, Feed]:
+    if loaders is None:
+        raise _no_loader(trainer, "dataloaders", method)
+    return _evaluation_feeds(trainer, loaders, _limit(trainer, limit))
+
+
+def _limit(trainer: Trainer, limit: int | float) -> int | float:
+    return int(trainer.settings.fast_dev_run) or limit
+
+
+def _no_loader(trainer: Trainer, argument: str, method: str) -> ConfigError:
+    stage, source = trainer.stage, trainer.datamodule if trainer.datamodule is not None else trainer.module
+    return ConfigError(
+        f"{stage}() has nothing to run on: pass {argument}=, or define {method} in {type(source).__name__} "
+        f"(or pass datamodule=)."
+    )

@@ -1,0 +1,401 @@
+"""What `self.log` records: values stay on the device, and are reduced and read together, late."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trainer.errors import ConfigError
+
+GatherObjects = Callable[[Any], list[Any]]
+Number = float | torch.Tensor
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+@dataclass
+class Accumulator:
+    """A running reduction. Tensors are added up where they are; Python numbers on the host; they meet when it is read."""
+
+    reduction: str
+    on_host: float | None = None
+    on_device: torch.Tensor | None = None
+    weight_on_host: float = 0.0
+    weight_on_device: torch.Tensor | None = None
+
+    def add(self, value: Number, weight: Number) -> None:
+        if self.reduction == "mean":
+            self._add_weighted(value, weight)
+        elif isinstance(value, torch.Tensor):
+            wide = _wide(value)
+            self.on_device = wide if self.on_device is None else _COMBINE[self.reduction](self.on_device, wide)
+        else:
+            self.on_host = value if self.on_host is None else _COMBINE_HOST[self.reduction](self.on_host, value)
+
+    def _add_weighted(self, value: Number, weight: Number) -> None:
+        if isinstance(weight, torch.Tensor):
+            wide = _wide(weight)
+            self.weight_on_device = wide if self.weight_on_device is None else self.weight_on_device + wide
+            value = torch.as_tensor(value, device=weight.device)
+        else:
+            self.weight_on_host += weight
+        if not isinstance(value, torch.Tensor):
+            assert not isinstance(weight, torch.Tensor)
+            self.on_host = (self.on_host or 0.0) + value * weight
+        elif isinstance(weight, torch.Tensor):
+            product = _wide(value) * wide
+            self.on_device = product if self.on_device is None else self.on_device + product
+        elif self.on_device is None:
+            self.on_device = _wide(value) * weight
+        else:
+            self.on_device.add_(value, alpha=weight)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The device values to read; `host_value` takes their numbers in the same order."""
+        return [tensor for tensor in (self.on_device, self.weight_on_device) if tensor is not None]
+
+    def host_value(self, read: Iterator[float]) -> tuple[float | None, float]:
+        """(reduced value so far, weight so far), given the numbers of `tensors()`."""
+        value = self.on_host
+        if self.on_device is not None:
+            from_device = next(read)
+            value = from_device if value is None else _COMBINE_HOST[self.reduction](value, from_device)
+        weight = self.weight_on_host + (next(read) if self.weight_on_device is not None else 0.0)
+        return value, weight
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """A 0-dim copy in float64 (float32 on devices without it), so that long sums keep their digits."""
+    dtype = torch.float32 if value.device.type == "mps" else torch.float64
+    return value.detach().reshape(()).to(dtype, copy=True)
+
+
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_COMBINE_HOST: dict[str, Callable[[float, float], float]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "min": min,
+    "max": max,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a name is logged. Travels with its values, since a process may not have logged that name itself."""
+
+    reduction: str
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    logger: bool
+    metric: str | None = None
+    """Where a logged `torchmetrics.Metric` sits in the module: its `named_modules` name."""
+
+
+@dataclass
+class Entry:
+    """One logged name: its options, the values of the current window, and the reduction over the epoch."""
+
+    name: str
+    options: Options
+    window: int = -1
+    window_values: list[tuple[Number, Number]] = field(default_factory=list)
+    epoch: Accumulator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.epoch = Accumulator(self.options.reduction)
+
+
+@dataclass
+class Section:
+    """The values logged in one place: the training batches of an epoch, one evaluation, or the hooks around them."""
+
+    batches: bool
+    """Values belong to batches and are weighted by their samples."""
+    steps: bool
+    """Single steps are logged by default, not the epoch."""
+    loader: str = ""
+    """The evaluation loader in progress, when there are several."""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    overall: dict[str, Entry] = field(default_factory=dict)
+    """With several loaders: the reductions over all of them."""
+
+
+@dataclass
+class Values:
+    """Reduced values, ready for the loggers, the bar and `monitor=`."""
+
+    logged: dict[str, float] = field(default_factory=dict)
+    shown: dict[str, float] = field(default_factory=dict)
+    known: dict[str, float] = field(default_factory=dict)
+
+    def put(self, name: str, options: Options, value: float, suffix: str) -> None:
+        full_name = f"{name}_{suffix}" if options.on_step and options.on_epoch else name
+        self.known[full_name] = value
+        self.known[name] = value
+        if options.logger:
+            self.logged[full_name] = value
+        if options.prog_bar:
+            self.shown[full_name] = value
+
+
+class MetricLog:
+    """Records values without touching the device's stream, and reads them all in one host copy and one gather.
+
+    Every rank must call the `read_*` methods at the same place; the names logged may differ between ranks (a rank
+    without a batch logs nothing), because names travel with the values.
+    """
+
+    def __init__(self, module: torch.nn.Module, gather_objects: GatherObjects) -> None:
+        self.module = module
+        self.gather_objects = gather_objects
+        self.train = Section(batches=True, steps=True)
+        self.hooks = Section(batches=False, steps=False)
+        self.section = self.hooks
+        self.window = 0
+        self.batch: Any = None
+        """The batch in progress, from which the number of samples is taken when the loader does not tell it."""
+        self.samples: int | None = None
+        """Samples of the batch in progress; 0 for a filler, whose values do not count."""
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduction: str = "mean",
+        weight: Number | None = None,
+    ) -> None:
+        """See `TrainModule.log`."""
+        section = self.section
+        if section.batches and self.samples == 0:
+            return
+        key = f"{name}/{section.loader}" if section.loader else name
+        is_metric = is_torchmetric(value)
+        entry = section.entries.get(key)
+        if entry is None:
+            entry = section.entries[key] = self._new_entry(
+                section, key, value if is_metric else None, on_step, on_epoch, reduction, prog_bar, logger
+            )
+        if is_metric:
+            self._log_metric(entry, value)
+            return
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
+            value = value.detach()
+        elif not isinstance(value, (int, float)):
+            value = _as_number(name, value)
+        if weight is None:
+            weight = self._batch_weight() if section.batches else 1
+        if entry.options.on_step:
+            if entry.window != self.window:
+                entry.window = self.window
+                entry.window_values = []
+            entry.window_values.append((value, weight))
+        if entry.options.on_epoch:
+            entry.epoch.add(value, weight)
+        if section.loader:
+            overall = section.overall.setdefault(name, Entry(name, entry.options))
+            overall.epoch.add(value, weight)
+
+    def _new_entry(
+        self,
+        section: Section,
+        key: str,
+        metric: Any,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduction: str,
+        prog_bar: bool,
+        logger: bool,
+    ) -> Entry:
+        """The first call for a name decides its options."""
+        if reduction not in REDUCTIONS:
+            raise ConfigError(f"self.log({key!r}, reduction={reduction!r}): allowed are {', '.join(REDUCTIONS)}.")
+        if on_step is None:
+            on_step = section.steps and metric is None
+        if on_epoch is None:
+            on_epoch = not section.steps or metric is not None
+        if not on_step and not on_epoch:
+            raise ConfigError(
+                f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one of them to True."
+            )
+        if on_step and not section.steps:
+            # There is one step axis, that of training; elsewhere a value per step has no place on it.
+            on_step, on_epoch = False, True
+        where = self._name_of_metric(key, metric) if metric is not None else None
+        return Entry(key, Options(reduction, on_step, on_epoch, prog_bar, logger, where))
+
+    def _name_of_metric(self, key: str, metric: torch.nn.Module) -> str:
+        for name, submodule in self.module.named_modules():
+            if submodule is metric:
+                return name
+        raise ConfigError(
+            f"self.log({key!r}) got a {type(metric).__name__} that is not an attribute of the module. "
+            "Create it in __init__ as self.<name> = ..., so that it moves to the device and is found on every process."
+        )
+
+    def _log_metric(self, entry: Entry, metric: Any) -> None:
+        if not entry.options.on_step:
+            return
+        value = metric._forward_cache
+        if value is None:
+            raise ConfigError(
+                f"self.log({entry.name!r}, on_step=True) needs the value of this batch: call the metric, "
+                f"self.{entry.options.metric}(preds, target), instead of update(); or log it with on_epoch=True only."
+            )
+        entry.window, entry.window_values = self.window, [(value, self._batch_weight())]
+
+    def _batch_weight(self) -> int:
+        if self.samples is None:
+            sizes = {tensor.shape[0] for tensor in tensors_in(self.batch) if tensor.dim() > 0}
+            if len(sizes) == 1:
+                self.samples = sizes.pop()
+            else:
+                self.samples = 1
+                warnings.warn(
+                    "the number of samples of a batch cannot be told, so every batch counts the same in means over the "
+                    "epoch. Pass batch_size=... to self.log.",
+                    stacklevel=4,
+                )
+        return self.samples
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read_step(self) -> Values:
+        """The values of the window just done, reduced over its micro-batches and over processes."""
+        local: dict[str, tuple[Options, Accumulator]] = {}
+        for name, entry in self.train.entries.items():
+            if entry.options.on_step and entry.window == self.window:
+                accumulator = Accumulator(entry.options.reduction)
+                for value, weight in entry.window_values:
+                    accumulator.add(value, weight)
+                local[name] = (entry.options, accumulator)
+        values = Values()
+        for name, (options, value) in self._reduce(local).items():
+            values.put(name, options, value, "step")
+        return values
+
+    def read_epoch(self, section: Section) -> Values:
+        """The reductions over what was logged in `section`, which then starts afresh."""
+        values = self._read_entries(section.entries)
+        section.entries.clear()
+        return values
+
+    def read_overall(self, section: Section) -> Values:
+        """The reductions over all loaders of an evaluation; empty when there is one."""
+        return self._read_entries(section.overall)
+
+    def _read_entries(self, entries: dict[str, Entry]) -> Values:
+        local = {name: (e.options, e.epoch) for name, e in entries.items() if e.options.on_epoch}
+        values = Values()
+        for name, (options, value) in self._reduce(local).items():
+            values.put(name, options, value, "epoch")
+        return values
+
+    def _reduce(self, local: dict[str, tuple[Options, Accumulator]]) -> dict[str, tuple[Options, float]]:
+        """One host copy of everything, one gather; then the same arithmetic on every process."""
+        numbers = iter(_to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
+        mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
+        combined: dict[str, tuple[Options, float | None, float]] = {}
+        for theirs in self.gather_objects(mine):
+            for name, (options, value, weight) in theirs.items():
+                if name in combined and value is not None:
+                    _, before, weight_before = combined[name]
+                    value = value if before is None else _COMBINE_HOST[options.reduction](before, value)
+                    weight += weight_before
+                combined[name] = (options, value, weight)
+        return {
+            name: (options, self._finish(name, options, value, weight))
+            for name, (options, value, weight) in combined.items()
+            if options.metric is not None or (value is not None and (options.reduction != "mean" or weight))
+        }
+
+    def _finish(self, name: str, options: Options, value: float | None, weight: float) -> float:
+        if value is None:
+            assert options.metric is not None
+            return self._compute(name, self.module.get_submodule(options.metric))
+        return value / weight if options.reduction == "mean" else value
+
+    def _compute(self, name: str, metric: Any) -> float:
+        with warnings.catch_warnings():
+            # A process without a batch computes too, because the synchronisation inside needs all of them.
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+            value = metric.compute()
+        metric.reset()
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise ConfigError(
+                f"self.log({name!r}): {type(metric).__name__}.compute() gives more than one number. "
+                "Compute it in an epoch-end hook and log its parts one by one."
+            )
+        return float(value)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a half-finished training epoch has added up so far, on this process."""
+        return {
+            name: {"options": vars(entry.options), "epoch": vars(entry.epoch)}
+            for name, entry in self.train.entries.items()
+            if entry.options.on_epoch
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.train.entries.clear()
+        for name, saved in state.items():
+            entry = self.train.entries[name] = Entry(name, Options(**saved["options"]))
+            for key, value in saved["epoch"].items():
+                setattr(entry.epoch, key, value.to(device) if isinstance(value, torch.Tensor) else value)
+
+
+def is_torchmetric(value: Any) -> bool:
+    """Whether `value` is a `torchmetrics.Metric`, without importing torchmetrics for those who do not use it."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a batch of nested dicts, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from tensors_in(item)
+    elif isinstance(batch, (list, tuple)):
+        for item in batch:
+            yield from tensors_in(item)
+
+
+def _to_host(tensors: list[torch.Tensor]) -> list[float]:
+    """The numbers of 0-dim tensors, with one copy from each device."""
+    numbers = [0.0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        for place, number in zip(places, torch.stack([tensors[p] for p in places]).tolist(), strict=True):
+            numbers[place] = number
+    return numbers
+
+
+def _as_number(name: str, value: Any) -> float:
+    """numpy scalars and the like."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"self.log({name!r}) got a {type(value).__name__}: give a number, a tensor with one element, or a "
+            "torchmetrics.Metric; for a dict of values use self.log_dict."
+        ) from None

@@ -1,0 +1,375 @@
+"""TrainModule: what is trained. An ordinary `nn.Module` with a training step and optimizers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from trainer.checkpoint.format import read_checkpoint
+from trainer.errors import CheckpointError, ConfigError
+from trainer.hyperparameters import Hyperparameters, arguments_of, check_data
+
+if TYPE_CHECKING:
+    from trainer.callbacks.base import Callback
+    from trainer.optimizers import ManualOptimizer
+    from trainer.trainer import Trainer
+
+Reduction = Literal["mean", "sum", "min", "max"]
+
+
+class TrainModule(nn.Module):
+    """Subclass it, define `training_step` and `configure_optimizers`, and give it to `Trainer.fit`.
+
+    Every other method has a default. The moments `on_...` that a module may also define, and the order in which everything
+    is called, stand at the top of `trainer/callbacks/base.py`.
+    """
+
+    automatic_optimization: bool = True
+    """False: `training_step` itself calls `manual_backward` and steps the optimizers of `optimizers()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hparams = Hyperparameters()
+
+    # -- what to compute -----------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The loss of one micro-batch: a scalar tensor with a gradient, or a dict with one under `"loss"`.
+
+        The loss is the mean over the micro-batch's items (see `num_items`). The trainer divides it for accumulation and
+        processes such that a step's gradient equals that of one big batch.
+        """
+        raise ConfigError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx).")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """One batch of validation; log with `self.log`. May take a third argument `dataloader_idx`."""
+        raise ConfigError(
+            f"{type(self).__name__} has no validation_step: define validation_step(self, batch, batch_idx)."
+        )
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """One batch of `trainer.test`. May take a third argument `dataloader_idx`."""
+        raise ConfigError(f"{type(self).__name__} has no test_step: define test_step(self, batch, batch_idx).")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """One batch of `trainer.predict`; by default `self(batch)`. May take a third argument `dataloader_idx`."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers, and how their learning rates go.
+
+        Returns one of: an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); a dict with
+        `"optimizer"` and optionally `"lr_scheduler"`; a tuple of such dicts. A scheduler is a torch scheduler, or a dict
+        with `"scheduler"` and optionally `"interval"` ("epoch" or "step"), `"frequency"`, `"monitor"`, `"strict"`, `"name"`.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no configure_optimizers: define it and return an optimizer, "
+            "for example torch.optim.AdamW(self.parameters(), lr=1e-3)."
+        )
+
+    def configure_model(self) -> None:
+        """Build layers here instead of in `__init__` to have them created in the right dtype and, for sharded strategies,
+        without ever holding the whole model. Called once per process before training, and by `load_from_checkpoint`; it
+        must do nothing when the layers exist already."""
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Callbacks that belong to this module. One of a class that the trainer has too replaces the trainer's."""
+        return []
+
+    def num_items(self, batch: Any) -> int | torch.Tensor | None:
+        """Over how many items (tokens, boxes, ...) the loss of this micro-batch is a mean.
+
+        None, the default: over its samples. With a number, a step's loss is the mean over all items of the window on all
+        processes, however unevenly they are spread. Given the batch before it is moved to the device.
+        """
+        return None
+
+    # -- loaders, when there is no data module -------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Download and the like: runs once per node, before the processes need it. Set no attributes here."""
+
+    def train_dataloader(self) -> Any: ...
+    def val_dataloader(self) -> Any: ...
+    def test_dataloader(self) -> Any: ...
+    def predict_dataloader(self) -> Any: ...
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch before it is moved to the device, for example on the CPU. Returns the batch."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device, for example to augment it there. Returns the batch."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Override for batches of your own types. The default moves tensors in any nesting of containers."""
+        return self.trainer.strategy.to_device(batch)
+
+    # -- logging -------------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduction: Reduction = "mean",
+        batch_size: int | None = None,
+        weight: float | torch.Tensor | None = None,
+    ) -> None:
+        """Record a value. It stays on its device; it is reduced over processes and read when the log is flushed.
+
+        Args:
+            name: what it is called in logs and in `monitor=`. Must not depend on the process.
+            value: a number, a tensor of one element, or a `torchmetrics.Metric`.
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers.
+            on_step: log the value of single steps, every `log_every_n_steps`. Default: in training, unless `value` is a
+                metric or this is an epoch hook.
+            on_epoch: log the reduction over the epoch. Default: in validation and test, and for metrics. With both, the
+                two are called `name_step` and `name_epoch`.
+            reduction: over batches and processes: "mean" (weighted), "sum", "min" or "max".
+            batch_size: how many samples `value` is a mean over. Default: the samples of this batch.
+            weight: as `batch_size`, for means over other things, such as tokens.
+        """
+        self.trainer.metrics.log(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduction=reduction,
+            weight=weight if weight is not None else batch_size,
+        )
+
+    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+        """`log` each entry with the same options."""
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print` on rank 0 only, without breaking the progress bar."""
+        self.trainer.print(*args, **kwargs)
+
+    # -- manual optimization -------------------------------------------------------------------------------------------
+
+    def optimizers(self) -> Any:
+        """The optimizer, or the list of them when there are several, for manual optimization.
+
+        Each has `step`, `zero_grad`, `toggle_model`, and everything of the torch optimizer it stands for.
+        """
+        wrapped: list[ManualOptimizer] = self.trainer.manual_optimizers
+        return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, or the list of them; with manual optimization you call their `step`."""
+        schedulers = [config.scheduler for config in self.trainer.scheduler_configs]
+        return schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        """Instead of `loss.backward()` in manual optimization: scales the loss and sums gradients over processes."""
+        self.trainer.manual_backward(loss)
+
+    def toggle_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> None:
+        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for wrapped in self.trainer.manual_optimizers:
+            for group in wrapped.param_groups:
+                for parameter in group["params"]:
+                    self._requires_grad.setdefault(parameter, parameter.requires_grad)
+                    parameter.requires_grad = self._requires_grad[parameter] and id(parameter) in mine
+
+    def untoggle_optimizer(self, optimizer: ManualOptimizer | Optimizer | None = None) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter, requires_grad in self._requires_grad.items():
+            parameter.requires_grad = requires_grad
+        self._requires_grad.clear()
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> Iterator[None]:
+        """`toggle_optimizer` for the length of a `with` block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    @property
+    def _requires_grad(self) -> dict[nn.Parameter, bool]:
+        toggled: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled_parameters", {})
+        return toggled
+
+    # -- gradient clipping and schedules, to override ------------------------------------------------------------------
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: str
+    ) -> None:
+        """Called before every optimizer step; by default clips as the trainer's settings say."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer | ManualOptimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str = "norm",
+    ) -> torch.Tensor | None:
+        """Clip the gradients of an optimizer, by the true global norm under every strategy. Returns that norm."""
+        if gradient_clip_val is None:
+            return None
+        return self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: float | None) -> None:
+        """Step a scheduler that is due; `metric` is the value of its `monitor`, if it has one."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # -- hyperparameters and checkpoints -------------------------------------------------------------------------------
+
+    def save_hyperparameters(self, *names: str, ignore: Collection[str] = (), **values: Any) -> None:
+        """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
+
+        Args:
+            names: keep only these arguments.
+            ignore: leave these arguments out.
+            values: keep these instead of what the arguments say.
+
+        Raises:
+            ConfigError: a value is not data (a module, a function, a path ...): a checkpoint could not store it.
+        """
+        frame = inspect.currentframe()
+        assert frame is not None
+        assert frame.f_back is not None
+        arguments = arguments_of(frame.f_back, type(self), ignore)
+        arguments = {name: value for name, value in arguments.items() if not names or name in names}
+        arguments.update(values)
+        for name, value in arguments.items():
+            check_data(value, name)
+        self.hparams.update(arguments)
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        path: str | Path,
+        map_location: str | torch.device | None = None,
+        strict: bool = True,
+        **hyperparameters: Any,
+    ) -> Self:
+        """Build the module from a checkpoint's hyperparameters and load its weights.
+
+        Args:
+            path: a checkpoint folder, written under any strategy.
+            map_location: where to put the module; default: the CPU.
+            strict: refuse missing and unexpected weights.
+            hyperparameters: override the stored ones, or give those that were ignored when saving.
+
+        Raises:
+            CheckpointError: there is no valid checkpoint at `path`, or its weights do not fit.
+        """
+        checkpoint = read_checkpoint(path)
+        stored = checkpoint.get("hyperparameters", {}).get("module", {})
+        with torch.random.fork_rng(devices=[]):
+            module = cls(**{**stored, **hyperparameters})
+            module.configure_model()
+        load_weights(module, checkpoint["model"], strict)
+        return module.to(map_location) if map_location is not None else module
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add data of your own to a checkpoint that is about to be written."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take data of your own from a checkpoint, before the weights are loaded."""
+
+    # -- the modes of evaluation, to override; the trainer itself switches to eval mode and back -----------------------
+
+    def on_validation_model_zero_grad(self) -> None: ...
+    def on_validation_model_eval(self) -> None: ...
+    def on_validation_model_train(self) -> None: ...
+    def on_test_model_eval(self) -> None: ...
+    def on_test_model_train(self) -> None: ...
+    def on_predict_model_eval(self) -> None: ...
+
+    # -- where it runs -------------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs this module.
+
+        Raises:
+            ConfigError: there is none, because the module is not inside `fit`, `validate`, `test` or `predict`.
+        """
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        if trainer is None:
+            raise ConfigError(
+                f"{type(self).__name__} is not attached to a Trainer yet: self.trainer, self.log and the like "
+                "work inside trainer.fit, validate, test and predict."
+            )
+        return trainer
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's first parameter or buffer; the CPU when it has none."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the module's first floating parameter."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def global_step(self) -> int:
+        """Steps done; 0 without a trainer."""
+        return self.trainer.global_step if self.__dict__.get("_trainer") else 0
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch in progress, from 0; 0 without a trainer."""
+        return self.trainer.current_epoch if self.__dict__.get("_trainer") else 0
+
+    def attach(self, trainer: Trainer | None) -> None:
+        """Tell the module who runs it. Kept out of `nn.Module`'s registries, of copies and of pickles."""
+        self.__dict__["_trainer"] = trainer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_toggled_parameters")}
+
+    def overrides(self, name: str) -> bool:
+        """Whether the subclass (or this instance) defines the method `name` itself."""
+        if name in self.__dict__:
+            return True
+        mine = getattr(type(self), name, None)
+        return mine is not None and mine is not getattr(TrainModule, name, None)
+
+    def overrides_any(self, names: Collection[str]) -> bool:
+        return any(self.overrides(name) for name in names)
+
+
+def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+    """Load weights and buffers by name.
+
+    Raises:
+        CheckpointError: names or shapes differ from the module's.
+    """
+    try:
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(module).__name__}: {error}\n"
+            "It was written for another model, or with other hyperparameters."
+        ) from None

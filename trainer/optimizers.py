@@ -1,0 +1,186 @@
+"""Optimizers and schedulers: what `configure_optimizers` may return, and what the loop makes of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainer.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+@dataclass
+class SchedulerConfig:
+    """A learning-rate scheduler, and when it steps."""
+
+    scheduler: Any
+    interval: str = "epoch"
+    """Step after every "epoch", or after every "step" (of the optimizer, not of a process or micro-batch)."""
+    frequency: int = 1
+    """Step after every so many epochs or steps."""
+    monitor: str | None = None
+    """The logged name whose value is given to `scheduler.step`, for ReduceLROnPlateau."""
+    strict: bool = True
+    """Raise when the monitored name was not logged; otherwise leave that step out."""
+    name: str | None = None
+    """What LearningRateMonitor calls it."""
+    reduce_on_plateau: bool = False
+    """Whether `scheduler.step` takes the monitored value; set for ReduceLROnPlateau."""
+
+    def __post_init__(self) -> None:
+        self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+        kind = type(self.scheduler).__name__
+        if not isinstance(self.scheduler, LRScheduler) and not hasattr(self.scheduler, "step"):
+            raise ConfigError(f"configure_optimizers gave a {kind} as lr_scheduler; a scheduler has a step() method.")
+        if self.interval not in ("epoch", "step"):
+            raise ConfigError(f"interval={self.interval!r} for {kind}: allowed are 'epoch' and 'step'.")
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ConfigError(f"frequency={self.frequency!r} for {kind}: give a whole number from 1.")
+        if self.reduce_on_plateau and self.monitor is None:
+            raise ConfigError(
+                f"{kind} needs the name of a logged value: return "
+                '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}.'
+            )
+
+    def is_due(self, interval: str, count: int) -> bool:
+        """Whether it steps now, after `count` epochs or steps."""
+        return self.interval == interval and count % self.frequency == 0
+
+
+def read_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """The optimizers and schedulers in whatever form `configure_optimizers` returned them.
+
+    Raises:
+        ConfigError: it returned something else, an unknown key, or an optimizer without trainable parameters.
+    """
+    optimizers, schedulers = _read(configured, module_name)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"{module_name}.configure_optimizers gave {_describe(optimizer)} where an optimizer is expected. "
+                "Return torch.optim.AdamW(self.parameters(), lr=...) or the like."
+            )
+        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has no parameter that requires "
+                "a gradient: everything it was given is frozen, or was given an empty list."
+            )
+    if not optimizers:
+        raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")
+    return optimizers, schedulers
+
+
+def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
+    if isinstance(configured, Mapping):
+        return _read_dict(configured, module_name)
+    if isinstance(configured, (list, tuple)):
+        parts = list(configured)
+        if len(parts) == 2 and all(isinstance(part, (list, tuple)) for part in parts):
+            return list(parts[0]), [_scheduler(scheduler) for scheduler in parts[1]]
+        if parts and all(isinstance(part, Mapping) for part in parts):
+            read = [_read_dict(part, module_name) for part in parts]
+            return [o for optimizers, _ in read for o in optimizers], [s for _, schedulers in read for s in schedulers]
+        return parts, []
+    if configured is None:
+        raise ConfigError(
+            f"{module_name}.configure_optimizers returned None. Did you forget 'return'? "
+            "Return torch.optim.AdamW(self.parameters(), lr=...) or the like."
+        )
+    return [configured], []
+
+
+def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
+    known = ("optimizer", "lr_scheduler")
+    for key in configured:
+        if key not in known:
+            raise ConfigError(
+                f"{module_name}.configure_optimizers returned the unknown key {key!r}.{did_you_mean(str(key), known)} "
+                f"Allowed: {', '.join(known)}."
+            )
+    if "optimizer" not in configured:
+        raise ConfigError(f'{module_name}.configure_optimizers returned a dict without "optimizer".')
+    scheduler = configured.get("lr_scheduler")
+    return [configured["optimizer"]], [] if scheduler is None else [_scheduler(scheduler)]
+
+
+def _scheduler(configured: Any) -> SchedulerConfig:
+    if not isinstance(configured, Mapping):
+        return SchedulerConfig(configured)
+    known = [field.name for field in fields(SchedulerConfig)]
+    for key in configured:
+        if key not in known:
+            raise ConfigError(
+                f"lr_scheduler has the unknown key {key!r}.{did_you_mean(str(key), known)} Allowed: {', '.join(known)}."
+            )
+    if "scheduler" not in configured:
+        raise ConfigError('the lr_scheduler dict has no "scheduler".')
+    return SchedulerConfig(**configured)
+
+
+def monitored(metrics: Mapping[str, float], config: SchedulerConfig) -> float | None:
+    """The value that a scheduler waits for; None when it was not logged and the scheduler is not strict.
+
+    Raises:
+        ConfigError: it was not logged.
+    """
+    assert config.monitor is not None
+    if config.monitor in metrics:
+        return metrics[config.monitor]
+    if not config.strict:
+        return None
+    raise ConfigError(
+        f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged."
+        f"{did_you_mean(config.monitor, metrics)} Logged so far: {', '.join(sorted(metrics)) or 'nothing'}. "
+        'Log it before the scheduler steps, or give "strict": False.'
+    )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` cannot be called without a closure, as of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class ManualOptimizer:
+    """An optimizer in the hands of `training_step`, with `automatic_optimization = False`.
+
+    Stepping it goes through the strategy (loss scaling, sharding); everything else is the torch optimizer's.
+    """
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
+        self.optimizer = optimizer
+        self._trainer = trainer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update this optimizer's parameters."""
+        self._trainer.manual_step(self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget this optimizer's gradients."""
+        self._trainer.hooks.on_before_zero_grad(self._trainer, self._trainer.module, self.optimizer)
+        self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Within the block only this optimizer's parameters require gradients.
+
+        `sync_grad=False`: gradients are not yet summed over processes, because more micro-batches follow.
+        """
+        module = self._trainer.module
+        with module.toggled_optimizer(self), self._trainer.strategy.microbatch(last=sync_grad):
+            yield
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,127 @@
+"""Plan: what a run will use, and why. Made from the settings before any process is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from trainer.callbacks.base import HOOKS, Callback, Logger, check_hooks
+from trainer.callbacks.checkpoint import ModelCheckpoint
+from trainer.callbacks.csv_logger import CSVLogger
+from trainer.callbacks.model_summary import ModelSummary
+from trainer.callbacks.profiler import SimpleProfiler
+from trainer.callbacks.progress import ProgressBar
+from trainer.callbacks.tensorboard import TensorBoardLogger
+from trainer.callbacks.timer import Timer
+from trainer.errors import ConfigError, raise_problems
+from trainer.precision import Precision, resolve_precision
+from trainer.runtime.devices import choose_accelerator, parse_devices
+from trainer.runtime.environment import detect_environment
+from trainer.settings import Settings
+from trainer.strategies import Strategy, resolve_strategy
+
+
+@dataclass
+class Plan:
+    """The objects of a run, and the reasons for each choice."""
+
+    device_type: str
+    devices: int
+    """Processes on this machine."""
+    num_processes: int
+    """Processes on all machines."""
+    strategy: Strategy
+    precision: Precision
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    reasons: dict[str, str]
+    """What was chosen, in words: "device", "devices", "strategy", "precision"."""
+
+
+def make_plan(settings: Settings) -> Plan:
+    """Choose device, processes, strategy, precision, callbacks and loggers.
+
+    Raises:
+        ConfigError: listing everything that cannot be, with what to do instead.
+    """
+    device_type, device_reason = choose_accelerator(settings.accelerator)
+    environment = detect_environment()
+    devices, device_ids, devices_reason = parse_devices(settings.devices, device_type)
+    num_nodes = settings.num_nodes
+    problems: list[str] = []
+    if environment.source != "single process":
+        if settings.devices != "auto" and devices != environment.local_world_size:
+            problems.append(
+                f"devices={settings.devices!r}, but {environment.source} started {environment.local_world_size} processes "
+                f"on this machine: give devices='auto', or --nproc-per-node {devices}."
+            )
+        devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
+        num_nodes = environment.num_nodes
+    elif num_nodes > 1:
+        problems.append(
+            f"num_nodes={num_nodes}, but this process was not started on several machines. Start it on each one with: "
+            f"torchrun --nnodes {num_nodes} --nproc-per-node {devices} --rdzv-backend c10d --rdzv-endpoint HOST:29500 ..."
+        )
+    strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes)
+    strategy.device_ids = device_ids
+    precision = resolve_precision(settings.precision)
+    problems += strategy.problems(precision, device_type, devices * num_nodes)
+    callbacks, loggers = _callbacks(settings, problems)
+    raise_problems(problems, "the Trainer's arguments")
+    reasons = {
+        "device": device_reason,
+        "devices": devices_reason,
+        "strategy": strategy_reason,
+        "precision": "the default" if settings.precision == "32-true" else "given",
+    }
+    return Plan(device_type, devices, devices * num_nodes, strategy, precision, callbacks, loggers, reasons)
+
+
+def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback], list[Logger]]:
+    """The user's callbacks, and those that the settings ask for where the user gave none of the kind."""
+    given = settings.callbacks or []
+    callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
+    for callback in callbacks:
+        problems += check_hooks(callback, HOOKS)
+        if any(callback is other for other in callbacks[callbacks.index(callback) + 1 :]):
+            problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice.")
+
+    def missing(kind: type[Callback]) -> bool:
+        return not any(isinstance(callback, kind) for callback in callbacks)
+
+    if settings.max_seconds is not None and missing(Timer):
+        callbacks.append(Timer(duration=settings.max_seconds))
+    if settings.profiler is not None:
+        callbacks.append(SimpleProfiler() if isinstance(settings.profiler, str) else settings.profiler)
+    if settings.enable_model_summary and missing(ModelSummary):
+        callbacks.append(ModelSummary())
+    if settings.enable_progress_bar and missing(ProgressBar):
+        callbacks.append(ProgressBar())
+    if settings.fast_dev_run:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, (ModelCheckpoint, Logger))]
+        return callbacks, []
+    if not settings.enable_checkpointing and not missing(ModelCheckpoint):
+        problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: take one of the two away.")
+    if settings.enable_checkpointing and missing(ModelCheckpoint):
+        callbacks.append(ModelCheckpoint())
+    callbacks += _loggers(settings)
+    return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
+
+
+def _loggers(settings: Settings) -> list[Logger]:
+    if isinstance(settings.logger, Logger):
+        return [settings.logger]
+    if isinstance(settings.logger, (list, tuple)):
+        return list(settings.logger)
+    if not settings.logger:
+        return []
+    return [CSVLogger(), TensorBoardLogger()] if find_spec("tensorboard") else [CSVLogger()]
+
+
+def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) -> list[Callback]:
+    """The trainer's callbacks and those of `configure_callbacks`, which replace the trainer's of the same class."""
+    for callback in of_module:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
+    kinds = {type(callback) for callback in of_module}
+    return [callback for callback in callbacks if type(callback) not in kinds] + list(of_module)

@@ -1,0 +1,111 @@
+"""Which numbers a run computes with: a table of names, and the few things that follow from a name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A choice of dtypes. Casting is decided here and nowhere else.
+
+    `*-true` stores and computes in one dtype. `*-mixed` keeps fp32 master weights and computes the forward pass under
+    `torch.autocast` (https://pytorch.org/docs/stable/amp.html).
+    """
+
+    name: str
+    weights: torch.dtype
+    """Dtype in which parameters (and the optimizer's state) are stored."""
+    autocast: torch.dtype | None = None
+    """Dtype of autocast during the forward pass; None: no autocast."""
+    loss_scaling: bool = False
+    """Scale the loss dynamically, because fp16 gradients underflow."""
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Cast floating parameters and buffers to the stored dtype; for mixed precision assert that they are fp32."""
+        if self.name == "32-true":
+            return
+        if self.autocast is None:
+            module.to(self.weights)
+            return
+        wrong = {name: p.dtype for name, p in module.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
+        if wrong:
+            name, dtype = next(iter(wrong.items()))
+            raise ConfigError(
+                f"precision {self.name!r} keeps float32 master weights, but {len(wrong)} parameters are not float32, "
+                f"among them {name!r} ({dtype}). Build the module in float32, or use precision='bf16-true'."
+            )
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Cast a floating tensor (one leaf of a batch) to the stored dtype of a `*-true` precision."""
+        if self.casts_batch and isinstance(batch, torch.Tensor) and batch.is_floating_point():
+            return batch.to(self.weights)
+        return batch
+
+    @property
+    def casts_batch(self) -> bool:
+        return self.autocast is None and self.weights is not torch.float32
+
+    def forward_context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """The context in which step methods run on `device`."""
+        if self.autocast is not None:
+            return torch.autocast(device.type, dtype=self.autocast)
+        if self.weights is not torch.float32:
+            return default_dtype(self.weights)
+        return nullcontext()
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """The context in which `configure_model` builds layers: they are created in the stored dtype."""
+        return default_dtype(self.weights) if self.weights is not torch.float32 else nullcontext()
+
+    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """The loss scaler of this precision, or None where none is needed."""
+        return torch.amp.GradScaler(device.type) if self.loss_scaling else None
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make `dtype` the default of newly created floating tensors."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+PRECISIONS: dict[str, Precision] = {
+    precision.name: precision
+    for precision in (
+        Precision("32-true", torch.float32),
+        Precision("64-true", torch.float64),
+        Precision("16-true", torch.float16),
+        Precision("bf16-true", torch.bfloat16),
+        Precision("16-mixed", torch.float32, autocast=torch.float16, loss_scaling=True),
+        Precision("bf16-mixed", torch.float32, autocast=torch.bfloat16),
+    )
+}
+
+SHORT_NAMES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+def resolve_precision(precision: str | int | Precision) -> Precision:
+    """The `Precision` for a name of the table, a short name (`16`, `"bf16"`), or an instance.
+
+    Raises:
+        ConfigError: the name is not known.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    name = SHORT_NAMES.get(str(precision), str(precision))
+    if name not in PRECISIONS:
+        raise unknown("precision", precision, [*PRECISIONS, *SHORT_NAMES])
+    return PRECISIONS[name]

@@ -1,0 +1,92 @@
+"""The run directory: where one run writes, and where a run that goes on finds what it wrote."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.checkpoint.format import read_metadata
+from trainer.checkpoint.store import CheckpointStore
+from trainer.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"
+
+
+def versions(root: Path) -> list[Path]:
+    """The run directories below `root`, oldest first."""
+    if not root.is_dir():
+        return []
+    numbered = [
+        (int(match[1]), path) for path in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))
+    ]
+    return [path for _, path in sorted(numbered)]
+
+
+def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path | None:
+    """The checkpoint meant by `ckpt_path`; None for none, and for "last" in `fit` when there is none yet.
+
+    "last" and "best" are looked for in this trainer's own run directory or its ModelCheckpoint's `dirpath`; in a new
+    process in the newest run directory below `default_root_dir` that has one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path not in ("last", "best"):
+        return CheckpointStore(Path(ckpt_path).parent).resolve(Path(ckpt_path))
+    folders = _places(trainer)
+    for folder in folders:
+        try:
+            return CheckpointStore(folder).resolve(ckpt_path)
+        except CheckpointError:
+            continue
+    if ckpt_path == "last" and trainer.stage == "fit":
+        return None
+    looked = ", ".join(str(folder) for folder in folders) or str(trainer.settings.default_root_dir)
+    raise CheckpointError(
+        f"ckpt_path={ckpt_path!r}: no such checkpoint. Looked in: {looked}. "
+        "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
+    )
+
+
+def _places(trainer: Trainer) -> list[Path]:
+    """Where checkpoints of this run may be, the likeliest first."""
+    places = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+    if trainer.fitted:
+        return [*places, trainer.run_dir / CHECKPOINTS]
+    return [*places, *(run / CHECKPOINTS for run in reversed(versions(Path(trainer.settings.default_root_dir))))]
+
+
+def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: Path | None) -> Path:
+    """Where this run writes: a run that goes on from "last" goes on in its directory, any other gets a new one.
+
+    After `fit`, the same trainer's validate, test and predict write where it did.
+    """
+    if ckpt_path == "last" and checkpoint is not None:
+        return _run_dir_of(checkpoint)
+    if trainer.fitted and trainer.stage != "fit":
+        return trainer.run_dir
+    root = Path(trainer.settings.default_root_dir)
+    taken = versions(root)
+    number = int(taken[-1].name.removeprefix("version_")) + 1 if taken else 0
+    if trainer.settings.fast_dev_run or not trainer.is_global_zero or trainer.stage != "fit":
+        return root / f"version_{number}"
+    while True:
+        path = root / f"version_{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _run_dir_of(checkpoint: Path) -> Path:
+    if checkpoint.parent.name == CHECKPOINTS:
+        return checkpoint.parent.parent
+    return Path(read_metadata(checkpoint)["run_dir"])

@@ -1,0 +1,1 @@
+"""Processes: which one this is, how several are started, seeded, stopped together, and how they fail."""

@@ -1,0 +1,224 @@
+"""Starting the processes of one machine: the same command line again, once per device, under torch's elastic agent."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+LAUNCHED = "TRAINER_LAUNCHED"
+"""Environment variable in the processes that `launch_processes` starts: the process id of the launcher."""
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def launch_processes(num_processes: int) -> NoReturn:
+    """Run this very command line in `num_processes` new processes, wait for them, and exit as they did.
+
+    They find torchrun's environment variables. Their output goes where this process's output goes. SIGINT, SIGTERM
+    and SIGHUP (as SIGTERM) are passed on to them, so that they stop together; the second SIGINT ends them at once.
+
+    Raises:
+        SystemExit: always, in the end: 0, or the first failing process's exit code (128 + n if signal n ended it;
+            130 after the second SIGINT).
+        ConfigError: this process cannot be run again.
+    """
+    why_not = can_relaunch()
+    if why_not is not None:
+        raise ConfigError(
+            f"{num_processes} processes are asked for, but this one cannot be started again: {why_not}. Put the code "
+            "into a script and run `python script.py`, or start it with "
+            f"`torchrun --nproc-per-node {num_processes} script.py`, or use devices=1."
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_processes)))
+    os.environ[LAUNCHED] = str(os.getpid())
+    # The agent's own handlers end everything 30 s after the second signal; ours come instead.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _silence_elastic()
+    agent, rendezvous = _make_agent(num_processes)
+    passing = _SignalPassing(agent)
+    passing.install()
+    code = 1
+    try:
+        code = _exit_code([failure.exitcode for failure in agent.run().failures.values()])
+        if passing.interrupts > 1:
+            code = 128 + signal.SIGINT
+    finally:
+        if code != 0:
+            passing.send(signal.SIGKILL)  # what the processes may have left behind
+        rendezvous.shutdown()
+    raise SystemExit(code)
+
+
+def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why this process cannot be run a second time by its command line; None if it can."""
+    arguments = sys.orig_argv[1:]
+    if hasattr(builtins, "__IPYTHON__") or "ipykernel" in sys.modules:
+        return "it is a notebook or an IPython session"
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return "it is an interactive session"
+    if "PYTEST_CURRENT_TEST" in environ and "pytest" in sys.modules:
+        return "it runs inside pytest"
+    if multiprocessing.parent_process() is not None:
+        return "it was itself started by multiprocessing"
+    if threading.current_thread() is not threading.main_thread():
+        return "this is not its main thread"
+    if not sys.executable or not arguments or arguments[-1] == "-" or sys.argv[:1] in ([], [""], ["-"]):
+        return "its program came from standard input, not from a file"
+    script = sys.argv[0]
+    if script not in ("-c", "-m") and not os.path.exists(script):
+        return f"{script!r} is not found from the current directory {os.getcwd()!r}, which was changed meanwhile"
+    return None
+
+
+def die_with_parent() -> None:
+    """In a process started by `launch_processes`: be killed when the launcher dies, however it dies (Linux only).
+
+    The agent starts each process in a session of its own, where nothing else would end it. Call it early. Does
+    nothing in other processes, and in those that a started process has started itself.
+    """
+    launcher = int(os.environ.get(LAUNCHED, "0"))
+    if not launcher or not sys.platform.startswith("linux"):
+        return
+    if os.getppid() == launcher:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher and not _alive(launcher):
+        os.kill(os.getpid(), signal.SIGKILL)  # it died before this call
+
+
+class _SignalPassing:
+    """Hands the signals of the launcher on to the processes that it has started."""
+
+    def __init__(self, agent: LocalElasticAgent) -> None:
+        self._agent = agent
+        self.interrupts = 0
+
+    def install(self) -> None:
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self._pids():
+            raise SystemExit(128 + number)
+        if number == signal.SIGINT:
+            self.interrupts += 1
+        if self.interrupts > 1 or number == getattr(signal, "SIGQUIT", None):
+            self.send(signal.SIGKILL)
+        elif number == getattr(signal, "SIGHUP", None):
+            self.send(signal.SIGTERM)
+        else:
+            self.send(signal.Signals(number))
+
+    def send(self, number: signal.Signals) -> None:
+        """To every process; SIGKILL also to what it has started."""
+        for pid in self._pids():
+            try:
+                if number == signal.SIGKILL:
+                    os.killpg(pid, number)
+                else:
+                    # Not to the group: data workers have to live until the step is finished.
+                    os.kill(pid, number)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+    def _pids(self) -> list[int]:
+        return [worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None]
+
+
+def _make_agent(num_processes: int) -> tuple[LocalElasticAgent, RendezvousHandler]:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    rendezvous, port = _make_rendezvous()
+    spec = WorkerSpec(
+        role="trainer",
+        local_world_size=num_processes,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        # The agent replaces ${local_rank} and $$ in the arguments; a user's dollar is to stay a dollar.
+        args=tuple(argument.replace("$", "$$") for argument in sys.orig_argv[1:]),
+        max_restarts=0,
+        monitor_interval=0.1,
+        master_addr="127.0.0.1",
+        master_port=port,
+        local_addr="127.0.0.1",
+    )
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull)), rendezvous
+
+
+def _make_rendezvous() -> tuple[RendezvousHandler, int]:
+    """A store on a free port of this machine, held by this process: it outlives every process that fails."""
+    import torch.distributed.elastic.rendezvous.registry as registry
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    for attempt in range(5):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        parameters = RendezvousParameters("static", f"127.0.0.1:{port}", uuid.uuid4().hex, 1, 1, rank=0)
+        handler = registry.get_rendezvous_handler(parameters)
+        try:
+            handler.next_rendezvous()  # opens the port now, and keeps it
+            return handler, port
+        except RuntimeError:
+            # Somebody took the port in between.
+            if attempt == 4:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _silence_elastic() -> None:
+    """The processes have said what went wrong; the agent's own lines would only bury it. LOGLEVEL=INFO shows them."""
+    if "LOGLEVEL" not in os.environ:
+        elastic = logging.getLogger("torch.distributed.elastic")
+        elastic.addHandler(logging.NullHandler())
+        elastic.propagate = False
+
+
+def _exit_code(codes: list[int]) -> int:
+    """One code for all. Those of processes that fell because another failed count last."""
+
+    def rank_of(code: int) -> int:
+        # The agent ends the survivors with SIGTERM; a broken collective ends them with 1.
+        return {-signal.SIGTERM: 2, 1: 1}.get(code, 0)
+
+    if not codes:
+        return 0
+    code = min(codes, key=rank_of)
+    return 128 - code if code < 0 else code
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,273 @@
+"""Settings: every argument of `Trainer`, what it means, and the checks that need no process."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, Literal
+
+from typing_extensions import ParamSpec
+
+from trainer.callbacks.base import Callback, Logger
+from trainer.errors import did_you_mean, raise_problems
+from trainer.precision import Precision
+from trainer.strategies.base import Strategy
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `Trainer`, all by keyword."""
+
+    accelerator: str = "auto"
+    """Kind of device: "cpu", "cuda" (or "gpu"), "mps", or "auto": the best there is."""
+    devices: int | str | list[int] = "auto"
+    """Devices on this machine: a number, -1 or "auto" for all GPUs (one process on CPU), or a list of GPU numbers."""
+    num_nodes: int = 1
+    """Machines that take part; each one starts this same program (with torchrun)."""
+    strategy: str | Strategy = "auto"
+    """Where it runs: "single_device", "ddp", "auto" (ddp for several devices), or a Strategy object with options."""
+    precision: str | int | Precision = "32-true"
+    """Numbers: "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"."""
+
+    max_epochs: int | None = None
+    """Stop after this many epochs. Default: 1000 when neither max_steps nor max_time is given. -1: no limit."""
+    max_steps: int | None = None
+    """Stop after this many steps (updates of the weights). Default: no limit."""
+    max_time: str | timedelta | dict[str, int] | None = None
+    """Stop after this much training time: "DD:HH:MM:SS", a timedelta, or {"hours": 2}."""
+    min_epochs: int | None = None
+    """Ignore early stopping before this many epochs."""
+    min_steps: int | None = None
+    """Ignore early stopping before this many steps."""
+
+    limit_train_batches: int | float = 1.0
+    """Batches per training epoch and process: a number (int), or a fraction of the loader (float)."""
+    limit_val_batches: int | float = 1.0
+    """The same for each validation loader; 0 turns validation off."""
+    limit_test_batches: int | float = 1.0
+    """The same for each test loader."""
+    limit_predict_batches: int | float = 1.0
+    """The same for each prediction loader."""
+    overfit_batches: int | float = 0
+    """Train and validate on this many (or this fraction of) training batches, unshuffled; 0: off."""
+    fast_dev_run: bool | int = False
+    """Run one batch (or this many) of everything, without loggers and checkpoints, to see that the code works."""
+
+    val_check_interval: int | float = 1.0
+    """Validate every so many training batches (int), or fraction of an epoch (float)."""
+    check_val_every_n_epoch: int = 1
+    """Validate in every n-th epoch only."""
+    num_sanity_val_steps: int = 2
+    """Validation batches run before training, to find errors early; -1: all, 0: none."""
+
+    accumulate_grad_batches: int = 1
+    """Micro-batches per step (the window)."""
+    gradient_clip_val: float | None = None
+    """Clip gradients at this value before every step; None: do not."""
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
+    """Clip the global norm over all parameters, or each element's value."""
+
+    log_every_n_steps: int = 50
+    """Steps between two flushes of the log: values are reduced, read and sent to the loggers then."""
+    callbacks: Callback | list[Callback] | None = None
+    """What happens beside the loop; see trainer/callbacks/base.py."""
+    logger: bool | Logger | list[Logger] = True
+    """Loggers. True: a CSV file, and TensorBoard where it is installed."""
+    enable_progress_bar: bool = True
+    """Show a progress bar (plain lines where there is no terminal)."""
+    enable_checkpointing: bool = True
+    """Write checkpoints; the default is one after every epoch, the newest kept."""
+    enable_model_summary: bool = True
+    """Print a table of the model's layers at the start."""
+    default_root_dir: str | Path = "runs"
+    """Run directories are made here: version_0, version_1, ..."""
+
+    seed: int | None = None
+    """Seed of everything random: weights, dropout, order of the data. Default: one is drawn, and logged."""
+    deterministic: bool | Literal["warn"] = False
+    """Use only deterministic algorithms (torch.use_deterministic_algorithms)."""
+    benchmark: bool | None = None
+    """Let cuDNN try algorithms (torch.backends.cudnn.benchmark). Default: torch's own."""
+    detect_anomaly: bool = False
+    """Find the operation that made a gradient NaN, and refuse a loss that is not finite. Slow."""
+    inference_mode: bool = True
+    """Evaluate under torch.inference_mode; False: torch.no_grad."""
+    profiler: str | Callback | None = None
+    """Where the time goes: "simple" prints a table at the end; or a profiling callback."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with these settings, one sentence each."""
+        return [*_wrong_types(self), *_wrong_numbers(self), *_contradictions(self)]
+
+    @property
+    def max_seconds(self) -> float | None:
+        """`max_time` in seconds."""
+        return None if self.max_time is None else _seconds(self.max_time)
+
+
+def takes_settings(
+    init: Callable[[Any, Settings], None], settings: Callable[P, Settings] = Settings
+) -> Callable[Concatenate[Any, P], None]:
+    """Let a constructor that takes `Settings` be called with the settings' own arguments.
+
+    Raises:
+        ConfigError: for unknown arguments, with a suggestion, and for all wrong values together.
+    """
+
+    @wraps(init)
+    def with_arguments(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        problems = []
+        if args:
+            problems.append("Trainer takes its arguments by keyword, for example Trainer(max_epochs=3).")
+        known = {field.name for field in dataclasses.fields(Settings)}
+        for name in kwargs.keys() - known:
+            problems.append(f"Trainer has no argument {name!r}.{did_you_mean(name, known) or _elsewhere(name)}")
+        raise_problems(problems, "the Trainer's arguments")
+        made = settings(*args, **kwargs)
+        raise_problems(made.problems(), "the Trainer's arguments")
+        init(self, made)
+
+    signature = inspect.signature(settings)
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    with_arguments.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[self_parameter, *signature.parameters.values()], return_annotation=None
+    )
+    return with_arguments
+
+
+_MOVED = {
+    "plugins": "precision=, strategy=",
+    "use_distributed_sampler": "nothing: a plain DataLoader is split over processes without repeating samples",
+    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module's __init__",
+    "gpus": "accelerator='cuda', devices=",
+    "resume_from_checkpoint": "fit(..., ckpt_path=...)",
+    "weights_save_path": "ModelCheckpoint(dirpath=...)",
+    "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False",
+}
+
+
+def _elsewhere(name: str) -> str:
+    """Where the meaning of an argument of other trainers is found here."""
+    return f" Use {_MOVED[name]}." if name in _MOVED else " trainer fit --help lists them all."
+
+
+_WHOLE_NUMBERS = {  # name: smallest value
+    "num_nodes": 1,
+    "max_epochs": -1,
+    "max_steps": -1,
+    "min_epochs": 0,
+    "min_steps": 0,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": -1,
+    "accumulate_grad_batches": 1,
+    "log_every_n_steps": 1,
+    "seed": 0,
+}
+_LIMITS = (
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+_FLAGS = (
+    "enable_progress_bar",
+    "enable_checkpointing",
+    "enable_model_summary",
+    "detect_anomaly",
+    "inference_mode",
+)
+
+
+def _wrong_types(settings: Settings) -> list[str]:
+    problems = [
+        f"{name}={value!r}: give True or False."
+        for name in _FLAGS
+        if not isinstance(value := getattr(settings, name), bool)
+    ]
+    if not isinstance(settings.strategy, (str, Strategy)):
+        problems.append(f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object.")
+    callbacks = settings.callbacks if isinstance(settings.callbacks, list) else [settings.callbacks]
+    for callback in callbacks:
+        if isinstance(callback, type):
+            problems.append(f"callbacks: {callback.__name__} is a class; give an object: {callback.__name__}().")
+        elif callback is not None and not isinstance(callback, Callback):
+            problems.append(f"callbacks: {callback!r} is not a Callback; subclass trainer.Callback.")
+    loggers = settings.logger if isinstance(settings.logger, list) else [settings.logger]
+    for logger in loggers:
+        if not isinstance(logger, (bool, Logger)):
+            problems.append(f"logger={logger!r}: give True, False, a Logger such as CSVLogger(), or a list of them.")
+    if not (settings.profiler is None or settings.profiler == "simple" or isinstance(settings.profiler, Callback)):
+        problems.append(f"profiler={settings.profiler!r}: allowed are None, 'simple', or a callback.")
+    if settings.gradient_clip_algorithm not in ("norm", "value"):
+        problems.append(
+            f"gradient_clip_algorithm={settings.gradient_clip_algorithm!r}: allowed are 'norm' and 'value'."
+        )
+    if settings.deterministic not in (True, False, "warn"):
+        problems.append(f"deterministic={settings.deterministic!r}: allowed are True, False and 'warn'.")
+    return problems
+
+
+def _wrong_numbers(settings: Settings) -> list[str]:
+    problems = []
+    for name, smallest in _WHOLE_NUMBERS.items():
+        value = getattr(settings, name)
+        if value is not None and (type(value) is not int or value < smallest):
+            problems.append(f"{name}={value!r}: give a whole number from {smallest}.")
+    for name in _LIMITS:
+        value = getattr(settings, name)
+        if type(value) not in (int, float) or value < 0 or (type(value) is float and value > 1):
+            problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
+    clip = settings.gradient_clip_val
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip <= 0):
+        problems.append(f"gradient_clip_val={clip!r}: give a number above 0, or None for no clipping.")
+    if type(settings.fast_dev_run) is int and settings.fast_dev_run < 0:
+        problems.append(f"fast_dev_run={settings.fast_dev_run!r}: give True, False or a number of batches.")
+    if settings.val_check_interval == 0:
+        problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
+    if settings.max_time is not None:
+        try:
+            _seconds(settings.max_time)
+        except (ValueError, TypeError):
+            problems.append(
+                f"max_time={settings.max_time!r}: give 'DD:HH:MM:SS', a timedelta, or a dict such as {{'hours': 2}}."
+            )
+    return problems
+
+
+def _contradictions(settings: Settings) -> list[str]:
+    problems = []
+    for unit in ("epochs", "steps"):
+        least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
+        if isinstance(least, int) and isinstance(most, int) and 0 <= most < least:
+            problems.append(f"min_{unit}={least} is more than max_{unit}={most}.")
+    if settings.overfit_batches and settings.fast_dev_run:
+        problems.append("overfit_batches and fast_dev_run both limit the batches: choose one.")
+    if settings.overfit_batches and settings.limit_train_batches != 1.0:
+        problems.append("overfit_batches and limit_train_batches both limit the training batches: choose one.")
+    if settings.benchmark and settings.deterministic:
+        problems.append(
+            "benchmark=True lets cuDNN choose differently from run to run; deterministic forbids that: choose one."
+        )
+    return problems
+
+
+def _seconds(duration: str | timedelta | dict[str, int]) -> float:
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    if isinstance(duration, dict):
+        return timedelta(**duration).total_seconds()
+    match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration)
+    if match is None:
+        raise ValueError(duration)
+    days, hours, minutes, seconds = (int(part) for part in match.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

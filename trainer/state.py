@@ -1,0 +1,226 @@
+"""What is alive during a run, and the small services that modules and callbacks ask of it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.callbacks.base import Callback, CallbackList, Logger
+from trainer.callbacks.checkpoint import ModelCheckpoint
+from trainer.callbacks.progress import ProgressBar
+from trainer.data.datamodule import DataModule
+from trainer.data.feed import Feed
+from trainer.metrics import MetricLog, Values
+from trainer.module import TrainModule
+from trainer.optimizers import ManualOptimizer, SchedulerConfig
+from trainer.plan import make_plan
+from trainer.progress import Progress
+from trainer.runtime.stop import StopSwitch
+from trainer.settings import Settings
+
+
+class RunState:
+    """The objects of a run, from the settings. Users and callbacks read them as attributes of the `Trainer`."""
+
+    module: TrainModule
+    metrics: MetricLog
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.plan = make_plan(settings)
+        self.strategy, self.precision = self.plan.strategy, self.plan.precision
+        self.callbacks: list[Callback] = self.plan.callbacks
+        self.loggers: list[Logger] = self.plan.loggers
+        self.hooks = CallbackList(self.callbacks)
+        self.progress = Progress()
+        self.accumulate_grad_batches = settings.accumulate_grad_batches
+        self.seed = settings.seed or 0
+        self.run_dir = Path(settings.default_root_dir)
+        self.resolved_config: str | None = None
+        self.stage: str | None = None
+        self.training = self.validating = self.sanity_checking = self.fitted = False
+        self.stop_switch = StopSwitch(None)
+        self.stop_reason: str | None = None
+        self.datamodule: DataModule | None = None
+        self.optimizers: list[Optimizer] = []
+        self.manual_optimizers: list[ManualOptimizer] = []
+        self.scheduler_configs: list[SchedulerConfig] = []
+        self.closure_needed = False
+        self.clips = False
+        self.moves_batches_itself = False
+        self.rng_to_restore: dict[str, Any] | None = None
+        self.train_feed: Feed | None = None
+        self.val_feeds: dict[str, Feed] = {}
+        self.test_feeds: dict[str, Feed] = {}
+        self.predict_feeds: dict[str, Feed] = {}
+        self.dataloader_names: list[str] = []
+        """The loaders of the evaluation in progress, by name."""
+        self.callback_metrics: dict[str, float] = {}
+        """The latest value of everything logged, as of the last flush: what `monitor=` looks at."""
+        self.logged_metrics: dict[str, float] = {}
+        self.progress_bar_metrics: dict[str, float] = {}
+
+    # -- how far -------------------------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Steps done: one per window, however many optimizers there are."""
+        return self.progress.step
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch in progress, from 0."""
+        return self.progress.epoch
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Epochs to train; None: no limit."""
+        settings = self.settings
+        if settings.fast_dev_run:
+            return 1
+        if settings.max_epochs is None:
+            return 1000 if self.max_steps is None and settings.max_time is None else None
+        return None if settings.max_epochs == -1 else settings.max_epochs
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps to train; None: no limit."""
+        return None if self.settings.max_steps == -1 else self.settings.max_steps
+
+    @property
+    def num_training_batches(self) -> int | None:
+        """Micro-batches of one epoch on this process; None: the loader does not tell."""
+        return self.train_feed.length if self.train_feed is not None else None
+
+    @property
+    def num_val_batches(self) -> list[int | None]:
+        return [feed.length for feed in self.val_feeds.values()]
+
+    @property
+    def num_test_batches(self) -> list[int | None]:
+        return [feed.length for feed in self.test_feeds.values()]
+
+    @property
+    def num_predict_batches(self) -> list[int | None]:
+        return [feed.length for feed in self.predict_feeds.values()]
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Steps of the whole `fit`, for schedules; `math.inf` if there is no end in sight."""
+        limit = math.inf if self.max_steps is None else self.max_steps
+        if self.num_training_batches is None or self.max_epochs is None:
+            return limit
+        return min(limit, self.max_epochs * math.ceil(self.num_training_batches / self.accumulate_grad_batches))
+
+    @property
+    def evaluating(self) -> bool:
+        return self.validating or self.stage == "test"
+
+    # -- where ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.strategy.device
+
+    @property
+    def rank(self) -> int:
+        return self.strategy.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.strategy.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.strategy.is_global_zero
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What module and data module were built with."""
+        data = self.datamodule.hparams if self.datamodule is not None else {}
+        return {"module": dict(self.module.hparams), "data": dict(data)}
+
+    # -- logging -------------------------------------------------------------------------------------------------------
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """For callbacks: the same as `TrainModule.log`."""
+        self.metrics.log(name, value, **options)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Everything logged that can be known now, reduced over processes. Collective: every process must call it."""
+        self._remember(self.metrics.read_step())
+        self.publish(self.metrics.read_epoch(self.metrics.hooks))
+        return self.callback_metrics
+
+    def publish(self, values: Values, keep: bool = True) -> dict[str, float]:
+        """Remember reduced values and send them to the loggers; returns them by name. `keep=False`: do nothing."""
+        if not keep:
+            return {}
+        self._remember(values)
+        if values.logged and self.is_global_zero:
+            for logger in self.loggers:
+                logger.log_metrics(values.logged, self.global_step)
+        return values.known
+
+    def _remember(self, values: Values) -> None:
+        self.callback_metrics.update(values.known)
+        self.logged_metrics.update(values.logged)
+        self.progress_bar_metrics.update(values.shown)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print` on rank 0, above the progress bar if there is one."""
+        if not self.is_global_zero:
+            return
+        for callback in self.callbacks:
+            if isinstance(callback, ProgressBar):
+                callback.print(*args, **kwargs)
+                return
+        print(*args, **kwargs)
+        sys.stdout.flush()
+
+    # -- what modules ask for ------------------------------------------------------------------------------------------
+
+    def transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The batch on the device, by way of the module's transfer hooks if it has any."""
+        if not self.moves_batches_itself:
+            return self.strategy.to_device(batch)
+        batch = self.module.on_before_batch_transfer(batch, dataloader_idx)
+        batch = self.module.transfer_batch_to_device(batch, self.device, dataloader_idx)
+        return self.module.on_after_batch_transfer(batch, dataloader_idx)
+
+    def clip_gradients(
+        self, optimizer: Optimizer | ManualOptimizer, value: float, algorithm: str
+    ) -> torch.Tensor | None:
+        """See `TrainModule.clip_gradients`."""
+        inner = optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer
+        if not self.module.automatic_optimization:
+            self.strategy.unscale(inner)
+        return self.strategy.clip_gradients(inner, value, algorithm)
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        """See `TrainModule.manual_backward`."""
+        self.hooks.on_before_backward(self, self.module, loss)  # type: ignore[arg-type]
+        self.strategy.backward(loss)
+        self.strategy.reduce_gradients()
+        self.hooks.on_after_backward(self, self.module)  # type: ignore[arg-type]
+
+    def manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+        """See `ManualOptimizer.step`."""
+        self.hooks.on_before_optimizer_step(self, self.module, optimizer)  # type: ignore[arg-type]
+        self.strategy.step(optimizer, closure)
+        self.strategy.end_step()

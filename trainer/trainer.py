@@ -1,0 +1,375 @@
+"""Trainer: the loop, in running order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.checkpoint.content import collect
+from trainer.checkpoint.format import write_checkpoint
+from trainer.data.batch import Batch
+from trainer.data.datamodule import DataModule
+from trainer.describe import describe
+from trainer.errors import ConfigError
+from trainer.evaluation import (
+    evaluate,
+    no_gradients,
+    predict,
+    sanity_check,
+    test_moments,
+    validate_during_fit,
+    validation_moments,
+)
+from trainer.module import TrainModule
+from trainer.optimizers import monitored
+from trainer.run import running
+from trainer.runtime.seed import seed_everything, set_rng_state
+from trainer.runtime.stop import exit_code
+from trainer.settings import Settings, takes_settings
+from trainer.state import RunState
+from trainer.windows import StepOutputs, checked_loss, loss_divisors
+
+log = logging.getLogger("trainer")
+
+
+class Trainer(RunState):
+    """Runs a `TrainModule`: `Trainer(max_epochs=3).fit(module, train_loader, val_loader)`.
+
+    The arguments are the fields of `trainer.settings.Settings`, by keyword. The loop has no branch on strategy, device or
+    precision; `trainer.describe()` prints what was chosen and why.
+
+    Raises:
+        ConfigError: listing everything that is wrong with the arguments.
+    """
+
+    @takes_settings
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        if settings.seed is not None:
+            seed_everything(settings.seed)
+
+    # -- what users call -----------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        module: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Train.
+
+        Args:
+            module: what to train.
+            train_dataloaders: a DataLoader or any iterable of batches; default: the data module's or the module's.
+            val_dataloaders: one, a list, or a dict of them by name.
+            datamodule: gives the loaders instead.
+            ckpt_path: go on from a checkpoint: a folder, "best", or "last", which starts afresh if there is none yet, so
+                that a job is restarted by the same command.
+
+        Raises:
+            ConfigError: before the first step, wherever it can be known.
+            SystemExit: 130 after SIGINT, 143 after SIGTERM, when the step is finished and saved (not in a REPL or notebook).
+        """
+        data = {"train": train_dataloaders, "val": val_dataloaders}
+        with running(self, "fit", module, data, datamodule, ckpt_path):
+            self._start_training()
+            while not self._finished():
+                self._train_epoch()
+            self._end_training()
+
+    def validate(
+        self,
+        module: TrainModule,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> dict[str, float]:
+        """Run `validation_step` over the validation loaders; returns what was logged, reduced over all processes.
+
+        Every sample counts exactly once, on any number of processes. `ckpt_path` as in `fit`; None: the weights as they are.
+        """
+        with running(self, "validate", module, {"val": dataloaders}, datamodule, ckpt_path):
+            self.validating = True
+            module.on_validation_model_eval()
+            return evaluate(self, validation_moments(self), self.val_feeds, no_gradients(self))
+
+    def test(
+        self,
+        module: TrainModule,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> dict[str, float]:
+        """As `validate`, with `test_step` and the test loaders."""
+        with running(self, "test", module, {"test": dataloaders}, datamodule, ckpt_path):
+            module.on_test_model_eval()
+            return evaluate(self, test_moments(self), self.test_feeds, no_gradients(self))
+
+    def predict(
+        self,
+        module: TrainModule,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        return_predictions: bool = False,
+    ) -> list[Any] | None:
+        """Run `predict_step` over the prediction loaders.
+
+        Results go to callbacks such as PredictionWriter, batch by batch, and are kept in memory only with
+        `return_predictions`: then this process's outputs come back in order.
+        """
+        with running(self, "predict", module, {"predict": dataloaders}, datamodule, ckpt_path):
+            outputs = predict(self, self.predict_feeds)
+            if return_predictions:
+                return list(outputs)
+            for _ in outputs:
+                pass
+            return None
+
+    def stop(self, reason: str) -> None:
+        """Ask for the end of `fit`: all processes stop after the same step. Any process may call it, at any time.
+
+        Ignored before `min_steps` and `min_epochs`.
+        """
+        least_steps, least_epochs = self.settings.min_steps or 0, self.settings.min_epochs or 0
+        epochs_done = self.progress.epoch + int(self.progress.batch == self.num_training_batches)
+        if self.progress.step < least_steps or epochs_done < least_epochs:
+            log.info("not stopping yet (%s): min_steps=%s, min_epochs=%s", reason, least_steps, least_epochs)
+            return
+        self.stop_switch.request(reason)
+
+    def save_checkpoint(self, path: str | Path, info: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint folder at `path`. Collective: every process must call it, at the end of a step.
+
+        Raises:
+            CheckpointError: it could not be written; nothing is left at `path` then.
+        """
+        state = collect(self)
+        self.hooks.on_save_checkpoint(self, self.module, state)
+        problem = None
+        if self.is_global_zero:
+            for logger in self.loggers:
+                logger.flush()
+            about = {"step": self.global_step, "epoch": self.current_epoch, **(info or {})}
+            try:
+                write_checkpoint(path, state, info=about)
+            except Exception as error:
+                problem = error
+        problem = self.strategy.broadcast_object(problem)
+        if problem is not None:
+            raise problem
+
+    def describe(self) -> str:
+        """The run in words: what was chosen and why, and the loop with the callbacks in place. Also printed."""
+        text = describe(self)
+        self.print(text)
+        return text
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _start_training(self) -> None:
+        self.fitted = True
+        for logger in self.loggers if self.is_global_zero else ():
+            logger.log_hyperparameters(self.hyperparameters())
+        self.hooks.on_fit_start(self, self.module)
+        if self.progress.step == 0:
+            sanity_check(self)
+        self.module.train()
+        self.training = True
+        self.hooks.on_train_start(self, self.module)
+
+    def _train_epoch(self) -> None:
+        self.hooks.on_train_epoch_start(self, self.module)
+        if self.validation_due() and self.progress.validated_step != self.progress.step:
+            validate_during_fit(self)
+        for window in self._windows():
+            if self.closure_needed:
+                outputs = self._step_with_closure(window)
+            else:
+                outputs = self._train_step(window)
+                self._update()
+            self._end_step(window, outputs)
+            if self.validation_due():
+                validate_during_fit(self)
+            if self._stopped_inside_epoch():
+                return
+        self._end_epoch()
+
+    def _windows(self) -> Iterator[list[Batch]]:
+        """The epoch's batches, a step's worth at a time; shorter at the end. All processes get the same number."""
+        assert self.train_feed is not None
+        batches = self.train_feed.iterate(self.progress.epoch, self.progress.batch)
+        if self.rng_to_restore is not None:
+            set_rng_state(self.rng_to_restore, self.device)
+            self.rng_to_restore = None
+        uneven = self.world_size > 1 and self.train_feed.samples_per_epoch is None
+        while True:
+            window = list(islice(batches, self.accumulate_grad_batches))
+            if uneven:
+                window = window[: min(self.strategy.gather_objects(len(window)))]
+            if not window:
+                return
+            yield window
+
+    def _train_step(self, window: list[Batch]) -> StepOutputs:
+        """Forward and backward of each micro-batch; the gradients are complete after it."""
+        module, hooks, strategy, metrics = self.module, self.hooks, self.strategy, self.metrics
+        metrics.section = metrics.train
+        metrics.window += 1
+        if not module.automatic_optimization:
+            return self._manual_step(window)
+        self._zero_grad()
+        losses: list[torch.Tensor] = []
+        last = len(window) - 1
+        for position, divisor in enumerate(loss_divisors(window, module, strategy)):
+            data, batch_idx = self.transfer(window[position].data, 0), self.progress.batch + position
+            metrics.batch, metrics.samples = data, window[position].samples
+            hooks.on_train_batch_start(self, module, data, batch_idx)
+            with strategy.microbatch(last=position == last):
+                outputs = strategy.call("training_step", data, batch_idx)
+                loss = checked_loss(outputs, module, self.settings.detect_anomaly)
+                if divisor is not None:
+                    loss = loss / divisor
+                hooks.on_before_backward(self, module, loss)
+                strategy.backward(loss)
+                hooks.on_after_backward(self, module)
+            losses.append(loss)
+            if position < last:
+                hooks.on_train_batch_end(self, module, outputs, data, batch_idx)
+        return StepOutputs(outputs, data, losses)
+
+    def _manual_step(self, window: list[Batch]) -> StepOutputs:
+        """The module's own step: it calls backward and steps its optimizers itself."""
+        batch = window[0]
+        data = self.transfer(batch.data, 0)
+        self.metrics.batch, self.metrics.samples = data, batch.samples
+        self.hooks.on_train_batch_start(self, self.module, data, self.progress.batch)
+        outputs = self.strategy.call("training_step", data, self.progress.batch)
+        return StepOutputs(outputs, data, [])
+
+    def _update(self) -> None:
+        """Clip and step every optimizer."""
+        if not self.module.automatic_optimization:
+            return
+        for optimizer in self.optimizers:
+            self._before_optimizer_step(optimizer)
+            self.strategy.step(optimizer)
+        self.strategy.end_step()
+
+    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.strategy.unscale(optimizer)
+        self.hooks.on_before_optimizer_step(self, self.module, optimizer)
+        if self.clips:
+            settings = self.settings
+            self.module.configure_gradient_clipping(
+                optimizer, settings.gradient_clip_val, settings.gradient_clip_algorithm
+            )
+
+    def _step_with_closure(self, window: list[Batch]) -> StepOutputs:
+        """For optimizers that evaluate the loss several times a step (LBFGS)."""
+        evaluations: list[StepOutputs] = []
+
+        def closure() -> torch.Tensor:
+            evaluations.append(self._train_step(window))
+            self._before_optimizer_step(self.optimizers[0])
+            return torch.stack([loss.detach() for loss in evaluations[-1].losses]).sum()
+
+        self.strategy.step(self.optimizers[0], closure)
+        return evaluations[-1]
+
+    def _zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            self.hooks.on_before_zero_grad(self, self.module, optimizer)
+            optimizer.zero_grad()
+
+    def _end_step(self, window: list[Batch], outputs: StepOutputs) -> None:
+        """Everything after the update; when it is over, the step is wholly done."""
+        progress = self.progress
+        progress.step += 1
+        progress.batch += len(window)
+        progress.samples += sum(batch.total or 0 for batch in window)
+        if self.module.automatic_optimization:
+            self._step_schedulers("step", progress.step)
+        self.hooks.on_train_batch_end(self, self.module, outputs.outputs, outputs.data, progress.batch - 1)
+        self.hooks.on_train_step_end(self, self.module)
+        if progress.step % self.settings.log_every_n_steps == 0:
+            self.publish(self.metrics.read_step())
+
+    def _end_epoch(self) -> None:
+        progress = self.progress
+        if progress.batch == 0 and self.max_epochs is None:
+            raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
+        if self._epoch_validates() and progress.validated_step != progress.step:
+            validate_during_fit(self)
+        if self.module.automatic_optimization:
+            self._step_schedulers("epoch", progress.epoch + 1)
+        self.publish(self.metrics.read_epoch(self.metrics.train))
+        progress.epoch_ended = True
+        self.metrics.section = self.metrics.hooks
+        self.hooks.on_train_epoch_end(self, self.module)
+        self.publish(self.metrics.read_epoch(self.metrics.hooks))
+        progress.next_epoch()
+
+    def _end_training(self) -> None:
+        self.stop_reason = self.stop_reason or self.stop_switch.finish(self.progress.step)
+        self.metrics.section = self.metrics.hooks
+        self.hooks.on_train_end(self, self.module)
+        self.publish(self.metrics.read_epoch(self.metrics.hooks))
+        self.training = False
+        self.hooks.on_fit_end(self, self.module)
+
+    # -- when ----------------------------------------------------------------------------------------------------------
+
+    def _finished(self) -> bool:
+        """Whether the run is at its end, between two epochs."""
+        self.stop_reason = self.stop_reason or self.stop_switch.at_boundary(self.progress.step)
+        out_of_epochs = self.max_epochs is not None and self.progress.epoch >= self.max_epochs
+        return self.stop_reason is not None or out_of_epochs or self._out_of_steps()
+
+    def _stopped_inside_epoch(self) -> bool:
+        """Whether to leave the epoch unfinished. After its last batch only a signal does that."""
+        self.stop_reason = self.stop_reason or self.stop_switch.at_boundary(self.progress.step)
+        if self.progress.batch == self.num_training_batches:
+            return exit_code(self.stop_reason) != 0
+        return self.stop_reason is not None or self._out_of_steps()
+
+    def _out_of_steps(self) -> bool:
+        return self.max_steps is not None and self.progress.step >= self.max_steps
+
+    def validation_due(self) -> bool:
+        """Whether val_check_interval asks for validation after the window just done."""
+        batch, interval, length = self.progress.batch, self.settings.val_check_interval, self.num_training_batches
+        if not self.val_feeds or batch == 0 or (interval == 1.0 and isinstance(interval, float)):
+            return False
+        if not self._epoch_may_validate():
+            return False
+        every = interval if isinstance(interval, int) else max(1, int((length or 1) * interval))
+        window = batch % self.accumulate_grad_batches or self.accumulate_grad_batches
+        return batch % every < window
+
+    def _epoch_validates(self) -> bool:
+        """Whether validation is due at the end of this epoch."""
+        interval = self.settings.val_check_interval
+        return bool(self.val_feeds) and isinstance(interval, float) and interval == 1.0 and self._epoch_may_validate()
+
+    def _epoch_may_validate(self) -> bool:
+        return (self.progress.epoch + 1) % self.settings.check_val_every_n_epoch == 0
+
+    def _step_schedulers(self, interval: str, count: int) -> None:
+        for config in self.scheduler_configs:
+            if not config.is_due(interval, count):
+                continue
+            value = None
+            if config.reduce_on_plateau:
+                value = monitored(self.read_metrics(), config)
+                if value is None:
+                    continue
+            self.module.lr_scheduler_step(config.scheduler, value)

@@ -1,0 +1,97 @@
+"""Windows: what a step's micro-batches give, and how much each one counts in the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from trainer.data.batch import Batch
+from trainer.errors import ConfigError
+from trainer.module import TrainModule
+from trainer.strategies.base import Strategy
+
+Divisor = float | torch.Tensor | None
+
+
+class StepOutputs(NamedTuple):
+    """What a step leaves for its closing hooks."""
+
+    outputs: Any
+    """What `training_step` returned for the last micro-batch."""
+    data: Any
+    """The last micro-batch, on the device."""
+    losses: list[torch.Tensor]
+    """The losses of all micro-batches as they went into backward: their sum is the step's loss."""
+
+
+def checked_loss(outputs: Any, module: TrainModule, detect_anomaly: bool) -> torch.Tensor:
+    """The loss in what `training_step` returned.
+
+    Raises:
+        ConfigError: there is none, or it cannot be differentiated; with `detect_anomaly`, it is not finite.
+    """
+    loss = outputs
+    step = f"{type(module).__name__}.training_step"
+    if isinstance(outputs, Mapping):
+        if "loss" not in outputs:
+            raise ConfigError(f'{step} returned a dict without "loss"; it has: {", ".join(map(str, outputs))}.')
+        loss = outputs["loss"]
+    if not isinstance(loss, torch.Tensor):
+        what = "None" if loss is None else f"a {type(loss).__name__}"
+        hint = " Did you forget 'return loss'?" if loss is None else ""
+        raise ConfigError(
+            f"{step} returned {what}; it must return the loss, a tensor with one element.{hint} "
+            "To optimize by hand, set automatic_optimization = False."
+        )
+    if loss.numel() != 1:
+        raise ConfigError(f"{step} returned a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean().")
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"{step} returned a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no "
+            "parameter that requires a gradient took part in it."
+        )
+    if detect_anomaly and not torch.isfinite(loss).all():
+        raise ConfigError(
+            f"{step} returned the loss {loss.item()}, which is not finite. Look at the batch and the learning rate; "
+            "gradient_clip_val or a lower lr often help."
+        )
+    return loss
+
+
+def loss_divisors(window: Sequence[Batch], module: TrainModule, strategy: Strategy) -> list[Divisor]:
+    """By what each micro-batch's loss, a mean over its own items, is divided before backward; None: by nothing.
+
+    The sum of the divided losses over the window and all processes, averaged by the strategy, is then the mean over all
+    items: the loss of one big batch. Items are those of `module.num_items`, else samples, else whole micro-batches.
+    """
+    average = strategy.gradient_average
+    if module.overrides("num_items"):
+        return _by_items([module.num_items(batch.data) for batch in window], strategy)
+    if len(window) == 1 and average == 1:
+        return [None]
+    if any(batch.samples is None for batch in window):
+        return [None if len(window) == 1 else len(window)] * len(window)
+    total = sum(batch.total or 0 for batch in window)
+    return [_divisor(total, batch.samples or 0, average) for batch in window]
+
+
+def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:
+    """As above, for numbers that only this process knows: one sum over processes, without reading the device."""
+    average = strategy.gradient_average
+    if any(isinstance(item, torch.Tensor) and item.device.type != "cpu" for item in items):
+        counts = [torch.as_tensor(item, dtype=torch.float32, device=strategy.device) for item in items]
+        everywhere = strategy.sum(torch.stack(counts).sum())
+        return [everywhere / (count * average) for count in counts]
+    numbers = [int(item or 0) for item in items]
+    total = int(strategy.sum(torch.tensor(sum(numbers), dtype=torch.int64)))
+    return [_divisor(total, number, average) for number in numbers]
+
+
+def _divisor(total: int, own: int, average: int) -> float | None:
+    if own == 0:
+        return math.inf
+    divisor = total / (own * average)
+    return None if divisor == 1 else divisor
