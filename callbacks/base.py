@@ -46,7 +46,7 @@ what the others logged (early stopping, then checkpoints).
 
     VALIDATION (test is the same with its own name)
         on_validation_model_zero_grad                   module; in fit only
-        on_validation_model_eval                        module
+        on_validation_model_eval                        module; it is in eval mode by now
         on_validation_start
         on_validation_epoch_start
         for each loader, for each batch:
@@ -56,7 +56,7 @@ what the others logged (early stopping, then checkpoints).
             on_validation_batch_end(outputs, batch, batch_idx, dataloader_idx)
         on_validation_epoch_end                         on_epoch metrics are known
         on_validation_end                               checkpoints by monitored value are written here
-        on_validation_model_train                       module
+        on_validation_model_train                       module; it has its former mode back
 
     predict
         on_predict_model_eval                           module
@@ -66,12 +66,14 @@ what the others logged (early stopping, then checkpoints).
             transfer hooks; on_predict_batch_start; predict_step; on_predict_batch_end(outputs, batch, batch_idx, dataloader_idx)
         on_predict_epoch_end
         on_predict_end
+        on_predict_model_train                          module
 
     on_exception(exception)                             (callbacks) whatever went wrong, before teardown; no collectives here
     on_save_checkpoint(checkpoint)                      each time a checkpoint is written
 
-With manual optimization the module calls backward and the optimizers itself, so between `on_train_batch_start` and
-`on_train_batch_end` there is `training_step` alone, and a window is one batch.
+With manual optimization a window is one batch, and between `on_train_batch_start` and `on_train_batch_end` there is
+`training_step` alone. It calls backward and the optimizers itself; what it calls brings `on_before_backward`,
+`on_after_backward`, `on_before_optimizer_step` and `on_before_zero_grad` with it.
 """
 
 from __future__ import annotations

@@ -74,10 +74,7 @@ class CSVLogger(Logger):
             self._open(continue_from=trainer.global_step)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if self._file is not None:
-            self.flush()
-            self._file.close()
-            self._file = None
+        self.close()
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         self.flush()
@@ -102,6 +99,13 @@ class CSVLogger(Logger):
         self._flushed_at = time.monotonic()
         self._file.write()
 
+    def close(self) -> None:
+        """Write what waits, and let go of the file."""
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
+
     def _open(self, continue_from: int | None) -> None:
         """Open the file as this run finds it; `continue_from`: the step after which all rows are dropped."""
         path = self.path
@@ -111,8 +115,8 @@ class CSVLogger(Logger):
         if continue_from is not None:
             rows = [(step, row) for step, row in rows if step <= continue_from]
             if self._resumed.get("step") == continue_from:
-                on_disk = dict([rows.pop()]) if rows and rows[-1][0] == continue_from else {}
-                rows.append((continue_from, {**on_disk.get(continue_from, {}), **self._resumed["row"]}))
+                on_disk = rows.pop()[1] if rows and rows[-1][0] == continue_from else {}
+                rows.append((continue_from, {**on_disk, **self._resumed["row"]}))
         self._file = _File(path, columns, rows)
         self._flushed_at = time.monotonic()
 

@@ -378,13 +378,12 @@ def _write(stream: TextIO | None, text: str) -> None:
     stream.flush()
 
 
-def _give_up(stream: TextIO | None) -> None:
+def _give_up(stream: Any) -> None:
     """The reader of a standard stream is gone. Python would fail once more when it flushes the stream at exit, and
     change the exit code, unless the stream leads nowhere
     (https://docs.python.org/3/library/signal.html#note-on-sigpipe)."""
-    if stream is None or stream not in (sys.__stdout__, sys.__stderr__):
-        return
-    with suppress(Exception):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+    if any(stream is standard for standard in (sys.__stdout__, sys.__stderr__)):
+        with suppress(Exception):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -129,8 +129,8 @@ def read_duration(duration: Duration) -> float:
     if seconds is None:
         hint = " In YAML put it in quotes: 1:00:00:00 without them is a number." if type(duration) is int else ""
         raise ConfigError(
-            f"the duration {duration!r} cannot be read: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a dict "
-            f"such as {{'hours': 12}}, or seconds as a float.{hint}"
+            f"the duration {duration!r} cannot be read: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a "
+            f"dict such as {{'hours': 12}}, or seconds as a float.{hint}"
         )
     if seconds < 0:
         raise ConfigError(f"the duration {duration!r} is negative.")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer.data.transfer import move_to
 from trainer.module import TrainModule, load_weights
 from trainer.precision import Precision
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -142,7 +144,7 @@ class Strategy:
         return self.rank == 0
 
     @property
-    def store(self) -> dist.Store | None:
+    def store(self) -> Store | None:
         """The key-value store that all processes share; None for a single process."""
         return None
 
@@ -163,10 +165,6 @@ class Strategy:
 
     def synchronize_buffers(self) -> None:
         """Make replicated buffers equal on every process (rank 0's win): before evaluation and checkpoints."""
-
-    def prepare_data_once(self) -> bool:
-        """Whether this process is the one of its node that runs `prepare_data`."""
-        return self.local_rank == 0
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class DDPStrategy(DistributedStrategy):
         super().__init__(timeout_seconds)
         if isinstance(comm_hook, str) and comm_hook not in COMM_HOOKS:
             raise unknown("comm_hook", comm_hook, COMM_HOOKS)
-        self.options = {
+        self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,

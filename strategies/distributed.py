@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from trainer.precision import Precision
 from trainer.runtime.environment import detect_environment
@@ -38,18 +39,18 @@ class DistributedStrategy(Strategy):
         # CPU collectives are always there too: small data is gathered without touching the device's stream.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if self.world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=self.timeout)
         else:
             dist.init_process_group(backend, timeout=self.timeout)
         atexit.register(_leave)
 
     @property
-    def store(self) -> dist.Store | None:
+    def store(self) -> Store | None:
         """The key-value store that all processes share; None for a single process."""
         if self.world_size == 1:
             return None
         # torch has no public way to reach the store of the default group.
-        store: dist.Store = dist.distributed_c10d._get_default_store()
+        store: Store = dist.distributed_c10d._get_default_store()
         return store
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.callbacks.base import Callback
-from trainer.config_check import BAD, Checker, Recipe, built, entries, has_recipe, located
+from trainer.config_check import BAD, Checker, Recipe, RecipeError, built, entries, has_recipe, located, sources_of
 from trainer.config_classes import use_folders
 from trainer.config_files import read_file, to_yaml
-from trainer.config_tree import COMMAND_LINE, Findings, Node, Source, canonical, from_override, merge, shown
+from trainer.config_tree import COMMAND_LINE, Findings, Node, Source, canonical, from_override, is_index, merge, shown
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.errors import ConfigError, did_you_mean
 from trainer.module import TrainModule
 from trainer.precision import resolve_precision
 from trainer.settings import Settings
@@ -23,7 +23,6 @@ from trainer.strategies.base import Strategy
 from trainer.trainer import Trainer
 
 KEYS = ("module", "data", "trainer", "ckpt_path")
-SUBJECT = "the configuration"
 
 
 @dataclass
@@ -53,26 +52,27 @@ class Configuration:
         Raises:
             ConfigError: everything that constructors refused.
         """
-        problems: list[str] = []
-        arguments = {name: _try(value, problems) for name, value in self.trainer.items()}
-        raise_problems(problems, SUBJECT)
+        found = Findings()
+        arguments = {name: _try(value, found) for name, value in self.trainer.items()}
+        found.report()
         try:
             trainer = Trainer(**arguments)
         except ConfigError as error:
-            raise_problems(located(str(error), self.sources), SUBJECT)
+            found.problems += located(str(error), self.sources)
+            found.report()
             raise
         trainer.resolved_config = self.resolved
         # After the trainer, whose seed the weights are drawn from.
-        module, data = _try(self.module, problems), _try(self.data, problems)
-        raise_problems(problems, SUBJECT)
+        module, data = _try(self.module, found), _try(self.data, found)
+        found.report()
         return trainer, module, data
 
 
-def _try(value: Any, problems: list[str]) -> Any:
+def _try(value: Any, found: Findings) -> Any:
     try:
         return built(value)
-    except ConfigError as error:
-        problems.append(str(error))
+    except RecipeError as error:
+        found.problems.append(error.problem)
         return None
 
 
@@ -102,7 +102,7 @@ class RunChecker(Checker):
             ckpt_path=ckpt_path,
             resolved=to_yaml(_resolved(tree)),
             notes=self.findings.notes,
-            sources={name: child.source for name, child in entries(given.get("trainer")).items()},
+            sources=sources_of(given.get("trainer")),
         )
 
     def required_module(self, node: Node | None, source: Source) -> Recipe | None:
@@ -118,9 +118,16 @@ class RunChecker(Checker):
         if node is None:
             return None
         value = self.value(node, str | None, ("ckpt_path",))
-        if isinstance(value, str) and value not in ("last", "best"):
-            node.value = str(Path(value).expanduser().absolute())
-        return node.value if isinstance(node.value, str) else None
+        if not isinstance(value, str) or value in ("last", "best"):
+            return value if isinstance(value, str) else None
+        path = Path(value).expanduser().absolute()
+        if not path.exists():
+            close = did_you_mean(value, ["last", "best"])
+            self.findings.add(
+                node.source, f"ckpt_path: there is no {value!r}.{close} Allowed: last, best, or a checkpoint's folder."
+            )
+        node.value = str(path)
+        return node.value
 
     # -- the trainer's arguments --------------------------------------------------------------------------------------
 
@@ -131,17 +138,28 @@ class RunChecker(Checker):
         if not isinstance(node.value, dict):
             self.findings.add(node.source, f"trainer: given {shown(node)}, allowed: the trainer's arguments by name.")
             return {}
-        values = self.arguments(node, Settings, ("trainer",), leave=("strategy", "precision"))
+        values = self.arguments(node, Settings, ("trainer",), leave=("strategy", "precision", *self.no_lists(node)))
         if "strategy" in node.value:
             values["strategy"] = self.strategy(node.value["strategy"])
         if "precision" in node.value:
             values["precision"] = self.precision(node.value["precision"])
         values = {name: value for name, value in values.items() if value is not BAD}
         data = {name: value for name, value in values.items() if not has_recipe(value)}
-        sources = {name: child.source for name, child in node.value.items()}
         for problem in Settings(**data).problems():
-            self.findings.problems += located(problem, sources)
+            self.findings.problems += located(problem, sources_of(node))
         return values
+
+    def no_lists(self, node: Node) -> list[str]:
+        """The settings of which an element was to be changed where there is no list; that is reported."""
+        found = []
+        for name in ("callbacks", "logger"):
+            numbered = entries(entries(node).get(name))
+            if numbered and all(map(is_index, numbered)):
+                found.append(name)
+                for key, child in numbered.items():
+                    where = f"trainer.{name}.{key}"
+                    self.findings.add(child.source, f"{where}: there is no such element; no file has a list of {name}.")
+        return found
 
     def strategy(self, node: Node) -> Any:
         """A name of the table stays a name; with arguments, or for a class of the user's, a recipe."""
@@ -183,7 +201,7 @@ def load(
     findings = findings or Findings()
     trees = [tree for name in files if (tree := read_file(name, findings)) is not None]
     if len(trees) < len(files):  # what the unread files hold would be reported as missing
-        raise_problems(findings.problems, SUBJECT)
+        findings.report()
     use_folders([tree.source for tree in trees])
     # The shallow ones first, so that --module.lr 0.1 --module Other means the same as the other way round.
     trees += [from_override(name, value) for name, value in sorted(overrides, key=lambda item: item[0].count("."))]
@@ -191,7 +209,7 @@ def load(
     for tree in trees:
         merged = merge(merged, canonical(tree, findings), findings)
     configuration = RunChecker(findings).configuration(merged)
-    raise_problems(findings.problems, SUBJECT)
+    findings.report()
     assert configuration is not None
     return configuration
 

@@ -6,14 +6,14 @@ import dataclasses
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer.callbacks import CALLBACKS
 from trainer.callbacks.base import Callback, Logger
 from trainer.config_classes import find_class, told
-from trainer.config_tree import Findings, Node, Place, Source, canonical_class, dotted, shown
+from trainer.config_tree import Findings, Node, Place, Problem, Source, canonical_class, dotted, shown
 from trainer.config_values import (
     MisfitError,
     Parameters,
@@ -35,6 +35,14 @@ BAD = object()
 """Stands for a value that was found wrong."""
 
 
+class RecipeError(ConfigError):
+    """A constructor refused its arguments, or failed."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
 @dataclass
 class Recipe:
     """A class with arguments that fit its signature; among them may be other recipes."""
@@ -43,22 +51,26 @@ class Recipe:
     arguments: dict[str, Any]
     source: Source
     place: str
+    sources: dict[str, Source] = field(default_factory=dict)
+    """Where each argument was given."""
 
     def build(self) -> Any:
         """The object.
 
         Raises:
-            ConfigError: the constructor raised: says what, and where in the user's code.
+            RecipeError: the constructor raised: says what, and where in the user's code.
         """
         arguments = {name: built(value) for name, value in self.arguments.items()}
         try:
             return self.cls(**arguments)
         except TrainerError as error:
-            raise ConfigError(f"{self.source}: {self.place}: {error}") from error
+            # Ours name the argument that they are about.
+            names = [name for name in re.findall(r"\w+", str(error)) if name in self.sources]
+            source = self.sources[names[0]] if names else self.source
+            raise RecipeError(Problem(source, f"{self.place}: {error}")) from error
         except Exception as error:
-            raise ConfigError(
-                f"{self.source}: {self.place}: making {self.cls.__name__} failed: {told(error)}"
-            ) from error
+            message = f"{self.place}: making {self.cls.__name__} failed: {told(error)}"
+            raise RecipeError(Problem(self.source, message)) from error
 
 
 def built(value: Any) -> Any:
@@ -70,7 +82,7 @@ def built(value: Any) -> Any:
     return value
 
 
-def located(message: str, sources: Mapping[str, Source]) -> list[str]:
+def located(message: str, sources: Mapping[str, Source]) -> list[Problem]:
     """The problems in an error of the trainer's, each with the place where the argument that it names was given."""
     problems = [message]
     if re.match(r"\d+ problems in ", message):
@@ -79,8 +91,10 @@ def located(message: str, sources: Mapping[str, Source]) -> list[str]:
     for problem in problems:
         names = [name for name in re.findall(r"\w+", problem) if name in sources]
         if names:
-            problem = f"{sources[names[0]]}: trainer{'.' if problem.startswith(names[0]) else ': '}{problem}"
-        found.append(problem)
+            joint = "." if problem.startswith(names[0]) else ": "
+            found.append(Problem(sources[names[0]], f"trainer{joint}{problem}"))
+        else:
+            found.append(Problem(None, problem))
     return found
 
 
@@ -95,7 +109,9 @@ class Checker:
         where = dotted(place)
         name = node.value.get("class_path") if isinstance(node.value, dict) else None
         if name is None or not isinstance(name.value, str):
-            example = next(iter(table_of(bases)), "package.module.Class")
+            table = table_of(bases)
+            arguments = entries(entries(node).get("init_args"))
+            example = next((key for key in arguments if key in table), next(iter(table), "package.module.Class"))
             given = "no class_path" if isinstance(node.value, dict) and name is None else shown(name or node)
             self.findings.add(
                 node.source,
@@ -111,7 +127,7 @@ class Checker:
         nested = entries(node).get("init_args")
         arguments = self.arguments(nested, found.cls, place)
         self.missing(name, entries(nested), found.cls, place)
-        return Recipe(found.cls, arguments, node.source, where)
+        return Recipe(found.cls, arguments, node.source, where, sources_of(nested))
 
     def arguments(self, node: Node | None, cls: type, place: Place, leave: Collection[str] = ()) -> dict[str, Any]:
         """The values given to a class as a mapping, checked; unknown and missing names are problems.
@@ -156,7 +172,8 @@ class Checker:
                 return self.recipe(node, objects, place) or BAD
             if structured is not None:
                 self.missing(node, node.value, structured, place)
-                return Recipe(structured, self.arguments(node, structured, place), node.source, dotted(place))
+                arguments = self.arguments(node, structured, place)
+                return Recipe(structured, arguments, node.source, dotted(place), sources_of(node))
         if isinstance(node.value, list) and items is not None:
             return [self.value(item, items, (*place, index)) for index, item in enumerate(node.value)]
         try:
@@ -189,7 +206,7 @@ class Checker:
                 return BAD
             node.value = found.name
             return found.cls
-        if node.text is not None:
+        if node.text is not None and not isinstance(node.value, (dict, list)):
             with suppress(MisfitError):
                 value = fitted(node.text, annotation)
                 node.value = node.text
@@ -229,6 +246,11 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
 def entries(node: Node | None) -> dict[Any, Node]:
     """The entries of a mapping; none for anything else."""
     return node.value if node is not None and isinstance(node.value, dict) else {}
+
+
+def sources_of(node: Node | None) -> dict[Any, Source]:
+    """Where each entry of a mapping stands."""
+    return {name: child.source for name, child in entries(node).items()}
 
 
 def has_recipe(value: Any) -> bool:

@@ -52,7 +52,7 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
     if ":" not in name and "." not in name:
         if table:
             raise ConfigError(f"{unknown(kind, name, table)} Or package.module.Class, or file.py:Class.")
-        raise ConfigError(f"{kind} {name!r}: write package.module.Class, or file.py:Class.")
+        raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if place.endswith(".py"):
         module, where = _from_file(place, source)
@@ -91,7 +91,7 @@ def _complete(cls: Any, bases: tuple[type, ...]) -> type:
     if not isinstance(cls, type):
         raise ConfigError(f"{getattr(cls, '__qualname__', cls)!r} is a {type(cls).__name__}, not a class.")
     if not issubclass(cls, bases):
-        raise ConfigError(f"{cls.__qualname__} is not a {_names(bases)} (it is derived from {_names(cls.__bases__)}).")
+        raise ConfigError(f"{cls.__qualname__} is not derived from {_names(bases)} (but from {_names(cls.__bases__)}).")
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
         raise ConfigError(f"{cls.__qualname__} is abstract: it does not define {missing}.")
@@ -153,7 +153,9 @@ def _origin(name: str) -> Path | None:
 
 def _from_package(place: str, name: str, folder: Path | None) -> tuple[ModuleType, str]:
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"{name!r}: there is no folder {str(folder)!r}.")
+        raise ConfigError(
+            f"{name!r}: there is no folder {str(folder)!r}. Write package.module.Class, or file.py:Class."
+        )
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     if not all(part.isidentifier() for part in place.split(".")):

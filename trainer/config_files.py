@@ -64,6 +64,7 @@ def read_file(name: str, findings: Findings) -> Node | None:
     """The configuration in a file; None (and the reason among the problems) when there is none."""
     path = Path(name)
     source = Source(name, folder=path.absolute().parent)
+    findings.files.append(name)
     kind = KINDS.get(path.suffix.lower())
     if not path.is_file():
         findings.add(source, _why_no_file(path))
@@ -102,14 +103,15 @@ def _why_no_file(path: Path) -> str:
     return f"there is no such file in {path.absolute().parent}.{close}"
 
 
-def read_value(text: str, option: str, findings: Findings) -> Node:
-    """A value typed on the command line, as YAML; what is not valid YAML is a problem naming the option."""
+def read_value(text: str, option: str, findings: Findings) -> Node | None:
+    """A value typed on the command line, as YAML; None, and a problem naming the option, when it is not valid YAML."""
     found = Findings()
     tree = _read_yaml(text, COMMAND_LINE, found)
     if tree is None:
-        reason = found.problems[0].partition(": ")[2]
-        findings.problems.append(f"{COMMAND_LINE}: {option} {text!r}: {reason} Quote text that has special characters.")
-        return Node(None, COMMAND_LINE, text)
+        findings.add(
+            COMMAND_LINE, f"{option} {text!r}: {found.problems[0].message} Quote text that has special characters."
+        )
+        return None
     tree.text = text
     return tree
 
@@ -118,13 +120,16 @@ def read_value(text: str, option: str, findings: Findings) -> Node:
 
 
 def _read_yaml(text: str, source: Source, findings: Findings, json_text: str | None = None) -> Node | None:
-    loader = _Loader(text)
     before = len(findings.problems)
     try:
+        loader = _Loader(text)
         root = loader.get_single_node()
-        if root is None:
-            return Node(None, source)
-        tree = _YamlReader(loader, source, findings, json_text).node(root, root)
+        tree = _YamlReader(loader, source, findings, json_text).node(root, root) if root else Node(None, source)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, int(error.position)) + 1
+        at = source if source is COMMAND_LINE else Source(source.name, line, source.folder)
+        findings.add(at, f"not valid YAML: {error.reason}.")
+        return None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = " ".join(part for part in (error.context, error.problem) if part)
@@ -133,12 +138,6 @@ def _read_yaml(text: str, source: Source, findings: Findings, json_text: str | N
         column = f" (column {mark.column + 1})" if mark is not None else ""
         findings.add(_at(source, mark), f"not valid YAML: {reason}{column}.")
         return None
-    except yaml.reader.ReaderError as error:
-        line = Source(source.name, text.count("\n", 0, int(error.position)) + 1, source.folder)
-        findings.add(line, f"not valid YAML: {error.reason}.")
-        return None
-    finally:
-        loader.dispose()
     return tree if len(findings.problems) == before else None
 
 
@@ -162,7 +161,7 @@ class _YamlReader:
         """`where`: the node whose line is reported, a value's key."""
         source = _at(self.source, where.start_mark)
         if any(node is outer for outer in self.open):
-            self.findings.add(source, f"this value contains itself (alias *{node.anchor or '...'}).")
+            self.findings.add(source, "this value contains itself, through an alias (*).")
             return Node(None, source)
         self.open.append(node)
         try:

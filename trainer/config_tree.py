@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from trainer.errors import raise_problems
 
 Scalar: TypeAlias = "str | int | float | bool | None"
 Place: TypeAlias = "tuple[str | int, ...]"
@@ -45,18 +48,44 @@ class Node:
         return self.value
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Something that the user has to change."""
+
+    source: Source | None
+    message: str
+
+    def __str__(self) -> str:
+        return self.message if self.source is None else f"{self.source}: {self.message}"
+
+
 @dataclass
 class Findings:
     """What was noticed on the way: problems stop the run, notes are only shown."""
 
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """The files in the order in which they were read."""
 
     def add(self, source: Source, message: str) -> None:
         """Note a problem, once."""
-        problem = f"{source}: {message}"
-        if problem not in self.problems:
-            self.problems.append(problem)
+        if Problem(source, message) not in self.problems:
+            self.problems.append(Problem(source, message))
+
+    def report(self) -> None:
+        """Raise what was found, if anything was.
+
+        Raises:
+            ConfigError: lists all problems: those of the command line, then file by file, from top to bottom.
+        """
+
+        def position(problem: Problem) -> tuple[int, int]:
+            source = problem.source or COMMAND_LINE
+            file = self.files.index(source.name) if source.name in self.files else -1
+            return file, source.line or 0
+
+        raise_problems([str(problem) for problem in sorted(self.problems, key=position)], "the configuration")
 
 
 def dotted(place: Place) -> str:
@@ -77,7 +106,7 @@ def holds_class(place: Place) -> bool:
 
 def is_index(key: Any) -> bool:
     """Whether a key is a position in a list: 0, "0", 1, ..."""
-    return type(key) is int or (isinstance(key, str) and key.isdecimal())
+    return (type(key) is int and key >= 0) or (isinstance(key, str) and key.isdecimal())
 
 
 def canonical(tree: Node, findings: Findings) -> Node:
@@ -146,10 +175,7 @@ def canonical_class(node: Node, place: Place, findings: Findings) -> Node:
 
 def shown(node: Node) -> str:
     """A value as a message shows it."""
-    value = node.plain()
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = f'"{value}"' if isinstance(value, str) else str(value)
+    text = json.dumps(node.plain(), default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -12,11 +12,13 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ WORDS = {
     tuple: "a list",
     set: "a list",
     Any: "anything",
+    Path: "a path",
 }
 
 
@@ -176,6 +179,8 @@ def _word(option: Any, name_of: Callable[[type], str]) -> str:
     if origin in (*LISTS, tuple, set, frozenset):
         inner = ", ".join(_plural(argument, name_of) for argument in arguments if argument is not ...)
         return f"a list of {inner}" if inner else "a list"
+    if origin in MAPPINGS and len(arguments) == 2:
+        return f"a mapping of {_plural(arguments[0], name_of)} to {_plural(arguments[1], name_of)}"
     if origin is type:
         return f"the path of a class ({', '.join(base.__name__ for base in arguments)})"
     if option is Callable or origin is collections.abc.Callable:
@@ -198,8 +203,7 @@ def _plural(annotation: Any, name_of: Callable[[type], str]) -> str:
 
 def takes_mapping(annotation: Any) -> bool:
     """Whether a plain mapping fits one of the union's members."""
-    mappings = (dict, collections.abc.Mapping, collections.abc.MutableMapping, Any)
-    return any((get_origin(option) or option) in mappings for option in options_of(annotation))
+    return any((get_origin(option) or option) in (*MAPPINGS, Any) for option in options_of(annotation))
 
 
 def reads_as_number(text: str) -> bool:

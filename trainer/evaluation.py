@@ -26,6 +26,8 @@ class Moments:
     """The hooks of one kind of pass, callbacks' and module's."""
 
     step: str
+    model_eval: Callable[[], None]
+    model_train: Callable[[], None]
     start: Callable[..., None]
     end: Callable[..., None]
     epoch_start: Callable[..., None]
@@ -35,9 +37,11 @@ class Moments:
 
 
 def validation_moments(trainer: Trainer) -> Moments:
-    hooks = trainer.hooks
+    hooks, module = trainer.hooks, trainer.module
     return Moments(
         "validation_step",
+        module.on_validation_model_eval,
+        module.on_validation_model_train,
         hooks.on_validation_start,
         hooks.on_validation_end,
         hooks.on_validation_epoch_start,
@@ -48,9 +52,11 @@ def validation_moments(trainer: Trainer) -> Moments:
 
 
 def test_moments(trainer: Trainer) -> Moments:
-    hooks = trainer.hooks
+    hooks, module = trainer.hooks, trainer.module
     return Moments(
         "test_step",
+        module.on_test_model_eval,
+        module.on_test_model_train,
         hooks.on_test_start,
         hooks.on_test_end,
         hooks.on_test_epoch_start,
@@ -61,9 +67,11 @@ def test_moments(trainer: Trainer) -> Moments:
 
 
 def predict_moments(trainer: Trainer) -> Moments:
-    hooks = trainer.hooks
+    hooks, module = trainer.hooks, trainer.module
     return Moments(
         "predict_step",
+        module.on_predict_model_eval,
+        module.on_predict_model_train,
         hooks.on_predict_start,
         hooks.on_predict_end,
         hooks.on_predict_epoch_start,
@@ -75,12 +83,8 @@ def predict_moments(trainer: Trainer) -> Moments:
 
 def validate_during_fit(trainer: Trainer) -> None:
     """Validation inside `fit`: afterwards training goes on as if nothing had happened."""
-    module = trainer.module
     trainer.validating, trainer.training = True, False
-    module.on_validation_model_zero_grad()
-    module.on_validation_model_eval()
     evaluate(trainer, validation_moments(trainer), trainer.val_feeds, torch.no_grad())
-    module.on_validation_model_train()
     trainer.validating, trainer.training = False, True
 
 
@@ -118,7 +122,10 @@ def evaluate(
     trainer.dataloader_names = list(feeds)
     trainer.strategy.synchronize_buffers()
     results = {}
+    if trainer.stage == "fit":
+        module.on_validation_model_zero_grad()
     with evaluating(module), no_gradients:
+        moments.model_eval()
         moments.start(trainer, module)
         moments.epoch_start(trainer, module)
         for dataloader_idx, (name, feed) in enumerate(feeds.items()):
@@ -133,6 +140,7 @@ def evaluate(
         if trainer.stage == "fit" and keep:
             trainer.progress.validated_step = trainer.progress.step
         moments.end(trainer, module)
+    moments.model_train()
     metrics.section = before
     return results
 
@@ -141,14 +149,15 @@ def predict(trainer: Trainer, feeds: dict[str, Feed]) -> Iterator[Any]:
     """The outputs of `predict_step`, batch by batch, loader by loader."""
     module, moments = trainer.module, predict_moments(trainer)
     trainer.dataloader_names = list(feeds)
-    module.on_predict_model_eval()
     with evaluating(module), no_gradients(trainer):
+        moments.model_eval()
         moments.start(trainer, module)
         moments.epoch_start(trainer, module)
         for dataloader_idx, feed in enumerate(feeds.values()):
             yield from run_batches(trainer, moments, feed, dataloader_idx)
         moments.epoch_end(trainer, module)
         moments.end(trainer, module)
+    moments.model_train()
 
 
 def run_batches(

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, did_you_mean
 
 
 class Hyperparameters(dict[str, Any]):
@@ -23,14 +23,31 @@ class Hyperparameters(dict[str, Any]):
         self[name] = value
 
 
-def arguments_of(frame: FrameType, owner: type, ignore: Collection[str]) -> dict[str, Any]:
-    """The arguments with which `owner.__init__`, running in `frame`, was called; `**kwargs` are spread."""
-    if frame.f_code.co_name != "__init__":
+def collect_hyperparameters(
+    frame: FrameType | None, owner: type, names: Collection[str], ignore: Collection[str], values: dict[str, Any]
+) -> dict[str, Any]:
+    """What `save_hyperparameters(*names, ignore=..., **values)` keeps, called in the `__init__` that runs in `frame`.
+
+    Raises:
+        ConfigError: it is not called inside `__init__`, or a value is not data.
+    """
+    if frame is None or frame.f_code.co_name != "__init__":
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
-    arguments: dict[str, Any] = {}
+    arguments = arguments_of(frame, owner)
+    for name in (*names, *ignore):
+        if name not in arguments:
+            raise ConfigError(f"{owner.__name__}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
+    kept = {name: value for name, value in arguments.items() if name not in ignore and (not names or name in names)}
+    kept.update(values)
+    for name, value in kept.items():
+        check_data(value, name)
+    return kept
+
+
+def arguments_of(frame: FrameType, owner: type) -> dict[str, Any]:
+    """The arguments with which `owner.__init__`, running in `frame`, was called; `**kwargs` are spread."""
     values = inspect.getargvalues(frame)
-    for name in values.args[1:]:
-        arguments[name] = values.locals[name]
+    arguments = {name: values.locals[name] for name in values.args[1:]}
     if values.varargs and values.locals[values.varargs]:
         raise ConfigError(
             f"{owner.__name__}.__init__ takes *{values.varargs}; hyperparameters need names. "
@@ -38,7 +55,7 @@ def arguments_of(frame: FrameType, owner: type, ignore: Collection[str]) -> dict
         )
     if values.keywords:
         arguments.update(values.locals[values.keywords])
-    return {name: value for name, value in arguments.items() if name not in ignore}
+    return arguments
 
 
 def check_data(value: Any, where: str) -> None:

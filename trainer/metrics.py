@@ -20,7 +20,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 @dataclass
 class Accumulator:
-    """A running reduction. Tensors are added up where they are; Python numbers on the host; they meet when it is read."""
+    """A running reduction. Tensors are added up where they are; Python numbers on the host; they meet when read."""
 
     reduction: str
     on_host: float | None = None
@@ -231,9 +231,7 @@ class MetricLog:
         if on_epoch is None:
             on_epoch = not section.steps or metric is not None
         if not on_step and not on_epoch:
-            raise ConfigError(
-                f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one of them to True."
-            )
+            raise ConfigError(f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
         if on_step and not section.steps:
             # There is one step axis, that of training; elsewhere a value per step has no place on it.
             on_step, on_epoch = False, True
@@ -243,7 +241,7 @@ class MetricLog:
     def _name_of_metric(self, key: str, metric: torch.nn.Module) -> str:
         for name, submodule in self.module.named_modules():
             if submodule is metric:
-                return name
+                return str(name)
         raise ConfigError(
             f"self.log({key!r}) got a {type(metric).__name__} that is not an attribute of the module. "
             "Create it in __init__ as self.<name> = ..., so that it moves to the device and is found on every process."
@@ -336,7 +334,8 @@ class MetricLog:
             # A process without a batch computes too, because the synchronisation inside needs all of them.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             value = metric.compute()
-        metric.reset()
+        with torch.inference_mode(False):  # else its state could be updated in evaluation only from now on
+            metric.reset()
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ConfigError(
                 f"self.log({name!r}): {type(metric).__name__}.compute() gives more than one number. "

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from trainer.checkpoint.format import read_checkpoint
 from trainer.errors import CheckpointError, ConfigError
-from trainer.hyperparameters import Hyperparameters, arguments_of, check_data
+from trainer.hyperparameters import Hyperparameters, collect_hyperparameters
 
 if TYPE_CHECKING:
     from trainer.callbacks.base import Callback
@@ -252,14 +252,8 @@ class TrainModule(nn.Module):
             ConfigError: a value is not data (a module, a function, a path ...): a checkpoint could not store it.
         """
         frame = inspect.currentframe()
-        assert frame is not None
-        assert frame.f_back is not None
-        arguments = arguments_of(frame.f_back, type(self), ignore)
-        arguments = {name: value for name, value in arguments.items() if not names or name in names}
-        arguments.update(values)
-        for name, value in arguments.items():
-            check_data(value, name)
-        self.hparams.update(arguments)
+        caller = frame.f_back if frame is not None else None
+        self.hparams.update(collect_hyperparameters(caller, type(self), names, ignore, values))
 
     @classmethod
     def load_from_checkpoint(
@@ -294,7 +288,7 @@ class TrainModule(nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take data of your own from a checkpoint, before the weights are loaded."""
 
-    # -- the modes of evaluation, to override; the trainer itself switches to eval mode and back -----------------------
+    # -- the modes of evaluation: called after the trainer has switched to eval mode, and after it has switched back ----
 
     def on_validation_model_zero_grad(self) -> None: ...
     def on_validation_model_eval(self) -> None: ...
@@ -302,6 +296,7 @@ class TrainModule(nn.Module):
     def on_test_model_eval(self) -> None: ...
     def on_test_model_train(self) -> None: ...
     def on_predict_model_eval(self) -> None: ...
+    def on_predict_model_train(self) -> None: ...
 
     # -- where it runs -------------------------------------------------------------------------------------------------
 

@@ -69,9 +69,12 @@ def running(
         with torch.autograd.set_detect_anomaly(trainer.settings.detect_anomaly):
             yield
         _finish(trainer)
+        # The first process to exit would have the others ended, in the middle of their closing work.
+        trainer.strategy.barrier()
     except BaseException as error:
         # No collectives here: the other processes may be anywhere.
-        report_failure(trainer.stop_switch.store, trainer.rank, trainer.world_size, error)
+        if isinstance(error, Exception):
+            report_failure(trainer.stop_switch.store, trainer.rank, trainer.world_size, error)
         with suppress(Exception):
             trainer.hooks.on_exception(trainer, module, error)
             _finish(trainer)
@@ -147,7 +150,7 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     stage, module, strategy = trainer.stage, trainer.module, trainer.strategy
     assert stage is not None
     strategy.setup_environment(trainer.plan.device_type, trainer.precision)
-    set_deterministic(trainer.settings.deterministic, trainer.settings.benchmark)
+    trainer.undo_deterministic = set_deterministic(trainer.settings.deterministic, trainer.settings.benchmark)
     module.attach(trainer)
     if trainer.datamodule is not None:
         trainer.datamodule.attach(trainer)
@@ -226,15 +229,17 @@ def _seed(trainer: Trainer, checkpoint: dict[str, Any] | None) -> None:
 
 
 def _prepare_data(trainer: Trainer) -> None:
-    if trainer.strategy.prepare_data_once():
-        if trainer.datamodule is not None:
-            trainer.datamodule.prepare_data()
+    strategy, data = trainer.strategy, trainer.datamodule
+    if data is not None and (strategy.local_rank == 0 if data.prepare_data_per_node else strategy.is_global_zero):
+        data.prepare_data()
+    if strategy.local_rank == 0:
         trainer.module.prepare_data()
     trainer.strategy.barrier()
 
 
 def _tear_down(trainer: Trainer) -> None:
     trainer.stop_switch.uninstall()
+    trainer.undo_deterministic()
     trainer.strategy.teardown()
     trainer.module.attach(None)
     trainer.module.untoggle_optimizer()

@@ -20,6 +20,7 @@ from trainer.precision import Precision
 from trainer.strategies.base import Strategy
 
 P = ParamSpec("P")
+Init = Callable[[Any, "Settings"], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,34 +114,38 @@ class Settings:
         return None if self.max_time is None else _seconds(self.max_time)
 
 
-def takes_settings(
-    init: Callable[[Any, Settings], None], settings: Callable[P, Settings] = Settings
-) -> Callable[Concatenate[Any, P], None]:
-    """Let a constructor that takes `Settings` be called with the settings' own arguments.
+def takes(settings: Callable[P, Settings]) -> Callable[[Init], Callable[Concatenate[Any, P], None]]:
+    """Let a constructor that takes a `Settings` object be called with the arguments of `Settings` themselves.
 
     Raises:
         ConfigError: for unknown arguments, with a suggestion, and for all wrong values together.
     """
 
-    @wraps(init)
-    def with_arguments(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        problems = []
-        if args:
-            problems.append("Trainer takes its arguments by keyword, for example Trainer(max_epochs=3).")
-        known = {field.name for field in dataclasses.fields(Settings)}
-        for name in kwargs.keys() - known:
-            problems.append(f"Trainer has no argument {name!r}.{did_you_mean(name, known) or _elsewhere(name)}")
-        raise_problems(problems, "the Trainer's arguments")
-        made = settings(*args, **kwargs)
-        raise_problems(made.problems(), "the Trainer's arguments")
-        init(self, made)
+    def decorate(init: Init) -> Callable[Concatenate[Any, P], None]:
+        @wraps(init)
+        def with_arguments(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            raise_problems(_wrong_names(args, kwargs), "the Trainer's arguments")
+            made = settings(*args, **kwargs)
+            raise_problems(made.problems(), "the Trainer's arguments")
+            init(self, made)
 
-    signature = inspect.signature(settings)
-    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    with_arguments.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[self_parameter, *signature.parameters.values()], return_annotation=None
-    )
-    return with_arguments
+        signature = inspect.signature(settings)
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        with_arguments.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[self_parameter, *signature.parameters.values()], return_annotation=None
+        )
+        return with_arguments
+
+    return decorate
+
+
+def _wrong_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if args else []
+    known = [field.name for field in dataclasses.fields(Settings)]
+    for name in kwargs:
+        if name not in known:
+            problems.append(f"Trainer has no argument {name!r}.{did_you_mean(name, known) or _elsewhere(name)}")
+    return problems
 
 
 _MOVED = {

@@ -47,6 +47,7 @@ class RunState:
         self.training = self.validating = self.sanity_checking = self.fitted = False
         self.stop_switch = StopSwitch(None)
         self.stop_reason: str | None = None
+        self.undo_deterministic: Callable[[], None] = lambda: None
         self.datamodule: DataModule | None = None
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []

@@ -31,7 +31,7 @@ from trainer.optimizers import monitored
 from trainer.run import running
 from trainer.runtime.seed import seed_everything, set_rng_state
 from trainer.runtime.stop import exit_code
-from trainer.settings import Settings, takes_settings
+from trainer.settings import Settings, takes
 from trainer.state import RunState
 from trainer.windows import StepOutputs, checked_loss, loss_divisors
 
@@ -48,7 +48,7 @@ class Trainer(RunState):
         ConfigError: listing everything that is wrong with the arguments.
     """
 
-    @takes_settings
+    @takes(Settings)
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if settings.seed is not None:
@@ -98,7 +98,6 @@ class Trainer(RunState):
         """
         with running(self, "validate", module, {"val": dataloaders}, datamodule, ckpt_path):
             self.validating = True
-            module.on_validation_model_eval()
             return evaluate(self, validation_moments(self), self.val_feeds, no_gradients(self))
 
     def test(
@@ -110,7 +109,6 @@ class Trainer(RunState):
     ) -> dict[str, float]:
         """As `validate`, with `test_step` and the test loaders."""
         with running(self, "test", module, {"test": dataloaders}, datamodule, ckpt_path):
-            module.on_test_model_eval()
             return evaluate(self, test_moments(self), self.test_feeds, no_gradients(self))
 
     def predict(
@@ -299,9 +297,11 @@ class Trainer(RunState):
         if self.module.automatic_optimization:
             self._step_schedulers("step", progress.step)
         self.hooks.on_train_batch_end(self, self.module, outputs.outputs, outputs.data, progress.batch - 1)
-        self.hooks.on_train_step_end(self, self.module)
         if progress.step % self.settings.log_every_n_steps == 0:
+            # Before a checkpoint of this step is written: a resumed run does not log the step again.
             self.publish(self.metrics.read_step())
+        self.metrics.section = self.metrics.hooks
+        self.hooks.on_train_step_end(self, self.module)
 
     def _end_epoch(self) -> None:
         progress = self.progress

@@ -69,13 +69,22 @@ def loss_divisors(window: Sequence[Batch], module: TrainModule, strategy: Strate
     """
     average = strategy.gradient_average
     if module.overrides("num_items"):
-        return _by_items([module.num_items(batch.data) for batch in window], strategy)
+        return _by_items([_items(batch, module) for batch in window], strategy)
     if len(window) == 1 and average == 1:
         return [None]
     if any(batch.samples is None for batch in window):
         return [None if len(window) == 1 else len(window)] * len(window)
     total = sum(batch.total or 0 for batch in window)
     return [_divisor(total, batch.samples or 0, average) for batch in window]
+
+
+def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
+    """The items of a micro-batch; its samples when the module does not say. A filler has none."""
+    items = module.num_items(batch.data)
+    if items is None:
+        return batch.samples
+    # Times 0, not 0: a number on the device stays there, as on the other processes.
+    return items * 0 if batch.samples == 0 else items
 
 
 def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainer import DataModule
 
@@ -18,6 +19,25 @@ def load_images() -> TensorDataset:
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1)
     return TensorDataset(images, torch.tensor(digits.target, dtype=torch.long))
+
+
+class Shifted(Dataset[Batch]):
+    """The same images, each moved by at most one pixel, differently every time: more to learn from than they are.
+
+    A dataset may draw its random numbers where it likes. The trainer sees to it that they are the same again when a run
+    is resumed, and do not depend on the number of workers.
+    """
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Batch:
+        image, digit = self.data[index]
+        down, right = torch.randint(0, 3, (2,)).tolist()
+        return pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8], digit
 
 
 class DigitsData(DataModule):
@@ -42,7 +62,7 @@ class DigitsData(DataModule):
         images, digits = data.tensors
         train, held_out = train_test_split(torch.arange(len(digits)), test_size=600, stratify=digits, random_state=0)
         val, test = train_test_split(held_out, test_size=300, stratify=digits[held_out], random_state=0)
-        self.train = TensorDataset(images[train], digits[train])
+        self.train = Shifted(TensorDataset(images[train], digits[train]))
         self.val = TensorDataset(images[val], digits[val])
         self.test = TensorDataset(images[test], digits[test])
 

@@ -21,8 +21,7 @@ def main() -> None:
     parser.add_argument("--root", default="runs/digits", help="run directories are made here")
     options = parser.parse_args()
 
-    module = Digits(lr=3e-3)
-    data = DigitsData(batch_size=64)
+    # The trainer first: with `seed`, the weights of modules that are made after it are the same in every run.
     trainer = Trainer(
         max_epochs=options.max_epochs,
         devices=options.devices,
@@ -34,6 +33,8 @@ def main() -> None:
             EarlyStopping(monitor="val_loss", mode="min", patience=5),
         ],
     )
+    module = Digits(lr=3e-3)
+    data = DigitsData(batch_size=64)
     trainer.fit(module, datamodule=data)
 
     # The best weights of the run, on images that were never looked at before.

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples.digits.data import load_images
 from examples.gan.module import GAN
 from trainer import Trainer
-from trainer.callbacks import ModelCheckpoint
 
 
 def main() -> None:
@@ -32,7 +31,6 @@ def main() -> None:
     # Without a data module: any loader can be given to fit as it is.
     loader = DataLoader(TensorDataset(images, digits), batch_size=options.batch_size, shuffle=True)
 
-    module = GAN()
     trainer = Trainer(
         max_epochs=options.max_epochs,
         max_steps=options.max_steps,
@@ -40,8 +38,8 @@ def main() -> None:
         default_root_dir=options.root,
         seed=42,
         log_every_n_steps=20,
-        callbacks=[ModelCheckpoint(save_last=True)],
     )
+    module = GAN()
     before = frechet_distance(images, invent(module, len(images)))
     trainer.fit(module, loader)
     after = frechet_distance(images, invent(module, len(images)))

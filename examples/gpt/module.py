@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 
 from examples.gpt.data import IGNORED, Example
 from examples.gpt.model import Transformer
-from trainer import TrainModule
+from trainer import Callback, TrainModule
+from trainer.callbacks import ThroughputMonitor
 
 VOCABULARY = 256
 """A token is a byte."""
@@ -96,16 +97,26 @@ class GPT(TrainModule):
         ]
         optimizer = torch.optim.AdamW(groups, lr=hp.lr, betas=(0.9, 0.95))
 
+        # Known here: how many steps this fit will take. Infinite if nothing ends it; then the cosine stays at its top.
         total_steps = self.trainer.estimated_stepping_batches
-        if total_steps is None:
-            raise ValueError("a cosine needs an end: give --trainer.max_steps or --trainer.max_epochs")
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: warmup_then_cosine(step, hp.warmup_steps, total_steps)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def configure_callbacks(self) -> list[Callback]:
+        """What measures this module in its own units; the other callbacks are in the config."""
+        return [
+            ThroughputMonitor(
+                items_per_batch=lambda batch: batch[0].numel(),
+                items_name="bytes",
+                # Forward and backward together: 6 operations per parameter and byte (Kaplan et al., 2020).
+                flops_per_sample=lambda gpt: 6.0 * sum(p.numel() for p in gpt.parameters()) * self.hparams.context,
+            )
+        ]
 
-def warmup_then_cosine(step: int, warmup_steps: int, total_steps: int, floor: float = 0.1) -> float:
+
+def warmup_then_cosine(step: int, warmup_steps: int, total_steps: float, floor: float = 0.1) -> float:
     """The learning rate of `step` (from 0) as a share of the highest one."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps

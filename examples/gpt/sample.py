@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="default: the newest one under runs/gpt")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--length", type=int, default=400, help="bytes to write")
-    parser.add_argument("--temperature", type=float, default=0.7, help="lower is safer, higher is wilder")
+    parser.add_argument("--temperature", type=float, default=0.8, help="lower is safer, higher is wilder")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -32,7 +32,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     prompt = torch.tensor([list(options.prompt.encode())])
     written = module.net.generate(prompt, options.length, options.temperature)
-    print(bytes(written[0].tolist()).decode(errors="replace"))
+    print(bytes(written[0].tolist()).decode(errors="replace").expandtabs(4))
 
 
 def newest_checkpoint(root: Path) -> Path:

@@ -12,7 +12,6 @@ from typing import Any
 
 from examples.digits import Digits, DigitsData
 from trainer import Callback, Trainer, TrainModule
-from trainer.callbacks import ModelCheckpoint
 
 
 class StopWhenGood(Callback):
@@ -64,7 +63,7 @@ def train(max_epochs: int, root: str) -> Trainer:
         seed=42,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[StopWhenGood(accuracy=0.98), History(), ModelCheckpoint(save_last=True)],
+        callbacks=[StopWhenGood(accuracy=0.98), History()],
     )
     trainer.fit(Digits(), datamodule=DigitsData(), ckpt_path="last")
     return trainer

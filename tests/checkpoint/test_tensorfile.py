@@ -22,7 +22,12 @@ LIBRARY = [dtype for dtype in NATIVE if dtype not in (torch.float8_e8m0fnu, torc
 def some_tensors() -> dict[str, torch.Tensor]:
     tensors = {str(dtype): torch.arange(6).to(torch.uint8).repeat(8) % 2 for dtype in LIBRARY}
     tensors = {name: values.view(dtype) for (name, values), dtype in zip(tensors.items(), LIBRARY, strict=True)}
-    return {**tensors, "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "a/ü": torch.arange(6.0).reshape(2, 3).t()}
+    return {
+        **tensors,
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "a/ü": torch.arange(6.0).reshape(2, 3).t(),
+    }
 
 
 def read(data: bytes, expected: dict[str, TensorInfo]) -> dict[str, torch.Tensor]:
@@ -102,10 +107,10 @@ def test_overlapping_tensors_are_refused() -> None:
 
 
 def test_impossible_values_and_shapes_are_refused() -> None:
+    entry: dict[str, Any] = {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]}
     with pytest.raises(CheckpointError, match="boolean"):
-        entry = {"dtype": "BOOL", "shape": [1], "data_offsets": [0, 1]}
         read(forged({"w": entry}, b"\x02"), {"w": TensorInfo("w", torch.bool, (1,))})
     shape = (2**62, 2**62, 0)
+    entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}
     with pytest.raises(CheckpointError, match="impossible shape"):
-        entry = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}
         read(forged({"w": entry}, b""), {"w": TensorInfo("w", torch.float32, shape)})

@@ -285,6 +285,15 @@ def test_shuffle_override() -> None:
     assert read(stream, 5) == read(stream, 0) == read(stream_of(LOADERS["subset"]), 0)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_set_epoch_is_called(nested: bool) -> None:
+    own = Own(8)
+    sampler: Any = {"batch_sampler": _Wrapping(own)} if nested else {"sampler": own}
+    for epoch in (4, 2):
+        read(stream_of(DataLoader(DATA, **sampler)), epoch)
+        assert own.epoch == epoch
+
+
 class Endless(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         while True:

@@ -34,7 +34,12 @@ class Fetching(Augmented):
 
 def set_mark(worker_id: int) -> None:
     info: Any = get_worker_info()
-    info.dataset.mark = 7 + worker_id * 0
+    info.dataset.mark = 7
+
+
+def draw_mark(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.mark = int(torch.randint(10**9, ()))
 
 
 def keep(samples: list[Any]) -> list[Any]:
@@ -60,6 +65,21 @@ def test_augmentation_does_not_depend_on_the_workers(kind: type[Augmented]) -> N
     assert read(feed_of(kind(), 1), epoch=1) != one
     other = read(feed_of(kind(), 1, rank=1))
     assert not {sample[1] for batch in one for sample in batch} & {sample[1] for batch in other for sample in batch}
+
+
+def test_worker_start_is_seeded_too() -> None:
+    """What a `worker_init_fn` draws depends on (seed, epoch) and the worker; not on the epoch if workers persist."""
+
+    def drawn(epoch: int, persistent: bool = False) -> Any:
+        feed = feed_of(Augmented(), 1, worker_init_fn=draw_mark, persistent_workers=persistent)
+        return read(feed, epoch)[0][0][4]
+
+    first = drawn(0)
+    torch.manual_seed(99)
+    assert drawn(0) == first
+    assert drawn(1) != first
+    # They start once: a run that resumes in epoch 1 must start them as epoch 0 did.
+    assert drawn(1, persistent=True) == first
 
 
 def test_persistent_workers_over_epochs_and_starts() -> None:

@@ -6,7 +6,6 @@ import csv
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -196,5 +195,5 @@ def test_the_digits_are_split_the_same_way_every_time() -> None:
     assert torch.equal(one.test.tensors[0], other.test.tensors[0])
     images = torch.cat([part.tensors[0] for part in (one.train, one.val, one.test)])
     assert images.shape == (1797, 1, 8, 8)
-    assert 0 == images.min()
+    assert images.min() == 0
     assert images.max() == 1

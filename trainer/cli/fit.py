@@ -46,6 +46,7 @@ def closing_words(trainer: Trainer) -> list[str]:
     """The last metrics, where the run's files are, and how to look at them."""
     from trainer.callbacks.csv_logger import CSVLogger
     from trainer.callbacks.tensorboard import TensorBoardLogger
+    from trainer.checkpoint.store import CheckpointStore
 
     lines = []
     if trainer.callback_metrics:
@@ -65,7 +66,8 @@ def closing_words(trainer: Trainer) -> list[str]:
         elif isinstance(logger, TensorBoardLogger) and logger.log_dir is not None:
             lines.append(f"TensorBoard:    tensorboard --logdir {shown(logger.log_dir)}")
     if config.is_file() and checkpoints.is_dir():
-        lines.append(f"validate it:    trainer validate --config {shown(config)} --ckpt-path best")
+        which = "best" if CheckpointStore(checkpoints).pointer("best") is not None else "last"
+        lines.append(f"validate it:    trainer validate --config {shown(config)} --ckpt-path {which}")
     return lines
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.errors import ConfigError, did_you_mean
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.config_tree import Findings, Node
 
 ROOTS = ("trainer", "module", "data")
+FIXED = ("help", "config", "print-config", "ckpt-path")
 ALIASES = {"seed": "trainer.seed"}
 
 DOTTED_HELP = """\
@@ -76,13 +78,11 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Findi
     for option, name, value in _split(arguments, fixed):
         name = ALIASES.get(name, name)
         if value is None:
-            findings.add(
-                COMMAND_LINE, f"{option} needs a value, for example {option} {'3' if '.' in name else 'NAME'}."
-            )
+            findings.add(COMMAND_LINE, f"{option} needs a value: {option} VALUE.")
         elif not all(name.split(".")):
             findings.add(COMMAND_LINE, f"{option} is no name: write --trainer.max_epochs, with one dot between names.")
-        else:
-            options.overrides.append((name, read_value(value, option, findings)))
+        elif (node := read_value(value, option, findings)) is not None:
+            options.overrides.append((name, node))
     try:
         known, rest = parser.parse_known_args(fixed)
     except ConfigError as error:
@@ -91,7 +91,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Findi
     options.config, options.print_config = known.config, known.print_config
     if known.ckpt_path is not None:
         options.overrides.append(("ckpt_path", Node(known.ckpt_path, COMMAND_LINE)))
-    for problem in _unknown(rest, parser):
+    for problem in _unknown(rest):
         findings.add(COMMAND_LINE, problem)
     return options
 
@@ -113,25 +113,22 @@ def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, s
             yield option, name, None
 
 
-def _unknown(rest: list[str], parser: argparse.ArgumentParser) -> Iterator[str]:
+def _unknown(rest: list[str]) -> Iterator[str]:
     """One problem for each option that nobody knows (its value goes with it), and for stray words."""
     from trainer.cli.settings_help import trainer_arguments
 
-    settings = [argument.name for argument in trainer_arguments()]
-    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    known = {argument.name: f"--trainer.{argument.name}" for argument in trainer_arguments()}
+    known.update({name: f"--{name}" for name in (*FIXED, *ROOTS, *ALIASES)})
     after_option = False
     for word in rest:
+        option = word.partition("=")[0]
         if word.startswith("-"):
-            option = word.partition("=")[0]
-            name = option.lstrip("-").replace("-", "_")
-            close = did_you_mean(name, settings).partition("'")[2].rpartition("'")[0]
-            if name in settings:
-                hint = f" Did you mean --trainer.{name}?"
-            else:
-                hint = did_you_mean(option, [*known, *(f"--{root}" for root in ROOTS), *(f"--{a}" for a in ALIASES)])
-                hint = hint or (f" Did you mean --trainer.{close}?" if close else "")
-            yield f"unknown option {option!r}.{hint or ' Write --module.NAME, --data.NAME or --trainer.NAME.'}"
+            close = get_close_matches(option.lstrip("-"), known, n=1)
+            hint = (
+                f"Did you mean {known[close[0]]}?" if close else "Write --module.NAME, --data.NAME or --trainer.NAME."
+            )
+            yield f"unknown option {option!r}. {hint}"
         elif not after_option:
             is_file = word.endswith((".yaml", ".yml", ".json", ".toml"))
-            yield f"unexpected {word!r}.{f' Write --config {word}.' if is_file else ' Options begin with --.'}"
+            yield f"unexpected {word!r}. {f'Write --config {word}.' if is_file else 'Options begin with --.'}"
         after_option = word.startswith("-") and "=" not in word

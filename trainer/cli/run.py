@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.cli.main import VERBS, refuse
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
@@ -16,6 +16,7 @@ from trainer.runtime.launch import LAUNCHED
 
 if TYPE_CHECKING:
     from trainer.config import Configuration
+    from trainer.config_tree import Findings
     from trainer.data.datamodule import DataModule
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
@@ -71,7 +72,7 @@ def run_verb(
     return _run(act, Job(trainer, module, data, ckpt_path, options.config))
 
 
-def _load(verb: str, options: Options, findings: Any) -> Configuration:
+def _load(verb: str, options: Options, findings: Findings) -> Configuration:
     from trainer.errors import ConfigError
 
     if not options.config and not options.overrides and not findings.problems:
@@ -79,6 +80,8 @@ def _load(verb: str, options: Options, findings: Any) -> Configuration:
             f"nothing to {verb}: give a configuration, trainer {verb} --config run.yaml, "
             f"or a module, trainer {verb} --module file.py:Class. See trainer {verb} --help."
         )
+    if not options.config:  # what the files would have given cannot be missed
+        findings.report()
     from trainer.config import load  # from here on torch is needed
 
     configuration = load(options.config, options.overrides, findings)

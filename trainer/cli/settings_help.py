@@ -35,7 +35,9 @@ def trainer_arguments() -> list[Argument]:
         arguments.append(
             Argument(
                 field.target.id,
-                ast.unparse(field.annotation),
+                re.sub(
+                    r"Literal\[(.*?)\]", lambda choice: choice[1].replace(", ", " | "), ast.unparse(field.annotation)
+                ),
                 _as_yaml(field.value),
                 re.split(r"(?<=\.)\s", text, maxsplit=1)[0],
             )

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
-from trainer.hyperparameters import Hyperparameters, arguments_of, check_data
+from trainer.hyperparameters import Hyperparameters, collect_hyperparameters
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -98,14 +98,8 @@ class DataModule:
             ConfigError: a value is not data (a dataset, a function, a path ...): a checkpoint could not store it.
         """
         frame = inspect.currentframe()
-        assert frame is not None
-        assert frame.f_back is not None
-        arguments = arguments_of(frame.f_back, type(self), ignore)
-        arguments = {name: value for name, value in arguments.items() if not names or name in names}
-        arguments.update(values)
-        for name, value in arguments.items():
-            check_data(value, name)
-        self.hparams.update(arguments)
+        caller = frame.f_back if frame is not None else None
+        self.hparams.update(collect_hyperparameters(caller, type(self), names, ignore, values))
 
     # -- where it runs -------------------------------------------------------------------------------------------------
 

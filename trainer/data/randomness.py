@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from trainer.runtime.stop import shield_data_worker
+
 _MASK = 2**64 - 1
 
 
@@ -100,12 +102,14 @@ class SeededDataset(Dataset[Any]):
 
 
 class WorkerStart:
-    """The `worker_init_fn` beside `SeededDataset`: shows the user's dataset in `get_worker_info()`, calls theirs."""
+    """The `worker_init_fn` beside `SeededDataset`: leaves the signals that stop a run to the main process, shows the user's
+    dataset in `get_worker_info()`, calls theirs."""
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self.users = users
 
     def __call__(self, worker_id: int) -> None:
+        shield_data_worker()
         info: Any = get_worker_info()
         # WorkerInfo refuses plain assignment.
         object.__setattr__(info, "dataset", info.dataset.dataset)

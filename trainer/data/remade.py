@@ -118,7 +118,8 @@ class RemadeLoader:
         stream = self.stream
         stream.limit = limit
         stream.seek(epoch, start)
-        self._generator.manual_seed(mix(self._seed, epoch) >> 1)
+        # Persistent workers start once: with the same numbers, whichever epoch a resumed run begins with.
+        self._generator.manual_seed(mix(self._seed, 0 if self._loader.persistent_workers else epoch) >> 1)
         batches = iter(self._loader)
         counted = stream.counts.popleft
         for data in batches:

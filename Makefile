@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both make the environment .venv first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test test-quick check format lint types clean
+
+help:            ## what there is
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' Makefile | sed 's/: .*##/:/' | column -t -s:
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch .venv/ready
+
+demo: .venv/ready  ## train on handwritten digits, about half a minute
+	$(BIN)/trainer fit --config examples/digits/config.yaml
+
+test: .venv/ready  ## every test
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-quick: .venv/ready  ## the tests that take less than two minutes together
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+check: format lint types test  ## what a change has to pass
+
+format: .venv/ready  ## format the code
+	$(BIN)/ruff format .
+
+lint: .venv/ready  ## is it formatted, does it follow the rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: .venv/ready  ## mypy --strict
+	$(BIN)/mypy
+
+clean:           ## remove what was made here
+	rm -rf .venv build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache

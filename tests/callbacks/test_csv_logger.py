@@ -1,0 +1,200 @@
+"""CSVLogger: one row per step, whatever is logged when, and however often the run is interrupted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import Callback
+from trainer.callbacks import CSVLogger, ModelCheckpoint
+
+
+def rows(path: Any = "metrics.csv") -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def logger() -> Iterator[CSVLogger]:
+    logger = CSVLogger(".", flush_seconds=math.inf)
+    yield logger
+    logger.close()
+
+
+def test_values_of_one_step_share_a_row(logger: CSVLogger) -> None:
+    logger.log_metrics({"a": 1.0}, 5)
+    logger.log_metrics({"b": 2.5}, 5)
+    logger.log_metrics({"a": 3.0}, 6)
+    logger.flush()
+    assert rows() == [{"step": "5", "a": "1.0", "b": "2.5"}, {"step": "6", "a": "3.0"}]
+
+
+def test_a_row_that_is_on_disk_still_takes_values(logger: CSVLogger) -> None:
+    logger.log_metrics({"a": 0.123456789, "b": 1.0}, 1)
+    logger.flush()
+    logger.log_metrics({"a": 2.0}, 1)
+    logger.flush()
+    assert Path("metrics.csv").read_text() == "step,a,b\n1,2.0,1.0\n"
+
+
+def test_a_new_name_adds_a_column_to_all_rows(logger: CSVLogger) -> None:
+    for step in range(1, 4):
+        logger.log_metrics({"a": float(step)}, step)
+    logger.flush()
+    logger.log_metrics({"b, c": 9.0}, 3)
+    logger.log_metrics({"d": 8.0}, 4)
+    logger.flush()
+    assert Path("metrics.csv").read_text() == 'step,a,"b, c",d\n1,1.0,,\n2,2.0,,\n3,3.0,9.0,\n4,,,8.0\n'
+
+
+def test_an_earlier_row_takes_values(logger: CSVLogger) -> None:
+    for step in (1, 2, 3):
+        logger.log_metrics({"a": float(step)}, step)
+    logger.flush()
+    logger.log_metrics({"a": 4.0}, 4)
+    logger.log_metrics({"test": 0.5}, 2)
+    logger.log_metrics({"test": 0.6}, 3)
+    logger.flush()
+    assert [row.get("test") for row in rows()] == [None, "0.5", "0.6", None]
+    assert [row["a"] for row in rows()] == ["1.0", "2.0", "3.0", "4.0"]
+
+
+def test_all_digits_and_odd_numbers(logger: CSVLogger) -> None:
+    values = {"third": 1 / 3, "nan": math.nan, "inf": -math.inf, "big": 1e300, "whole": 7}
+    logger.log_metrics(values, 1)
+    logger.flush()
+    read = {name: float(value) for name, value in rows()[0].items()}
+    assert math.isnan(read.pop("nan"))
+    assert read == {"step": 1, "third": 1 / 3, "inf": -math.inf, "big": 1e300, "whole": 7}
+
+
+def test_rows_reach_the_disk_without_being_asked() -> None:
+    logger = CSVLogger(".", flush_seconds=0)
+    logger.log_metrics({"a": 1.0}, 1)
+    assert len(rows()) == 1
+    logger.close()
+
+
+def test_a_file_that_was_cut_off_is_repaired(logger: CSVLogger) -> None:
+    Path("metrics.csv").write_text("step,a,b\n1,1.0,1.0\n2,2.0,2.0\n3,3.0,3")
+    logger.log_metrics({"a": 4.0}, 4)
+    logger.flush()
+    assert [row["step"] for row in rows()] == ["1", "2", "4"]
+
+
+def test_a_disk_that_is_full_for_a_while(
+    logger: CSVLogger, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.flush()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="trainer"):
+        patch.setattr("trainer.callbacks.csv_logger._write_all", full)
+        patch.setattr(os, "replace", full)
+        for step in (2, 3, 4):
+            logger.log_metrics({"a": float(step), "b": 1.0}, step)
+            logger.flush()
+    assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
+    logger.log_metrics({"a": 5.0}, 5)
+    logger.flush()
+    assert [row["a"] for row in rows()] == ["1.0", "2.0", "3.0", "4.0", "5.0"]
+
+
+def test_hyperparameters() -> None:
+    class WithHyperparameters(Toy):
+        def __init__(self, lr: float = 0.5, sizes: tuple[int, ...] = (1, 2)) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer = quiet(max_epochs=1, logger=CSVLogger())
+    trainer.fit(WithHyperparameters(), loader(1))
+    written = json.loads((trainer.run_dir / "hparams.json").read_text())
+    assert written["module"] == {"lr": 0.5, "sizes": [1, 2]}
+
+
+class Crash(Callback):
+    """Ends the run with an error after a step, when everything else of that step is done."""
+
+    after_module = True
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("crash")
+
+
+def train(folder: str, crash_at: int | None = None, **settings: Any) -> Path:
+    """Three epochs of 8 steps, a checkpoint after every 4; the path of the CSV file."""
+    crash = [] if crash_at is None else [Crash(crash_at)]
+    trainer = quiet(
+        max_epochs=3,
+        log_every_n_steps=1,
+        logger=CSVLogger(),
+        default_root_dir=folder,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(every_n_train_steps=4), *crash],
+        **settings,
+    )
+    try:
+        trainer.fit(Toy(), loader(8, shuffle=True), loader(2), ckpt_path="last")
+    except RuntimeError:
+        assert crash_at is not None
+    return Path(trainer.run_dir / "metrics.csv")
+
+
+@pytest.mark.parametrize("settings", [{}, {"val_check_interval": 4}], ids=["val by epoch", "val by step"])
+@pytest.mark.parametrize("crash_at", [4, 7, 8, 9, 15])
+def test_an_interrupted_run_leaves_the_file_of_one_that_was_not(crash_at: int, settings: dict[str, Any]) -> None:
+    whole = train("whole", **settings)
+    assert train("broken", crash_at, **settings) == train("broken", **settings)
+    broken = Path("broken/version_0/metrics.csv")
+    assert [row["step"] for row in rows(whole)] == [str(step) for step in range(1, 25)]
+    assert broken.read_text() == whole.read_text()
+
+
+def test_the_row_of_the_checkpoint_survives_a_power_cut() -> None:
+    """What is not on the disk when the machine dies comes back from the checkpoint."""
+    whole = train("whole")
+    broken = train("broken", crash_at=9)
+    lines = broken.read_text().splitlines(keepends=True)
+    assert lines[8].startswith("8,")
+    broken.write_text("".join(lines[:8]) + lines[8][:5])
+    train("broken")
+    assert broken.read_text() == whole.read_text()
+
+
+def test_evaluation_after_training_adds_to_the_file() -> None:
+    class Tested(Toy):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", 0.5)
+
+    trainer = quiet(max_epochs=2, log_every_n_steps=1, logger=CSVLogger())
+    trainer.fit(Tested(), loader(2))
+    before = rows(trainer.run_dir / "metrics.csv")
+    trainer.test(Tested(), loader(1))
+    after = rows(trainer.run_dir / "metrics.csv")
+    assert after == [*before[:-1], {**before[-1], "test_loss": "0.5"}]
+
+
+def test_a_second_fit_has_a_file_of_its_own() -> None:
+    trainer = quiet(max_epochs=1, log_every_n_steps=1, logger=CSVLogger())
+    paths = []
+    for _ in range(2):
+        trainer.fit(Toy(), loader(2))
+        paths.append(trainer.run_dir / "metrics.csv")
+    assert [len(rows(path)) for path in paths] == [2, 2]
+    assert paths[0] != paths[1]

@@ -1,0 +1,141 @@
+"""EarlyStopping: when a run stops, also after a resume."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import ConfigError
+from trainer.callbacks import EarlyStopping, ModelCheckpoint
+
+
+class Scripted(Toy):
+    """Logs the values given, one for each validation or training epoch, as a validation loss."""
+
+    def __init__(self, values: list[float], name: str = "val_loss") -> None:
+        super().__init__()
+        self.values, self.name = values, name
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(self.name, self.values[self.current_epoch])
+
+
+def epochs_run(values: list[float], **options: Any) -> int:
+    trainer = quiet(max_epochs=len(values), callbacks=[EarlyStopping("val_loss", **options)])
+    trainer.fit(Scripted(values), loader(1), loader(1))
+    return trainer.current_epoch
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        ([5, 4, 3, 2, 1], {"patience": 1}, 5),
+        ([5, 6, 7, 8, 9, 10], {"patience": 3}, 4),
+        ([5, 6, 4, 5, 6, 7, 8], {"patience": 3}, 6),
+        ([5, 5, 5, 5], {"patience": 2}, 3),
+        ([1, 2, 3, 2, 1, 0], {"patience": 2, "mode": "max"}, 5),
+        ([5, 4.95, 4.91, 4.8], {"patience": 2, "min_delta": 0.1}, 3),
+        ([5, 4, 0.5, 0.4], {"stopping_threshold": 1}, 3),
+        ([5, 4, 50, 3], {"divergence_threshold": 10}, 3),
+        ([5, 4, math.nan, 3], {}, 3),
+        ([5, -math.inf, 3], {}, 2),
+        ([math.nan, math.nan, 3, 2, 1], {"check_finite": False, "patience": 3}, 5),
+        ([math.nan, math.nan, math.nan, 1], {"check_finite": False, "patience": 3}, 3),
+        ([1, 2, 3, 4], {"patience": 2, "check_on_train_epoch_end": False}, 3),
+        ([1, 2, 3, 4], {"patience": 2, "check_on_train_epoch_end": True}, 3),
+    ],
+)
+def test_when_it_stops(values: list[float], options: dict[str, Any], epochs: int) -> None:
+    assert epochs_run(values, **options) == epochs
+
+
+def test_the_reason_names_value_and_best() -> None:
+    trainer = quiet(max_epochs=9, callbacks=[EarlyStopping("val_loss", patience=2)])
+    trainer.fit(Scripted([3, 4, 5, 6]), loader(1), loader(1))
+    assert trainer.stop_reason == "early stopping: val_loss has not improved in 2 validations; best 3"
+
+
+def test_patience_counts_validations_inside_an_epoch() -> None:
+    trainer = quiet(max_epochs=2, val_check_interval=2, callbacks=[EarlyStopping("val_loss", patience=2)])
+    trainer.fit(Scripted([1, 1]), loader(8), loader(1))
+    assert trainer.global_step == 6
+
+
+def test_a_value_of_the_training_epoch_is_found_at_its_end() -> None:
+    class Trained(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("score", float(self.current_epoch), on_step=False, on_epoch=True)
+            return self._loss(batch)
+
+    for val in (None, loader(1)):
+        trainer = quiet(max_epochs=9, callbacks=[EarlyStopping("score", patience=2)])
+        trainer.fit(Trained(), loader(2), val)
+        assert trainer.current_epoch == 3
+        assert "2 epochs" in str(trainer.stop_reason)
+
+
+def test_the_sanity_check_does_not_count() -> None:
+    stopping = EarlyStopping("val_loss", patience=9)
+    trainer = quiet(max_epochs=2, num_sanity_val_steps=2, callbacks=[stopping])
+    trainer.fit(Scripted([5, 6]), loader(1), loader(1))
+    assert (stopping.best_score, stopping.wait_count) == (5, 1)
+
+
+def test_a_name_that_was_not_logged() -> None:
+    trainer = quiet(max_epochs=2, callbacks=[EarlyStopping("val_los")])
+    with pytest.raises(ConfigError, match=r"Did you mean 'val_loss'\? Logged so far: train_loss, val_loss\."):
+        trainer.fit(Toy(), loader(2), loader(1))
+    trainer = quiet(max_epochs=2, log_every_n_steps=1, callbacks=[EarlyStopping("val_loss")])
+    with pytest.raises(ConfigError, match="Logged so far: train_loss"):
+        trainer.fit(Toy(), loader(2))
+
+
+def test_not_strict_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = quiet(max_epochs=3, callbacks=[EarlyStopping("val_los", strict=False)])
+    with caplog.at_level(logging.WARNING, logger="trainer"):
+        trainer.fit(Toy(), loader(2), loader(1))
+    assert trainer.current_epoch == 3
+    assert sum("no value of that name" in record.message for record in caplog.records) == 1
+
+
+def test_validating_seldom_is_no_missing_value() -> None:
+    trainer = quiet(max_epochs=4, check_val_every_n_epoch=2, callbacks=[EarlyStopping("val_loss", patience=1)])
+    trainer.fit(Scripted([0, 1, 0, 2, 0]), loader(1), loader(1))
+    assert trainer.current_epoch == 4
+    assert "1 validations" in str(trainer.stop_reason)
+
+
+def test_a_resumed_run_goes_on_counting() -> None:
+    def run(epochs: int, ckpt_path: str | None = None) -> Any:
+        stopping = EarlyStopping("val_loss", patience=3)
+        trainer = quiet(max_epochs=epochs, enable_checkpointing=True, callbacks=[stopping, ModelCheckpoint()])
+        trainer.fit(Scripted([3, 4, 5, 6, 7, 8]), loader(1), loader(1), ckpt_path=ckpt_path)
+        return trainer, stopping
+
+    _, stopping = run(2)
+    assert stopping.wait_count == 1
+    trainer, stopping = run(9, "last")
+    assert (trainer.current_epoch, stopping.wait_count, stopping.best_score) == (4, 3, 3)
+    # Restarted by the same command, a run that had stopped makes no further step.
+    steps = trainer.global_step
+    trainer, _ = run(9, "last")
+    assert trainer.global_step == steps
+    assert "not improved in 3 validations" in trainer.stop_reason
+
+
+def test_a_second_fit_starts_afresh() -> None:
+    stopping = EarlyStopping("val_loss", patience=2)
+    trainer = quiet(max_epochs=9, callbacks=[stopping])
+    for _ in range(2):
+        trainer.fit(Scripted([1, 2, 3, 4, 5, 6]), loader(1), loader(1))
+        assert trainer.current_epoch == 3
+
+
+@pytest.mark.parametrize("wrong", [{"monitor": ""}, {"mode": "lowest"}, {"patience": 0}, {"patience": 1.5}])
+def test_wrong_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="EarlyStopping"):
+        EarlyStopping(**{"monitor": "val_loss", **wrong})

@@ -1,0 +1,29 @@
+"""LambdaCallback: functions at moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import ConfigError
+from trainer.callbacks import LambdaCallback
+
+
+def test_functions_are_called_at_their_moments() -> None:
+    seen: list[Any] = []
+    callback = LambdaCallback(
+        on_train_start=lambda trainer, module: seen.append(("start", type(module).__name__)),
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: seen.append(batch_idx),
+        setup=lambda trainer, module, stage: seen.append(stage),
+    )
+    quiet(max_epochs=1, callbacks=[callback]).fit(Toy(), loader(2))
+    assert seen == ["fit", ("start", "Toy"), 0, 1]
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        LambdaCallback(on_train_strat=print, on_fit_end=3)  # type: ignore[arg-type]
+    assert "unknown hook of LambdaCallback 'on_train_strat'. Did you mean 'on_train_start'?" in str(caught.value)
+    assert "LambdaCallback(on_fit_end=3): give a function." in str(caught.value)

@@ -1,0 +1,67 @@
+"""ModelSummary: what is counted, and what is shown."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import ConfigError
+from trainer.callbacks import ModelSummary
+from trainer.callbacks.model_summary import summarize
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20))
+        self.head = nn.Linear(20, 10, bias=False)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.body[0].bias.requires_grad_(False)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split()[1:] for line in text.splitlines() if not line.startswith("---")}
+
+
+def test_counts() -> None:
+    table = rows(summarize(Net()))
+    assert table["layer"] == ["type", "parameters", "trainable", "buffers", "MB"]
+    assert table["body"] == ["Sequential", "260", "240", "41", "0.001"]
+    assert table["head"] == ["Linear", "200", "200", "0", "0.001"]
+    assert table["total"] == ["Net", "463", "443", "41", "0.002"]
+    assert "(its own)  Parameter            3          3        0" in summarize(Net())
+
+
+def test_depth() -> None:
+    assert list(rows(summarize(Net(), 0))) == ["layer", "total"]
+    assert list(rows(summarize(Net(), 1))) == ["layer", "body", "head", "(its", "total"]
+    assert list(rows(summarize(Net(), 2))) == ["layer", "body", "body.0", "body.1", "head", "(its", "total"]
+    assert rows(summarize(Net(), -1)) == rows(summarize(Net(), 2))
+
+
+def test_a_shared_weight_counts_once_in_the_total() -> None:
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    net[1].weight = net[0].weight
+    table = rows(summarize(net))
+    assert (table["0"][1], table["1"][1], table["total"][1]) == ("16", "16", "16")
+
+
+def test_shapes_that_are_not_known_yet() -> None:
+    table = rows(summarize(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))))
+    assert table["0"] == ["LazyLinear", "?", "?", "?", "?"]
+    assert table["1"][1] == "4"
+
+
+def test_printed_once_at_the_start_of_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet(max_epochs=1, callbacks=[ModelSummary(max_depth=0)])
+    trainer.fit(Toy(), loader(1))
+    trainer.validate(Toy(), loader(1))
+    assert capsys.readouterr().out.count("total  Toy            5          5        0  0.000") == 1
+
+
+@pytest.mark.parametrize("wrong", [-2, 1.5, "all"])
+def test_wrong_depth(wrong: int) -> None:
+    with pytest.raises(ConfigError, match="max_depth"):
+        ModelSummary(wrong)

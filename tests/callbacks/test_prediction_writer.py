@@ -1,0 +1,158 @@
+"""PredictionWriter: everything is there once, in the order of the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import ConfigError, DataModule
+from trainer.callbacks import PredictionWriter, read_predictions
+
+FORMATS = pytest.mark.parametrize("format", ["safetensors", "jsonl"])
+
+
+class Says(Toy):
+    """Predicts what a function makes of the batch's features."""
+
+    def __init__(self, says: Any) -> None:
+        super().__init__()
+        self.says = says
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.says(batch[0])
+
+
+def features(batches: int = 3) -> torch.Tensor:
+    return torch.cat([batch[0] for batch in loader(batches)])
+
+
+def write(says: Any, batches: int = 3, **options: Any) -> list[Any]:
+    writer = PredictionWriter("out", **options)
+    quiet(callbacks=[writer]).predict(Says(says), loader(batches))
+    return list(read_predictions("out"))
+
+
+@FORMATS
+@pytest.mark.parametrize("write_interval", ["batch", "epoch"])
+def test_one_tensor(format: str, write_interval: str) -> None:
+    rows = write(lambda x: 2 * x, format=format, write_interval=write_interval)
+    assert torch.equal(torch.stack([torch.as_tensor(row) for row in rows]), 2 * features())
+
+
+@FORMATS
+def test_named_tensors(format: str) -> None:
+    rows = write(lambda x: {"sum": x.sum(1), "first": x[:, 0]}, format=format)
+    assert [row["sum"] for row in rows] == features().sum(1).tolist()
+    assert [row["first"] for row in rows] == features()[:, 0].tolist()
+    rows = write(lambda x: (x.sum(1), x[:, 0]), format=format)
+    assert [row["1"] for row in rows] == features()[:, 0].tolist()
+
+
+def test_json_of_anything() -> None:
+    assert write(lambda x: [f"{len(x)} samples"] * len(x), format="jsonl") == ["4 samples"] * 12
+    assert write(lambda x: {"text": ["a"] * 4, "score": x.new_zeros(4)}, format="jsonl")[0] == {"text": "a", "score": 0}
+    assert write(lambda x: {"mean": 1.5, "of": x.shape[0]}, format="jsonl") == [{"mean": 1.5, "of": 4}] * 3
+    assert write(lambda x: None, format="jsonl") == [None] * 3
+    assert write(lambda x: x.new_ones(()), format="jsonl") == [1] * 3
+
+
+@pytest.mark.parametrize(
+    ("says", "described"),
+    [
+        (lambda x: "text", "a str"),
+        (lambda x: {"a": x, "b": x[:2]}, r"\{'a': a tensor of shape \(4, 4\), 'b': a tensor of shape \(2, 4\)\}"),
+        (lambda x: x.sum(), r"a tensor of shape \(\)"),
+        (lambda x: [x], "a list"),
+        (lambda x: {}, r"\{\}"),
+    ],
+)
+def test_what_safetensors_cannot_hold(says: Any, described: str) -> None:
+    with pytest.raises(ConfigError, match=rf"got {described} from predict_step\. .* use format='jsonl'"):
+        write(says)
+
+
+@FORMATS
+def test_parts(format: str) -> None:
+    rows = write(lambda x: x, batches=5, format=format, part_bytes=1)
+    assert len(rows) == 20
+    names = sorted(path.name for path in Path("out").iterdir())
+    parts = [f"predictions-rank00000-of-00001-part{n:05d}.{format}" for n in range(5)]
+    assert names == [*parts, "predictions-rank00000-of-00001.json"]
+    assert json.loads(Path("out", names[-1]).read_text()) == {"parts": parts}
+    # Those of an earlier prediction are replaced, files of others stay.
+    Path("out/mine.txt").write_text("keep")
+    write(lambda x: x, format=format)
+    assert len(list(Path("out").iterdir())) == 3
+
+
+def test_other_shapes_begin_another_part() -> None:
+    lengths = iter([2, 2, 3])
+    rows = write(lambda x: x.new_zeros(len(x), next(lengths)))
+    assert [row.shape for row in rows] == [(2,)] * 8 + [(3,)] * 4
+    with safe_open("out/predictions-rank00000-of-00001-part00000.safetensors", framework="pt") as file:
+        assert file.metadata() == {"loader": "0", "batches": "[[0, 4], [1, 4]]"}
+
+
+def test_dtypes_are_kept() -> None:
+    assert write(lambda x: x.bfloat16())[0].dtype == torch.bfloat16
+    assert write(lambda x: x.bfloat16(), format="jsonl")[0] == features()[0].bfloat16().tolist()
+
+
+def test_several_loaders_in_their_order() -> None:
+    class Two(DataModule):
+        def predict_dataloader(self) -> Any:
+            return [loader(2), loader(1)]
+
+    quiet(callbacks=[PredictionWriter("out")]).predict(Says(lambda x: x), datamodule=Two())
+    expected = torch.cat([features(2), features(1)])
+    assert torch.equal(torch.stack(list(read_predictions("out"))), expected)
+
+
+def test_by_default_in_the_run_directory() -> None:
+    trainer = quiet(max_epochs=1, callbacks=[PredictionWriter()])
+    trainer.fit(Toy(), loader(1))
+    trainer.predict(Toy(), loader(2))
+    assert len(list(read_predictions(trainer.run_dir / "predictions"))) == 8
+
+
+def test_subclasses_write_what_they_want() -> None:
+    class Own(PredictionWriter):
+        def __init__(self, **options: Any) -> None:
+            super().__init__("out", **options)
+            self.seen: list[Any] = []
+
+        def write_on_batch_end(
+            self, trainer: Any, module: Any, prediction: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            self.seen.append((batch_idx, dataloader_idx, len(prediction)))
+
+        def write_on_epoch_end(self, trainer: Any, module: Any, predictions: list[list[Any]]) -> None:
+            self.seen.append([len(of_loader) for of_loader in predictions])
+
+    by_batch, by_epoch = Own(), Own(write_interval="epoch")
+    quiet(callbacks=[by_batch]).predict(Toy(), loader(2))
+    quiet(callbacks=[by_epoch]).predict(Toy(), loader(2))
+    assert by_batch.seen == [(0, 0, 4), (1, 0, 4)]
+    assert by_epoch.seen == [[2]]
+
+
+def test_wrong_arguments_all_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PredictionWriter(write_interval="batches", format="json")
+    assert "Did you mean 'batch'" in str(caught.value)
+    assert "Did you mean 'jsonl'" in str(caught.value)
+
+
+def test_nothing_or_only_a_part_to_read() -> None:
+    with pytest.raises(ConfigError, match="no complete predictions"):
+        list(read_predictions("nowhere"))
+    write(lambda x: x)
+    Path("out/predictions-rank00000-of-00001.json").rename("out/predictions-rank00001-of-00002.json")
+    with pytest.raises(ConfigError, match=r"no complete predictions of ranks \[0\]"):
+        list(read_predictions("out"))

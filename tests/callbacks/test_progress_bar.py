@@ -1,0 +1,297 @@
+"""ProgressBar: on a real terminal, in a log, and where there is nothing to write to."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.toy import Toy, loader, quiet
+from tests.harness import ROOT
+from trainer import ConfigError
+from trainer.callbacks import LambdaCallback, ProgressBar
+from trainer.callbacks.progress import _Lines
+
+
+Attach = Callable[..., "Terminal"]
+
+
+class Terminal:
+    """A pseudo-terminal; what arrives at its other end is kept."""
+
+    def __init__(self, encoding: str = "utf-8") -> None:
+        self._master, slave = pty.openpty()
+        self.stream = os.fdopen(slave, "w", encoding=encoding)
+        self._received = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._master, 4096)
+            except OSError:
+                return
+            if not data:
+                return
+            self._received += data
+
+    def text(self) -> str:
+        """Everything that was shown; the terminal is gone then."""
+        self.stream.close()
+        self._reader.join(10)
+        os.close(self._master)
+        return self._received.decode(errors="replace")
+
+
+@pytest.fixture
+def attach(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Terminal]:
+    """Puts a terminal in the place of stdout and stderr. To be called in the test: pytest sets them anew before it."""
+
+    def attach(encoding: str = "utf-8") -> Terminal:
+        terminal = Terminal(encoding)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setattr(sys, "stderr", terminal.stream)
+        monkeypatch.setattr(sys, "stdout", terminal.stream)
+        return terminal
+
+    return attach
+
+
+def fit(bar: ProgressBar | None = None, module: Toy | None = None, callbacks: Any = (), **settings: Any) -> Any:
+    settings = {"max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 2, **settings}
+    trainer = quiet(callbacks=[bar or ProgressBar(), *callbacks], **settings)
+    trainer.fit(module or Toy(), loader(6), loader(3))
+    return trainer
+
+
+def screen(text: str) -> list[str]:
+    """The lines as they stand at the end: what a carriage return or an erasure covers is gone. Cursor moves up and down
+    are followed."""
+    lines, row = [""], 0
+    for token in re.findall(r"\x1b\[A|\x1b\[[0-9;]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", text):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\x1b[A":
+            row = max(0, row - 1)
+        elif token not in "\r" and not token.startswith("\x1b"):
+            lines[row] = token.rstrip() if token.strip() else ""
+    return [line for line in lines if line]
+
+
+def test_a_bar_on_a_terminal(attach: Attach) -> None:
+    terminal = attach()
+    fit()
+    text = terminal.text()
+    for shown in ("sanity check", "epoch 0/1", "epoch 0/1 validation", "epoch 1/1", "6/6", "3/3", "2/2", "it/s"):
+        assert shown in text
+    final = screen(text)
+    assert len(final) == 1
+    assert re.match(r"epoch 1/1: 100%\|█+\| 6/6 \[.*it/s, train_loss=[\d.e-]+, val_loss=[\d.e-]+\]", final[0])
+    assert text.endswith("\n")
+
+
+def test_bars_that_stay(attach: Attach) -> None:
+    terminal = attach()
+    fit(ProgressBar(leave=True))
+    final = screen(terminal.text())
+    assert [line[:9] for line in final] == ["epoch 0/1", "epoch 1/1"]
+
+
+def test_print_does_not_break_the_bar(attach: Attach) -> None:
+    terminal = attach()
+    say = LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: trainer.print(
+            "batch", batch_idx, flush=True
+        )
+    )
+    fit(callbacks=[say])
+    final = screen(terminal.text())
+    assert final[:-1] == [f"batch {n}" for n in range(6)] * 2
+    assert final[-1].startswith("epoch 1/1: 100%")
+
+
+def test_evaluation_has_bars_too(attach: Attach) -> None:
+    terminal = attach()
+    trainer = quiet(callbacks=[ProgressBar()])
+    trainer.validate(Toy(), loader(3))
+    trainer.test(Toy(), loader(4))
+    trainer.predict(Toy(), loader(5))
+    final = screen(terminal.text())
+    assert [re.sub(r"\[.*", "", re.sub("█+", "", line)) for line in final] == [
+        "validate: 100%|| 3/3 ",
+        "test: 100%|| 4/4 ",
+        "predict: 100%|| 5/5 ",
+    ]
+
+
+def test_a_loader_without_a_length(attach: Attach) -> None:
+    terminal = attach()
+
+    class Endless:
+        def __iter__(self) -> Iterator[Any]:
+            yield from loader(3)
+
+    quiet(max_epochs=1, callbacks=[ProgressBar()]).fit(Toy(), Endless())
+    assert re.match(r"epoch 0/0: 3it \[", screen(terminal.text())[-1])
+
+
+def test_an_error_leaves_the_cursor_on_a_line_of_its_own(attach: Attach) -> None:
+    terminal = attach()
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("sorry")
+
+    with pytest.raises(RuntimeError, match="sorry"):
+        fit(callbacks=[LambdaCallback(on_validation_batch_end=fail)], num_sanity_val_steps=0)
+    assert terminal.text().rstrip(" \r").endswith("\n")
+
+
+def test_a_resumed_epoch_begins_where_it_was(attach: Attach) -> None:
+    terminal = attach()
+    settings = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
+    fit(max_steps=4, max_epochs=None, **settings)
+    trainer = quiet(max_epochs=1, callbacks=[ProgressBar()], **settings)
+    trainer.fit(Toy(), loader(6), loader(3), ckpt_path="last")
+    text = terminal.text()
+    assert "4/6" in text
+    assert "6/6" in screen(text)[-1]
+
+
+def test_plain_lines_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
+    fit()
+    lines = capfd.readouterr().err.splitlines()
+    number = r"[\d.e+-]+"
+    assert len(lines) == 2
+    for epoch, line in enumerate(lines):
+        shown = rf"epoch {epoch}/1: 6/6 batches, {number}/s, train_loss={number}, val_loss={number}"
+        assert re.fullmatch(shown, line), line
+
+
+def test_a_log_tells_of_validations_inside_an_epoch_and_of_a_stop(capfd: pytest.CaptureFixture[str]) -> None:
+    fit(val_check_interval=2, max_epochs=9, max_steps=5)
+    titles = [line.split(" batches")[0] for line in capfd.readouterr().err.splitlines()]
+    assert titles == ["epoch 0/8 validation: 3/3", "epoch 0/8 validation: 3/3", "epoch 0/8: 5/6"]
+
+
+def test_lines_are_bounded_but_the_last_is_told(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(_Lines, "BURST", 3)
+    fit(max_epochs=20)
+    titles = [line.split(":")[0] for line in capfd.readouterr().err.splitlines()]
+    assert titles == ["epoch 0/19", "epoch 1/19", "epoch 2/19", "epoch 19/19"]
+
+
+def test_long_epochs_tell_in_between(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(_Lines, "PAUSE", 0.05)
+    monkeypatch.setattr(_Lines, "seconds", 0.01)
+    slow = LambdaCallback(on_train_step_end=lambda trainer, module: time.sleep(0.03))
+    fit(callbacks=[slow], max_epochs=1)
+    lines = capfd.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 5
+    assert re.match(r"epoch 0/0: [2-5]/6 batches", lines[0])
+
+
+def test_off(attach: Attach) -> None:
+    terminal = attach()
+    fit(ProgressBar(refresh_rate=0))
+    assert terminal.text() == ""
+    with pytest.raises(ConfigError, match="refresh_rate"):
+        ProgressBar(refresh_rate=-1)
+
+
+@pytest.mark.parametrize("kind", ["closed", "missing", "broken pipe", "full"])
+def test_streams_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "closed":
+        stream: Any = io.StringIO()
+        stream.close()
+    elif kind == "missing":
+        stream = None
+    elif kind == "broken pipe":
+        read, write = os.pipe()
+        os.close(read)
+        stream = os.fdopen(write, "w")
+    else:
+        stream = open("/dev/full", "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    say = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("hello"))
+    trainer = fit(callbacks=[say], enable_model_summary=True)
+    monkeypatch.undo()
+    assert trainer.current_epoch == 2
+    if stream is not None:
+        with open(os.devnull) as null:
+            if kind in ("broken pipe", "full"):
+                os.dup2(null.fileno(), stream.fileno())
+        with suppress(OSError):
+            stream.close()
+
+
+def test_a_terminal_that_goes_away(attach: Attach) -> None:
+    terminal = attach()
+
+    def hang_up(trainer: Any, module: Any) -> None:
+        if trainer.global_step == 3:
+            terminal.stream.close()
+
+    trainer = fit(callbacks=[LambdaCallback(on_train_step_end=hang_up)])
+    assert trainer.global_step == 12
+
+
+def test_a_terminal_that_knows_only_ascii(attach: Attach) -> None:
+    terminal = attach(encoding="ascii")
+    say = LambdaCallback(on_train_start=lambda trainer, module: trainer.print("größe"))
+    fit(callbacks=[say])
+    text = terminal.text()
+    assert r"gr\xf6\xdfe" in text
+    assert "epoch 1/1: 100%|##" in text
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer.callbacks import LambdaCallback, ProgressBar
+say = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("x" * 100))
+trainer = quiet(max_epochs=2, callbacks=[ProgressBar(), say], enable_model_summary=True)
+trainer.fit(Toy(), loader(4), loader(1))
+open("steps", "w").write(str(trainer.global_step))
+"""
+
+
+@pytest.mark.parametrize("redirect", ["| true; exit ${PIPESTATUS[0]}", ">&- 2>&-"])
+def test_the_exit_code_does_not_suffer(redirect: str, tmp_path: Path) -> None:
+    """Python itself would fail when it flushes a broken stdout at exit."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(ROOT)))
+    command = (
+        f"{sys.executable} script.py 2>&1 {redirect}" if "|" in redirect else f"{sys.executable} script.py {redirect}"
+    )
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=100, check=False)
+    assert result.returncode == 0
+    assert (tmp_path / "steps").read_text() == "8"
+
+
+def test_a_batch_costs_next_to_nothing() -> None:
+    bar = ProgressBar()
+    trainer = quiet(max_epochs=1, callbacks=[bar])
+    bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    bar._next = time.monotonic() + 100
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for batch_idx in range(10_000):
+            bar.on_train_batch_end(trainer, None, None, None, batch_idx)  # type: ignore[arg-type]
+        best = min(best, time.perf_counter() - began)
+    bar.teardown(trainer, None, "fit")  # type: ignore[arg-type]
+    assert best / 10_000 < 2e-6

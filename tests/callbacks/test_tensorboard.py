@@ -1,0 +1,146 @@
+"""TensorBoardLogger: what TensorBoard itself reads from the files."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import Callback, ConfigError
+from trainer.callbacks import ModelCheckpoint, TensorBoardLogger
+from trainer.errors import MissingPackageError
+
+pytest.importorskip("tensorboard")
+
+
+def read(folder: Any) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def curves(folder: Any) -> dict[str, list[tuple[int, float]]]:
+    events = read(folder)
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+class Crash(Callback):
+    after_module = True
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("crash")
+
+
+def train(folder: str, crash_at: int | None = None, **settings: Any) -> Path:
+    """Three epochs of 8 steps, a checkpoint after every 4."""
+    crash = [] if crash_at is None else [Crash(crash_at)]
+    trainer = quiet(
+        max_epochs=3,
+        log_every_n_steps=1,
+        logger=TensorBoardLogger(),
+        default_root_dir=folder,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(every_n_train_steps=4), *crash],
+        **settings,
+    )
+    try:
+        trainer.fit(Toy(), loader(8, shuffle=True), loader(2), ckpt_path="last")
+    except RuntimeError:
+        assert crash_at is not None
+    return trainer.run_dir
+
+
+def test_curves() -> None:
+    found = curves(train("runs"))
+    assert [step for step, _ in found["train_loss"]] == list(range(1, 25))
+    assert [step for step, _ in found["val_loss"]] == [8, 16, 24]
+
+
+@pytest.mark.parametrize("settings", [{}, {"val_check_interval": 4}], ids=["val by epoch", "val by step"])
+@pytest.mark.parametrize("crash_at", [4, 9, 15])
+def test_an_interrupted_run_leaves_the_curves_of_one_that_was_not(crash_at: int, settings: dict[str, Any]) -> None:
+    whole = train("whole", **settings)
+    assert train("broken", crash_at, **settings) == train("broken", **settings)
+    assert curves("broken/version_0") == curves(whole)
+
+
+def test_hyperparameters_once() -> None:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    class WithHyperparameters(Toy):
+        def __init__(self, lr: float = 0.5, name: str = "x", options: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    def run(steps: int, ckpt_path: str | None) -> Path:
+        trainer = quiet(max_steps=steps, logger=TensorBoardLogger(), enable_checkpointing=True)
+        trainer.fit(WithHyperparameters(options={"deep": [1, 2]}), loader(4), ckpt_path=ckpt_path)
+        return trainer.run_dir
+
+    run(2, None)
+    events = read(run(4, "last"))
+    texts = events.Tensors("hyperparameters/text_summary")
+    assert len(texts) == 1
+    assert b'"deep": [' in texts[0].tensor_proto.string_val[0]
+    assert set(events.summary_metadata) >= {"_hparams_/session_start_info"}
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    session = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert session["module/lr"].number_value == 0.5
+    assert session["module/name"].string_value == "x"
+    assert session["module/options/deep"].string_value == "[1, 2]"
+
+
+def test_the_writer_is_there_for_other_things() -> None:
+    logger = TensorBoardLogger("elsewhere")
+    with pytest.raises(ConfigError, match="inside a run"):
+        assert logger.experiment
+
+    class Histograms(Toy):
+        def on_train_epoch_end(self) -> None:
+            logger.experiment.add_histogram("weight", self.layer.weight, self.global_step)
+
+    trainer = quiet(max_epochs=1, logger=logger)
+    trainer.fit(Histograms(), loader(2))
+    assert read("elsewhere").Tags()["histograms"] == ["weight"]
+    assert not list(trainer.run_dir.glob("events.*"))
+
+
+def test_evaluation_after_training_adds_to_the_curves() -> None:
+    class Tested(Toy):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_loss", 0.5)
+
+    trainer = quiet(max_epochs=2, log_every_n_steps=1, logger=TensorBoardLogger())
+    trainer.fit(Tested(), loader(2))
+    trainer.test(Tested(), loader(1))
+    found = curves(trainer.run_dir)
+    assert found["test_loss"] == [(4, 0.5)]
+    assert len(found["train_loss"]) == 4
+
+
+def test_tensorboard_is_imported_late_and_missed_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_import = builtins.__import__
+
+    def without_tensorboard(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith(("tensorboard", "torch.utils.tensorboard")):
+            raise ImportError(name)
+        return true_import(name, *args, **kwargs)
+
+    for name in [name for name in sys.modules if "tensorboard" in name and not name.startswith("trainer")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without_tensorboard)
+    trainer = quiet(max_epochs=1, logger=TensorBoardLogger())
+    with pytest.raises(
+        MissingPackageError, match=r'TensorBoardLogger needs .* pip install "exact-trainer\[tensorboard\]"'
+    ):
+        trainer.fit(Toy(), loader(1))

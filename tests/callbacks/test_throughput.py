@@ -1,0 +1,151 @@
+"""ThroughputMonitor: the rates agree with each other and with the clock."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import ConfigError, Logger
+from trainer.callbacks import ThroughputMonitor
+from trainer.callbacks.throughput import peak_by_name
+
+
+class Kept(Logger):
+    """The rates logged, by name without the prefix; one dict for each step."""
+
+    def __init__(self) -> None:
+        self.rates: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        found = {name.split("/")[1]: value for name, value in metrics.items() if name.startswith("throughput/")}
+        if found:
+            self.rates[step] = found
+
+
+def rates(module: Toy | None = None, val: Any = None, batches: int = 12, **options: Any) -> dict[int, dict[str, float]]:
+    kept = Kept()
+    settings = {
+        name: options.pop(name) for name in ("val_check_interval", "accumulate_grad_batches") if name in options
+    }
+    trainer = quiet(
+        max_epochs=1, log_every_n_steps=2, logger=kept, callbacks=[ThroughputMonitor(**options)], **settings
+    )
+    trainer.fit(module or Toy(), loader(batches), val)
+    return kept.rates
+
+
+def test_rates_agree_with_each_other() -> None:
+    found = rates(items_per_batch=7, flops_per_sample=1000.0, peak_flops=1e6, accumulate_grad_batches=3)
+    assert list(found) == [2, 4]
+    for at in found.values():
+        assert at["batches_per_s"] == pytest.approx(3 * at["steps_per_s"])
+        assert at["samples_per_s"] == pytest.approx(4 * at["batches_per_s"])
+        assert at["tokens_per_s"] == pytest.approx(7 * at["batches_per_s"])
+        assert at["flops_per_s"] == pytest.approx(1000 * at["samples_per_s"])
+        assert at["mfu"] == pytest.approx(at["flops_per_s"] / 1e6)
+
+
+class Slow(Toy):
+    pauses = (0.01,)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(self.pauses[batch_idx % len(self.pauses)])
+        return self._loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.2)
+
+
+def test_validation_does_not_count() -> None:
+    found = rates(Slow(), loader(1), val_check_interval=3)
+    assert 20 < found[12]["batches_per_s"] < 100
+
+
+def test_the_window_forgets_older_steps() -> None:
+    class Faster(Slow):
+        pauses = (0.2,) * 2 + (0.002,) * 10
+
+    found = rates(Faster(), window_size=4)
+    assert found[2]["batches_per_s"] < 5
+    assert found[12]["batches_per_s"] > 50
+
+
+def test_items_and_flops_by_function() -> None:
+    found = rates(
+        items_per_batch=lambda batch: batch[0].numel(),
+        items_name="numbers",
+        flops_per_sample=lambda module: 6.0 * sum(p.numel() for p in module.parameters()),
+    )
+    assert found[12]["numbers_per_s"] == pytest.approx(16 * found[12]["batches_per_s"])
+    assert found[12]["flops_per_s"] == pytest.approx(30 * found[12]["samples_per_s"])
+    assert "mfu" not in found[12]
+
+
+def test_an_unknown_device_has_no_mfu_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="trainer"):
+        rates(flops_per_sample=1.0)
+    assert sum("Pass peak_flops=" in record.message for record in caplog.records) == 1
+
+
+def test_a_loader_that_does_not_tell_its_samples() -> None:
+    kept = Kept()
+    batches = [(torch.randn(4, 4), torch.randn(4, 1)) for _ in range(4)]
+    quiet(max_epochs=1, log_every_n_steps=2, logger=kept, callbacks=[ThroughputMonitor()]).fit(Toy(), batches)
+    assert {"steps_per_s", "batches_per_s"} <= set(kept.rates[4])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4),
+        ("NVIDIA H100 PCIe", torch.float16, 756),
+        ("NVIDIA H200", torch.bfloat16, 989.4),
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
+        ("NVIDIA A10", torch.float16, 125),
+        ("NVIDIA A10G", torch.float16, 70),
+        ("NVIDIA L4", torch.bfloat16, 121),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("Tesla V100-SXM2-16GB", torch.float16, 125),
+        ("Tesla V100-SXM2-16GB", torch.bfloat16, None),
+        ("Tesla T4", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
+        ("NVIDIA RTX A1000", torch.bfloat16, None),
+    ],
+)
+def test_peaks(name: str, dtype: torch.dtype, tflops: float | None) -> None:
+    assert torch.get_float32_matmul_precision() == "highest"
+    peak = peak_by_name(name, dtype)
+    assert peak == (None if tflops is None else tflops * 1e12)
+
+
+def test_tf32_is_the_peak_of_float32_where_it_is_used() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert peak_by_name("NVIDIA A100-SXM4-40GB", torch.float32) == 156e12
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.gpu
+def test_the_peak_of_this_device_is_known() -> None:
+    from trainer.callbacks.throughput import peak_of
+
+    peak = peak_of(torch.device("cuda"), torch.bfloat16)
+    assert peak is None or peak > 1e13
+
+
+@pytest.mark.parametrize("wrong", [{"window_size": 0}, {"items_per_batch": "many"}, {"peak_flops": -1.0}])
+def test_wrong_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"ThroughputMonitor\\({next(iter(wrong))}="):
+        ThroughputMonitor(**wrong)
+
+
+def test_a_tensor_as_number_of_items_is_refused() -> None:
+    with pytest.raises(ConfigError, match="would wait for the device"):
+        rates(items_per_batch=lambda batch: batch[0].sum())

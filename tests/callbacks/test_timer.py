@@ -1,0 +1,112 @@
+"""Timer: stops in time, and counts on after a resume."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import ConfigError
+from trainer.callbacks import ModelCheckpoint, Timer
+from trainer.callbacks.timer import read_duration
+
+
+class Slow(Toy):
+    """Every training batch takes 10 ms, every validation batch 20."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.01)
+        return self._loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.02)
+
+
+def test_stops_in_the_middle_of_an_epoch() -> None:
+    timer = Timer(timedelta(seconds=0.1))
+    trainer = quiet(max_epochs=9, callbacks=[timer])
+    trainer.fit(Slow(), loader(100))
+    assert 1 <= trainer.global_step <= 10
+    assert trainer.current_epoch == 0
+    assert "the time is used up" in str(trainer.stop_reason)
+    assert timer.time_remaining() == 0
+    assert timer.time_elapsed() >= 0.1
+
+
+def test_stops_only_after_whole_epochs() -> None:
+    trainer = quiet(max_epochs=9, callbacks=[Timer(0.05, interval="epoch")])
+    trainer.fit(Slow(), loader(10))
+    assert (trainer.current_epoch, trainer.global_step) == (1, 10)
+
+
+def test_max_time_of_the_trainer_is_a_timer() -> None:
+    trainer = quiet(max_epochs=9, max_time={"seconds": 0.05})
+    trainer.fit(Slow(), loader(100))
+    assert trainer.current_epoch == 0
+
+
+def test_stages_are_measured_apart() -> None:
+    timer = Timer()
+    trainer = quiet(max_epochs=1, callbacks=[timer], num_sanity_val_steps=2)
+    trainer.fit(Slow(), loader(3), loader(2))
+    trainer.test(Slow(), loader(2))
+    assert 0.04 <= timer.time_elapsed("validate") < timer.time_elapsed("train") - 0.03
+    assert timer.time_elapsed("test") > 0
+    assert timer.time_elapsed("predict") == 0
+    assert timer.time_remaining() is None
+    with pytest.raises(ConfigError, match=r"unknown stage of Timer 'tset'. Did you mean 'test'"):
+        timer.time_elapsed("tset")
+
+
+def test_a_resumed_run_goes_on_counting() -> None:
+    def run(seconds: float, steps: int) -> tuple[Timer, int]:
+        timer = Timer(seconds)
+        checkpoint = ModelCheckpoint(every_n_train_steps=1)
+        trainer = quiet(max_steps=steps, enable_checkpointing=True, callbacks=[timer, checkpoint])
+        trainer.fit(Slow(), loader(100), ckpt_path="last")
+        return timer, trainer.global_step
+
+    timer, step = run(60.0, 6)
+    assert step == 6
+    before = timer.time_elapsed()
+    assert before >= 0.06
+    # What is left is too little for a step, and a run whose time is over makes none.
+    timer, step = run(0.05, 9)
+    assert step == 6
+    assert timer.time_elapsed() >= 0.06
+    timer, step = run(60.0, 8)
+    assert step == 8
+    assert timer.time_elapsed() >= 0.08
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("00:00:01:30", 90),
+        ("1:02:03:04", 93784),
+        ({"hours": 1, "minutes": 1}, 3660),
+        (timedelta(days=1), 86400),
+        (2.5, 2.5),
+    ],
+)
+def test_durations(given: Any, seconds: float) -> None:
+    assert read_duration(given) == seconds
+
+
+@pytest.mark.parametrize("wrong", ["01:30", "1h", {"hour": 1}, {"hours": "1"}, [1], timedelta(seconds=-1), True])
+def test_wrong_durations(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="the duration"):
+        Timer(wrong)
+
+
+def test_what_yaml_makes_of_an_unquoted_duration() -> None:
+    with pytest.raises(ConfigError, match="In YAML put it in quotes"):
+        Timer(216000)
+
+
+def test_wrong_interval() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'step'"):
+        Timer(interval="steps")

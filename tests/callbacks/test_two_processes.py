@@ -1,0 +1,111 @@
+"""Callbacks on two processes: they decide together, and only rank 0 writes what is written once."""
+
+from __future__ import annotations
+
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.callbacks.toy import Toy, loader, quiet
+from tests.harness import run_distributed
+from trainer.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    PredictionWriter,
+    TensorBoardLogger,
+    ThroughputMonitor,
+    Timer,
+    read_predictions,
+)
+
+TWO = {"devices": 2, "strategy": "ddp"}
+
+
+class Uneven(Toy):
+    """Each process alone would see other values, and take another time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.005 * (1 + self.trainer.rank))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch) if self.trainer.rank == 0 else 0.0)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0]
+
+
+def _one_of_two(folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    trainer = quiet(max_epochs=9, **TWO, callbacks=[EarlyStopping("val_loss", patience=2)])
+    trainer.fit(Uneven(), loader(2), loader(2))
+    results["early stopping"] = (trainer.global_step, trainer.stop_reason)
+
+    trainer = quiet(max_epochs=9, **TWO, callbacks=[Timer(0.1)])
+    trainer.fit(Uneven(), loader(2000))
+    results["timer"] = (trainer.global_step, trainer.stop_reason)
+
+    trainer = quiet(
+        max_epochs=1,
+        **TWO,
+        default_root_dir=folder,
+        log_every_n_steps=2,
+        logger=[CSVLogger(), TensorBoardLogger()],
+        callbacks=[ThroughputMonitor(items_per_batch=10 * trainer.rank + 5)],
+    )
+    trainer.fit(Uneven(), loader(8))
+    results["run_dir"] = str(trainer.run_dir)
+
+    for format in ("safetensors", "jsonl"):
+        writer = PredictionWriter(Path(folder) / format, format=format, part_bytes=100)
+        quiet(**TWO, callbacks=[writer]).predict(Uneven(), loader(13))
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return run_distributed(_one_of_two, 2, str(folder))
+
+
+def test_early_stopping_ends_both_after_the_same_step(results: list[dict[str, Any]]) -> None:
+    reason = "early stopping: val_loss has not improved in 2 validations; best 0"
+    assert [one["early stopping"] for one in results] == [(3, reason)] * 2
+
+
+def test_the_timer_ends_both_after_the_same_step(results: list[dict[str, Any]]) -> None:
+    (step, reason), other = (one["timer"] for one in results)
+    assert other == (step, reason)
+    assert 1 <= step < 1000
+    assert "the time is used up" in reason
+
+
+def test_one_log_with_the_rates_of_both(results: list[dict[str, Any]]) -> None:
+    run_dir = Path(results[0]["run_dir"])
+    assert results[1]["run_dir"] == str(run_dir)
+    with open(run_dir / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["2", "4"]
+    rates = {name.split("/")[1]: float(value) for name, value in rows[-1].items() if name.startswith("throughput/")}
+    assert rates["samples_per_s"] == pytest.approx(4 * rates["batches_per_s"])
+    # 5 tokens a batch on rank 0 and 15 on rank 1, by two clocks.
+    assert rates["tokens_per_s"] == pytest.approx(10 * rates["batches_per_s"], rel=0.5)
+    assert len(list(run_dir.glob("events.out.tfevents.*"))) == 1
+
+
+@pytest.mark.parametrize("format", ["safetensors", "jsonl"])
+def test_predictions_in_the_order_of_the_data(results: list[dict[str, Any]], folder: Path, format: str) -> None:
+    # 13 batches, of which the two take turns: the last one is split.
+    assert len({path.name[:21] for path in (folder / format).iterdir()}) == 2
+    rows = [torch.as_tensor(row) for row in read_predictions(folder / format)]
+    assert torch.equal(torch.stack(rows), torch.cat([batch[0] for batch in loader(13)]))

@@ -1,0 +1,48 @@
+"""The command run inside the test's process, on a small project."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.project import USERS_FILE, Command
+from trainer.cli.main import main
+
+
+@pytest.fixture
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process of its own: folders that the command puts on the path go, and modules that it imports."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    before = set(sys.modules)
+    yield
+    here = os.getcwd()
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(here):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The current folder, with the user's file in it."""
+    (tmp_path / "mymodel.py").write_text(USERS_FILE)
+    return tmp_path
+
+
+@pytest.fixture
+def command(project: Path, _as_before: None, capsys: pytest.CaptureFixture[str]) -> Command:
+    """See `Command`."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(arguments)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run

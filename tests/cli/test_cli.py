@@ -1,0 +1,260 @@
+"""The commands: help, the resolved configuration, and real runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.project import Command
+from tests.harness import Result, run_python
+from trainer.cli.settings_help import trainer_arguments
+from trainer.config import load
+from trainer.config_files import read_value
+from trainer.config_tree import Findings
+from trainer.settings import Settings
+
+RUN = "module: {class_path: mymodel.py:Net, init_args: {lr: 1e-2}}\ndata: mymodel.py:Data\n"
+QUIET = "trainer: {max_epochs: 1, seed: 1, enable_progress_bar: false, enable_model_summary: false}\n"
+SCRIPT = "import sys\nfrom trainer.__main__ import main\nsys.exit(main())\n"
+"""What the installed command consists of."""
+
+
+def resolved(command: Command, *arguments: str) -> dict[str, object]:
+    code, out, err = command("fit", *arguments, "--print-config")
+    assert code == 0, err
+    loaded: dict[str, object] = yaml.safe_load(out)
+    return loaded
+
+
+def given(*overrides: str, files: tuple[str, ...] = ()) -> dict[str, object]:
+    """What the module of `mymodel.py` was constructed with."""
+    pairs = [overrides[i : i + 2] for i in range(0, len(overrides), 2)]
+    nodes = [(name, read_value(value, name, Findings())) for name, value in pairs]
+    configuration = load(files, [(name, node) for name, node in nodes if node is not None])
+    _, module, _ = configuration.build()
+    arguments: dict[str, object] = module.given  # type: ignore[assignment]
+    return arguments
+
+
+# -- help ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["--version"], ["fit", "-h"], ["fti"]])
+def test_help_does_not_import_torch_and_is_quick(arguments: list[str]) -> None:
+    result = run_python(
+        "import sys, time\n"
+        "for name in ('torch', 'numpy', 'pydantic', 'yaml'):\n"
+        "    sys.modules[name] = None\n"
+        "from trainer.__main__ import main\n"
+        "code = main()\n"
+        "assert time.process_time() < 0.3, time.process_time()\n"
+        "sys.exit(code)\n",
+        *arguments,
+    )
+    result.check(2 if arguments == ["fti"] else 0)
+    assert result.stdout or result.stderr
+
+
+def test_help_lists_every_argument_of_the_trainer(command: Command) -> None:
+    code, out, err = command("fit", "--help")
+    assert (code, err) == (0, "")
+    for argument in trainer_arguments():
+        assert f"--trainer.{argument.name} " in out
+        assert argument.sentence, argument.name
+    assert "--trainer.max_steps int | None (default: null)" in out
+    assert "--ckpt-path" in out
+    assert "examples:" in out
+    assert [argument.name for argument in trainer_arguments()] == list(Settings.__dataclass_fields__)
+    assert all(verb in command("--help")[1] for verb in ("fit", "validate", "test", "predict"))
+
+
+def test_version(command: Command) -> None:
+    import trainer
+
+    assert command("--version") == (0, f"trainer {trainer.__version__}\n", "")
+
+
+# -- the resolved configuration ------------------------------------------------------------------------------------
+
+
+def test_files_and_options_are_laid_over_each_other(command: Command) -> None:
+    Path("a.yaml").write_text(
+        RUN + "trainer: {max_epochs: 1, callbacks: [{class_path: mymodel.Watcher, patience: 2}]}\n"
+    )
+    Path("b.json").write_text('{"trainer": {"max_epochs": 2, "precision": "64-true"}}')
+    Path("c.toml").write_text("[module.init_args]\nwidth = 3\n")
+    options = "--module.lr 1e-4 --trainer.callbacks.0.patience=5 --seed 3 --trainer.strategy ddp "
+    options += "--trainer.strategy.find_unused_parameters true --data.batch_size 8"
+    here = Path.cwd()
+    result = resolved(command, "--config", "a.yaml", "b.json", "--config", "c.toml", *options.split())
+    assert result == {
+        "module": {"class_path": f"{here}/mymodel.py:Net", "init_args": {"lr": 0.0001, "width": 3}},
+        "data": {"class_path": f"{here}/mymodel.py:Data", "init_args": {"batch_size": 8}},
+        "trainer": {
+            "max_epochs": 2,
+            "callbacks": [{"class_path": f"{here}:mymodel.Watcher", "init_args": {"patience": 5}}],
+            "precision": "64-true",
+            "strategy": {"class_path": "ddp", "init_args": {"find_unused_parameters": True}},
+            "seed": 3,
+            "default_root_dir": f"{here}/runs",
+        },
+    }
+
+
+def test_the_resolved_configuration_gives_itself_from_any_folder(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "package" / "deep").mkdir(parents=True)
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "deep" / "net.py").write_text("from mymodel import Net as Base\nclass Net(Base): pass\n")
+    (tmp_path / "elsewhere").mkdir()
+    for module in ("package.deep.net.Net", "mymodel.py:Net"):
+        first = command("fit", "--module", module, "--module.file", "data/x", "--module.name", "1e-3", "--print-config")
+        assert first[0] == 0, first
+        assert yaml.safe_load(first[1])["module"]["init_args"]["file"] == str(tmp_path / "data" / "x")
+        (tmp_path / "resolved.yaml").write_text(first[1])
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path / "elsewhere")
+            patch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
+            assert command("fit", "--config", "../resolved.yaml", "--print-config") == first
+
+
+def test_the_order_of_a_class_and_its_arguments_does_not_matter(command: Command) -> None:
+    Path("run.yaml").write_text("module: {class_path: mymodel.py:Needy, init_args: {lr: 1, width: 2}}\n")
+    one = command("fit", "--config", "run.yaml", "--module.lr", "3", "--module", "mymodel.py:Net", "--print-config")
+    two = command("fit", "--config", "run.yaml", "--module", "mymodel.py:Net", "--module.lr", "3", "--print-config")
+    assert one == two
+    assert yaml.safe_load(one[1])["module"]["init_args"] == {"lr": 3}
+    assert one[2].startswith(
+        "note: command line: module is now mymodel.py:Net; the arguments given to mymodel.py:Needy"
+    )
+
+
+def test_a_file_is_looked_for_beside_its_configuration_first(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "theirs.py").write_text("from trainer import TrainModule\nclass Net(TrainModule): pass\n")
+    (tmp_path / "sub" / "run.yaml").write_text("module: theirs.py:Net\n")
+    assert resolved(command, "--config", "sub/run.yaml")["module"] == f"{tmp_path}/sub/theirs.py:Net"
+    (tmp_path / "sub" / "run.yaml").write_text("module: mymodel.py:Net\n")
+    assert resolved(command, "--config", "sub/run.yaml")["module"] == f"{tmp_path}/mymodel.py:Net"
+
+
+def test_a_file_with_the_name_of_a_known_module_is_itself(command: Command, tmp_path: Path) -> None:
+    for name in ("json", "trainer"):
+        (tmp_path / f"{name}.py").write_text("from trainer.module import TrainModule\nclass Net(TrainModule): pass\n")
+        assert resolved(command, "--module", f"{name}.py:Net")["module"] == f"{tmp_path}/{name}.py:Net"
+
+
+# -- what the constructor gets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("command")
+def test_values_arrive_as_annotated() -> None:
+    Path("run.yaml").write_text(
+        "module:\n  class_path: mymodel.py:Net\n  lr: 1\n  sizes: [1, 2]\n  color: red\n  file: a/b\n  steps: {0: 4}\n"
+        "  layers: {width: 3}\n  encoder: mymodel.Encoder\n  kind: mymodel.Encoder\n"
+        "  encoders: [{class_path: mymodel.Encoder, size: 9}]\n  anything: {class_path: x}\n"
+    )
+    values = given(files=("run.yaml",))
+    assert isinstance(values["lr"], float)
+    assert values["sizes"] == (1, 2)
+    assert type(values["color"]).__name__ == "Color"
+    assert values["file"] == Path("a/b")
+    assert values["steps"] == {0: 4}
+    assert (values["layers"].width, values["layers"].depth) == (3, 2)  # type: ignore[attr-defined]
+    assert values["encoder"].size == 3  # type: ignore[attr-defined]
+    assert values["encoders"][0].size == 9  # type: ignore[index]
+    assert values["kind"].__name__ == "Encoder"  # type: ignore[attr-defined]
+    assert values["anything"] == {"class_path": "x"}
+
+
+@pytest.mark.usefixtures("command")
+def test_text_from_the_command_line_needs_no_quotes() -> None:
+    values = given(
+        "module", "mymodel.py:Net", "module.name", "3", "module.width", "4", "module.lr", "1e-3", "module.sizes", "[5]"
+    )
+    assert (values["name"], values["width"], values["lr"], values["sizes"]) == ("3", 4, 0.001, (5,))
+    assert given("module", "mymodel.py:Net", "module.name", "null")["name"] == "null"
+
+
+@pytest.mark.usefixtures("command")
+def test_open_signatures_take_any_name() -> None:
+    Path("run.yaml").write_text("module: {class_path: mymodel.py:Open, init_args: {whatever: [1]}}\n")
+    _, module, _ = load(["run.yaml"]).build()
+    assert module.more == {"whatever": [1]}
+
+
+@pytest.mark.usefixtures("command")
+def test_the_seed_decides_the_weights() -> None:
+    Path("run.yaml").write_text(RUN + QUIET)
+    weights = [load(["run.yaml"]).build()[1].layer.weight for _ in range(2)]  # type: ignore[union-attr]
+    assert weights[0].equal(weights[1])  # type: ignore[operator]
+
+
+# -- real runs -----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str, cwd: Path | None = None) -> Result:
+    return run_python(SCRIPT, *arguments, cwd=cwd)
+
+
+def test_fit_validate_test_and_predict(project: Path) -> None:
+    """With a `callbacks` folder of the user's beside it; then the run, from its own configuration, somewhere else."""
+    (project / "callbacks").mkdir()
+    (project / "callbacks" / "__init__.py").write_text("from trainer import Callback\nclass Mine(Callback): pass\n")
+    (project / "run.yaml").write_text(RUN + QUIET.replace("{", "{callbacks: callbacks.Mine, ", 1))
+    result = run("fit", "--config", "run.yaml", "--trainer.max_epochs", "2").check()
+    for line in (
+        "after 8 steps:",
+        "val_loss",
+        "run directory:  runs/version_0\n",
+        "configuration:  runs/version_0/config.yaml\n",
+        "checkpoints:    runs/version_0/checkpoints\n",
+        "CSV log:        runs/version_0/metrics.csv\n",
+        "trainer validate --config runs/version_0/config.yaml --ckpt-path last\n",
+    ):
+        assert line in result.stdout
+    assert (project / "runs" / "version_0" / "metrics.csv").is_file()
+    assert yaml.safe_load((project / "runs" / "version_0" / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
+
+    elsewhere = project / "elsewhere"
+    elsewhere.mkdir()
+    again = ["--config", str(project / "runs/version_0/config.yaml"), "--ckpt-path", "last"]
+    validated = run("validate", *again, cwd=elsewhere).check()
+    value = next(line for line in result.stdout.splitlines() if "val_loss" in line).split()[-1]
+    assert [line.split() for line in validated.stdout.splitlines()[-2:]] == [["validation:"], ["val_loss", value]]
+    predicted = run("predict", *again, "--trainer.limit_predict_batches", "2", cwd=elsewhere).check()
+    folder = next(line.split()[-1] for line in predicted.stdout.splitlines() if line.startswith("predictions:"))
+    assert list((elsewhere / folder).glob("*.safetensors"))
+
+
+def test_test_and_a_missing_checkpoint(command: Command) -> None:
+    Path("run.yaml").write_text(RUN + QUIET)
+    code, out, _ = command("test", "--config", "run.yaml")
+    assert code == 0
+    assert out.splitlines()[-2:][0] == "test:"
+    code, _, err = command("test", "--config", "run.yaml", "--ckpt-path", "best")
+    assert code == 1
+    assert err.startswith("error: ckpt_path='best': no such checkpoint.")
+
+
+def test_two_processes_print_once(project: Path) -> None:
+    (project / "run.yaml").write_text(RUN + QUIET)
+    result = run("fit", "--config", "run.yaml", "--trainer.devices", "2", "--trainer.strategy", "ddp").check()
+    assert result.stdout.count("run directory:") == 1
+
+
+def test_a_bug_in_the_users_step_is_left_to_python(project: Path, command: Command) -> None:
+    source = (project / "mymodel.py").read_text().replace('self.log("train_loss", loss)', 'raise KeyError("my bug")')
+    (project / "mymodel.py").write_text(source)
+    (project / "run.yaml").write_text(RUN + QUIET)
+    with pytest.raises(KeyError, match="my bug"):
+        command("fit", "--config", "run.yaml")
+
+
+def test_the_package_is_a_command(project: Path) -> None:
+    result = run_python("import runpy\nrunpy.run_module('trainer', run_name='__main__')\n", "fti").check(2)
+    assert "Did you mean 'fit'?" in result.stderr

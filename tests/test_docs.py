@@ -1,0 +1,79 @@
+"""Every snippet of the README and the docs runs: Python blocks, commands, and config files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.harness import ROOT, run_python
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+SHORTER = "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 3"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [page.name for page in pages]
+
+
+PYTHON_PAGES = [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", PYTHON_PAGES, ids=names(PYTHON_PAGES))
+def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "snippets.py"
+    script.write_text("\n\n".join(blocks(page, "python")))
+    run_python(script, cwd=tmp_path).check()
+
+
+def trainer_commands(page: Path) -> list[str]:
+    lines = "".join(blocks(page, "bash")).splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.startswith(".venv/bin/trainer")]
+
+
+def test_readme_commands_run(tmp_path: Path) -> None:
+    """In the order of the page, in one directory, as a reader would type them; shortened."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    commands = trainer_commands(ROOT / "README.md")
+    assert len(commands) > 5
+    for command in commands:
+        words = shlex.split(command)[1:]
+        if words[0] != "--help" and "--help" not in words and "max_epochs 2" not in command:
+            words += shlex.split(SHORTER)
+        run_python("-m", "trainer", *words, cwd=tmp_path, timeout=120).check()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_yaml_blocks_are_configs(page: Path) -> None:
+    """Each one is merged into the digits example and accepted, without running it."""
+    from trainer.cli.main import main
+
+    for number, block in enumerate(blocks(page, "yaml")):
+        assert isinstance(yaml.safe_load(block), dict)
+        more = Path(f"more-{number}.yaml")
+        more.write_text(block)
+        config = str(ROOT / "examples" / "digits" / "config.yaml")
+        assert main(["fit", "--config", config, str(more), "--print-config"]) in (0, None)
+
+
+def test_make_targets_in_the_readme_exist() -> None:
+    targets = re.findall(r"^make ([a-z-]+)", "".join(blocks(ROOT / "README.md", "bash")), flags=re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    assert targets[:2] == ["demo", "test"]
+    assert all(f"\n{target}:" in makefile for target in targets)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target.replace("\n", " ")).exists(), f"{page.name}: {target}"
+
+
