@@ -9,8 +9,8 @@ what the others logged (early stopping, then checkpoints).
         prepare_data                                    data module, module; once per node
         setup(stage="fit")                              data module, callbacks, module
         configure_model                                 module
+        on_load_checkpoint(checkpoint)                  when resuming, before the weights are loaded
         configure_optimizers                            module
-        on_load_checkpoint(checkpoint)                  when resuming
         on_fit_start
         on_sanity_check_start                           (callbacks)
             VALIDATION, a few batches
@@ -81,7 +81,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainer.errors import ConfigError, did_you_mean
+from trainer.errors import did_you_mean, raise_problems
+from trainer.signatures import parameters_of, wrong_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -214,15 +215,48 @@ HOOKS: tuple[str, ...] = tuple(
 """Every moment of a run, in the order of the class above."""
 
 
+OTHER_NAMES = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_begin": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_step_end": "on_train_step_end",
+    "on_train_begin": "on_train_start",
+    "on_init_end": "setup",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_keyboard_interrupt": "on_exception",
+}
+"""What other trainers call, or called, a moment."""
+
+
 def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
     """One problem for each method of `plug` that looks like a hook but is none: a misspelt hook is never called."""
     known = set(known)
-    return [
-        f"{type(plug).__name__}.{name} is not a moment of the run, so it would never be called."
-        f"{did_you_mean(name, known)} All moments are listed at the top of trainer/callbacks/base.py."
-        for name in dir(type(plug))
-        if name.startswith("on_") and name not in known and callable(getattr(type(plug), name))
+    problems = []
+    for name in dir(type(plug)):
+        without_on = f"on_{name}" in known and not name.endswith("_checkpoint")
+        if not (name.startswith("on_") and name not in known) and not without_on:
+            continue
+        if callable(getattr(type(plug), name)):
+            renamed = OTHER_NAMES.get(name, f"on_{name}" if without_on else None)
+            problems.append(
+                f"{type(plug).__name__}.{name} is not a moment of the run, so it would never be called."
+                f"{f' Did you mean {renamed!r}?' if renamed else did_you_mean(name, known)} "
+                "All moments are listed at the top of trainer/callbacks/base.py."
+            )
+    return problems
+
+
+def callback_problems(callback: Callback) -> list[str]:
+    """One problem for each misspelt hook, and for each hook that does not take what it is called with."""
+    wrong = [
+        wrong_parameters(callback, hook, parameters_of(getattr(Callback, hook)))
+        for hook in HOOKS
+        if _overriding([callback], hook)
     ]
+    return [*check_hooks(callback, HOOKS), *filter(None, wrong)]
 
 
 class CallbackList(Callback):
@@ -291,9 +325,7 @@ def _without_trainer_and_module(method: Any) -> Any:
 
 def in_calling_order(callbacks: list[Callback], module: TrainModule) -> CallbackList:
     """The list as it is called: callbacks, the module's hooks, then the callbacks that read what was logged."""
-    problems = [problem for callback in callbacks for problem in check_hooks(callback, HOOKS)]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
     first = [callback for callback in callbacks if not callback.after_module]
     last = [callback for callback in callbacks if callback.after_module]
     return CallbackList([*first, ModuleHooks(module), *last])

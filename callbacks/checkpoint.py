@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
+FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+"""A name to be filled in, and its format."""
+
 SMALLER_IS_BETTER = ("loss", "error", "err", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "fid")
 LARGER_IS_BETTER = ("acc", "accuracy", "f1", "auc", "auroc", "iou", "map", "precision", "recall", "bleu", "psnr", "r2")
 
@@ -66,6 +69,7 @@ class ModelCheckpoint(Callback):
         verbose: bool = False,
     ) -> None:
         _check_arguments(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval)
+        raise_problems([*_wrong_filename(filename), *_wrong_flags(save_last, dirpath)], "ModelCheckpoint's arguments")
         self.dirpath = dirpath
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
@@ -112,6 +116,8 @@ class ModelCheckpoint(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit":
             self._folder = Path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
+            if self._folder.exists() and not self._folder.is_dir():
+                raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
             self._last_time = time.monotonic()
             if trainer.is_global_zero and self._folder.is_dir():
                 CheckpointStore(self._folder).clean()
@@ -238,7 +244,7 @@ class ModelCheckpoint(Callback):
             text = format(values[name], form)
             return f"{name}={text}" if self.auto_insert_metric_name else text
 
-        return re.sub(r"\{([^{}:]+)(?::([^{}]*))?\}", fill, self.filename).replace("/", "_")
+        return re.sub(FIELD, fill, self.filename).replace("/", "_")
 
     def _free_name(self, name: str) -> str:
         """The name, with a version if it is taken: an existing checkpoint is never overwritten."""
@@ -281,7 +287,39 @@ def _check_arguments(
         problems.append(f"mode={mode!r}: allowed are 'min' and 'max'.{did_you_mean(str(mode), ['min', 'max'])}")
     if monitor is None and save_top_k > 1 and mode is not None:
         problems.append("mode without monitor has no meaning: give monitor='val_loss' or the like.")
+    if interval is not None and not isinstance(interval, (timedelta, int, float)):
+        problems.append(f"train_time_interval={interval!r}: give a timedelta, or seconds.")
+    elif interval is not None and (interval.total_seconds() if isinstance(interval, timedelta) else interval) <= 0:
+        problems.append(f"train_time_interval={interval!r}: give a time above 0.")
+    if monitor is not None and not isinstance(monitor, str):
+        problems.append(f"monitor={monitor!r}: give the name of a logged value, such as 'val_loss'.")
     raise_problems(problems, "ModelCheckpoint's arguments")
+
+
+def _wrong_flags(save_last: Any, dirpath: Any) -> list[str]:
+    problems = []
+    if not isinstance(save_last, bool):
+        problems.append(f"save_last={save_last!r}: give True or False.")
+    if not isinstance(dirpath, (str, Path, type(None))):
+        problems.append(f"dirpath={dirpath!r}: give a folder.")
+    return problems
+
+
+def _wrong_filename(filename: Any) -> list[str]:
+    """What could not be filled in; better known now than when the first checkpoint is written."""
+    if filename is None:
+        return []
+    if not isinstance(filename, str):
+        return [f"filename={filename!r}: give a text such as '{{epoch}}-{{val_loss:.2f}}'."]
+    if "{" in FIELD.sub("", filename) or "}" in FIELD.sub("", filename):
+        return [f"filename={filename!r}: a brace has no partner. Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
+    problems = []
+    for name, form in FIELD.findall(filename):
+        try:
+            format(0 if name in ("epoch", "step") else 0.0, form)
+        except ValueError as error:
+            problems.append(f"filename={filename!r}: {name!r} cannot be written as {form!r} ({error}). Use '.2f'.")
+    return problems
 
 
 def _mode_of(monitor: str) -> Literal["min", "max"]:

@@ -91,13 +91,13 @@ class CSVLogger(Logger):
         assert self._file is not None
         self._file.put(step, {name: repr(value) for name, value in metrics.items()})
         if time.monotonic() - self._flushed_at > self.flush_seconds:
-            self.flush()
+            self._flushed_at = time.monotonic()
+            self._file.write()
 
     def flush(self) -> None:
-        if self._file is None:
-            return
-        self._flushed_at = time.monotonic()
-        self._file.write()
+        if self._file is not None:
+            self._flushed_at = time.monotonic()
+            self._file.write(to_disk=True)
 
     def close(self) -> None:
         """Write what waits, and let go of the file."""
@@ -158,13 +158,14 @@ class _File:
         assert self.row is not None
         self.row.update(cells)
 
-    def write(self) -> None:
-        """Bring everything to the disk. After an error what waits is kept, and written over by the next try."""
+    def write(self, to_disk: bool = False) -> None:
+        """Write everything; with `to_disk` it survives a power cut. After an error what waits is kept, and written over
+        by the next try."""
         try:
             if self._new_columns or self._amended:
                 self._write_anew(self._final_rows())
             else:
-                self._append()
+                self._append(to_disk)
         except OSError as error:
             if not self._failed:
                 log.warning("cannot write %s (%s); rows are kept in memory until it can be written.", self.path, error)
@@ -194,13 +195,15 @@ class _File:
         self.close()
         self._end = len(head)
 
-    def _append(self) -> None:
+    def _append(self, to_disk: bool) -> None:
         final = b"".join(self._line(step, row) for step, row in self._waiting)
         if self._file is None:
             self._file = io.FileIO(self.path, "r+")
         self._file.seek(self._end)
         _write_all(self._file, final + self._last_line())
         self._file.truncate()
+        if to_disk:
+            os.fsync(self._file.fileno())
         self._end += len(final)
 
     def _last_line(self) -> bytes:

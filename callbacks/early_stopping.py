@@ -175,6 +175,7 @@ class EarlyStopping(Callback):
             return f"early stopping: {value} is worse than the divergence threshold {self.divergence_threshold:g}"
         if self.wait_count >= self.patience:
             best = "none" if self.best_score is None else f"{self.best_score:.6g}"
-            checks = "validations" if self._place == "validation" else "epochs"
-            return f"early stopping: {self.monitor} has not improved in {self.wait_count} {checks}; best {best}"
+            checks = "validation" if self._place == "validation" else "epoch"
+            waited = f"{self.wait_count} {checks}{'' if self.wait_count == 1 else 's'}"
+            return f"early stopping: {self.monitor} has not improved in {waited}; best {best}"
         return None

@@ -213,8 +213,9 @@ class _Screen(Protocol):
 
 
 def _open_screen(stream: TextIO, leave: bool) -> _Screen:
-    on_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-    return _Bars(stream, leave) if on_terminal else _Lines(stream)
+    # A terminal of width 0 is a pseudo-terminal that nobody looks at.
+    bars = stream.isatty() and os.environ.get("TERM") != "dumb" and os.get_terminal_size(stream.fileno()).columns > 0
+    return _Bars(stream, leave) if bars else _Lines(stream)
 
 
 class _Bars:

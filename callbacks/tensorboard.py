@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from collections.abc import Mapping
@@ -38,11 +37,6 @@ class TensorBoardLogger(Logger):
         self._hyperparameters: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
         """The newest step and what was logged at it."""
-
-    @staticmethod
-    def is_available() -> bool:
-        """Whether tensorboard is installed."""
-        return importlib.util.find_spec("tensorboard") is not None
 
     @property
     def log_dir(self) -> Path | None:

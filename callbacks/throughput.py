@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import time
 from collections import deque
 from collections.abc import Callable
@@ -115,12 +116,12 @@ class ThroughputMonitor(Callback):
         if not callable(self.items_per_batch):
             return self.items_per_batch or 0
         items = self.items_per_batch(batch)
-        if not isinstance(items, int):
+        if not isinstance(items, numbers.Integral):
             raise ConfigError(
                 f"ThroughputMonitor(items_per_batch=...) returned a {type(items).__name__}: return a whole number, "
                 "made from shapes (batch.numel(), ...), since reading a tensor would wait for the device."
             )
-        return items
+        return int(items)
 
     def _mark(self, trainer: Trainer) -> None:
         self._step = trainer.global_step

@@ -7,7 +7,7 @@ if __name__ != "trainer.strategies":
         "sys.path: run your script from its own folder."
     )
 
-from trainer.errors import unknown
+from trainer.errors import ConfigError, unknown
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDPStrategy
 from trainer.strategies.single import SingleDeviceStrategy
@@ -18,6 +18,16 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "single_device": SingleDeviceStrategy,
     "ddp": DDPStrategy,
 }
+
+
+OTHER_NAMES = {
+    "dp": "'ddp'",
+    "ddp_spawn": "'ddp': it starts its processes itself",
+    "ddp_notebook": "'ddp', in a script: several processes cannot be started from a notebook",
+    "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
+    "ddp_find_unused_parameters_false": "'ddp'",
+}
+"""Names of other trainers, and what to give here."""
 
 
 def resolve_strategy(strategy: str | Strategy, num_processes: int) -> tuple[Strategy, str]:
@@ -32,5 +42,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> tuple[Stra
         name = "ddp" if num_processes > 1 else "single_device"
         return STRATEGIES[name](), f"auto: {num_processes} process{'es' if num_processes > 1 else ''}"
     if strategy not in STRATEGIES:
+        if strategy in OTHER_NAMES:
+            raise ConfigError(f"unknown strategy {strategy!r}. Use {OTHER_NAMES[strategy]}.")
         raise unknown("strategy", strategy, [*STRATEGIES, "auto"])
     return STRATEGIES[strategy](), "given by name"

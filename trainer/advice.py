@@ -11,8 +11,8 @@ KNOWN = {
     ),
     "backward through the graph a second time": (
         "The trainer calls backward for you: training_step returns the loss and calls no backward. If it did not, then "
-        "a tensor of an earlier step is still in use: detach() it. With automatic_optimization = False, "
-        "use self.manual_backward(loss, retain_graph=True) for all but the last backward of a graph."
+        "a tensor of an earlier step is still in use: detach() it. With automatic_optimization = False call "
+        "self.manual_backward once for each graph: add losses that share one."
     ),
     "optimizer got an empty parameter list": (
         "configure_optimizers gave an optimizer nothing to train: the module has no parameters there. Make layers "
@@ -40,11 +40,13 @@ KNOWN = {
 
 
 def advised(error: BaseException) -> ConfigError | None:
-    """The same error with advice, where there is one for it. Raise it `from` the original, which holds the place."""
+    """The same error with advice, where there is one for it; its cause is the original, which holds the place."""
     if isinstance(error, TrainerError) or not isinstance(error, (RuntimeError, ValueError)):
         return None
     text = str(error)
     for part, advice in KNOWN.items():
         if part in text:
-            return ConfigError(f"{advice}\ntorch said: {text.splitlines()[0]}")
+            explained = ConfigError(f"{advice}\ntorch said: {text.splitlines()[0]}")
+            explained.__cause__ = error
+            return explained
     return None

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from trainer.data.feed import Feed, named_loaders
 from trainer.errors import ConfigError
@@ -12,6 +17,26 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
+
+
+def refuse_data(loaders: Any, stage: str) -> None:
+    """Refuse what can be iterated but holds no batches: a dataset (it yields single samples), a tensor, a text.
+
+    Raises:
+        ConfigError: with how to make a loader of it.
+    """
+    several = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, (list, tuple)) else ()
+    for loader in [loaders, *(one for one in several if isinstance(one, Dataset))]:
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise ConfigError(
+                f"{stage}() got the dataset {type(loader).__name__} in the place of a loader. Give it batches: "
+                "DataLoader(dataset, batch_size=32)."
+            )
+        if isinstance(loader, (torch.Tensor, str, Path)):
+            raise ConfigError(
+                f"{stage}() got a {type(loader).__name__} in the place of a loader. Give a DataLoader, for example "
+                "DataLoader(TensorDataset(inputs, targets), batch_size=32)."
+            )
 
 
 def make_feeds(trainer: Trainer, given: dict[str, Any]) -> None:
@@ -29,6 +54,7 @@ def make_feeds(trainer: Trainer, given: dict[str, Any]) -> None:
             raise _no_loader(trainer, "train_dataloaders", "train_dataloader")
         trainer.train_feed = _train_feed(trainer, train)
         val = given["val"] if given["val"] is not None else source.val_dataloader()
+        refuse_data(val, "fit")
         if settings.overfit_batches:
             val = train if module.overrides("validation_step") else None
         if module.overrides("validation_step"):
@@ -49,6 +75,9 @@ def make_feeds(trainer: Trainer, given: dict[str, Any]) -> None:
 
 def _train_feed(trainer: Trainer, loader: Any) -> Feed:
     settings = trainer.settings
+    refuse_data(loader, "fit")
+    if settings.limit_train_batches == 0:
+        raise ConfigError("limit_train_batches=0 leaves fit() nothing to train on: give a number above 0.")
     feed = Feed(
         loader,
         rank=trainer.rank,
@@ -104,6 +133,7 @@ def _evaluation_feeds(trainer: Trainer, loaders: Any, limit: int | float) -> dic
 def _needed(trainer: Trainer, loaders: Any, limit: int | float, method: str) -> dict[str, Feed]:
     if loaders is None:
         raise _no_loader(trainer, "dataloaders", method)
+    refuse_data(loaders, str(trainer.stage))
     return _evaluation_feeds(trainer, loaders, _limit(trainer, limit))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.errors import ConfigError
+from trainer.log_arguments import as_number, check_first, checked_weight
 
 GatherObjects = Callable[[Any], list[Any]]
 Number = float | torch.Tensor
@@ -166,6 +167,8 @@ class MetricLog:
         """The batch in progress, from which the number of samples is taken when the loader does not tell it."""
         self.samples: int | None = None
         """Samples of the batch in progress; 0 for a filler, whose values do not count."""
+        self.refusal: str | None = None
+        """Why nothing can be logged now."""
 
     def log(
         self,
@@ -198,9 +201,11 @@ class MetricLog:
                 raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
             value = value.detach()
         elif not isinstance(value, (int, float)):
-            value = _as_number(name, value)
+            value = as_number(name, value)
         if weight is None:
             weight = self._batch_weight() if section.batches else 1
+        else:
+            weight = checked_weight(name, weight)
         if entry.options.on_step:
             if entry.window != self.window:
                 entry.window = self.window
@@ -224,6 +229,7 @@ class MetricLog:
         logger: bool,
     ) -> Entry:
         """The first call for a name decides its options."""
+        check_first(key, self.refusal)
         if reduction not in REDUCTIONS:
             raise ConfigError(f"self.log({key!r}, reduction={reduction!r}): allowed are {', '.join(REDUCTIONS)}.")
         if on_step is None:
@@ -387,14 +393,3 @@ def _to_host(tensors: list[torch.Tensor]) -> list[float]:
         for place, number in zip(places, torch.stack([tensors[p] for p in places]).tolist(), strict=True):
             numbers[place] = number
     return numbers
-
-
-def _as_number(name: str, value: Any) -> float:
-    """numpy scalars and the like."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"self.log({name!r}) got a {type(value).__name__}: give a number, a tensor with one element, or a "
-            "torchmetrics.Metric; for a dict of values use self.log_dict."
-        ) from None

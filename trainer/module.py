@@ -288,7 +288,7 @@ class TrainModule(nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take data of your own from a checkpoint, before the weights are loaded."""
 
-    # -- the modes of evaluation: called after the trainer has switched to eval mode, and after it has switched back ----
+    # -- the modes of evaluation: called when the trainer has switched to eval mode, and when it has switched back -----
 
     def on_validation_model_zero_grad(self) -> None: ...
     def on_validation_model_eval(self) -> None: ...

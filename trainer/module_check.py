@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 
 from torch import nn
 
@@ -40,8 +41,6 @@ CALLED_ON_DATA = ("setup", "teardown", "state_dict", "load_state_dict", *(name f
 
 ELSEWHERE = {
     "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
     "training_step_end": "on_train_batch_end",
     "validation_step_end": "on_validation_batch_end",
     "test_step_end": "on_test_batch_end",
@@ -71,6 +70,17 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
         if not module.overrides(method) and method not in misspelt and not _predicts_by_forward(module, method):
             problems.append(_missing(name, method))
     problems += _wrong_parameters(module)
+    problems += [
+        f"{name}.{step} contains 'yield', so a call would not run it: use 'return'."
+        for step in (*STEPS.values(), "configure_optimizers")
+        if inspect.isgeneratorfunction(getattr(module, step))
+    ]
+    problems += [
+        f"{name}.{method} is of type {type(value).__name__}, but TrainModule has a method of that name: call yours "
+        f"something else, such as self.my_{method}."
+        for method, value in vars(module).items()
+        if callable(getattr(TrainModule, method, None)) and not callable(value) and method not in CALLED
+    ]
     return problems + _wrong_hyperparameters(module)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -38,11 +39,14 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         kind = type(self.scheduler).__name__
-        if not isinstance(self.scheduler, LRScheduler) and not hasattr(self.scheduler, "step"):
-            raise ConfigError(f"configure_optimizers gave a {kind} as lr_scheduler; a scheduler has a step() method.")
+        if isinstance(self.scheduler, type) or not hasattr(self.scheduler, "step"):
+            raise ConfigError(
+                f"configure_optimizers gave {_describe(self.scheduler)} as lr_scheduler. "
+                "Give a scheduler, for example torch.optim.lr_scheduler.StepLR(optimizer, 10)."
+            )
         if self.interval not in ("epoch", "step"):
             raise ConfigError(f"interval={self.interval!r} for {kind}: allowed are 'epoch' and 'step'.")
-        if not isinstance(self.frequency, int) or self.frequency < 1:
+        if type(self.frequency) is not int or self.frequency < 1:
             raise ConfigError(f"frequency={self.frequency!r} for {kind}: give a whole number from 1.")
         if self.reduce_on_plateau and self.monitor is None:
             raise ConfigError(
@@ -66,7 +70,7 @@ def read_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer],
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"{module_name}.configure_optimizers gave {_describe(optimizer)} where an optimizer is expected. "
-                "Return torch.optim.AdamW(self.parameters(), lr=...) or the like."
+                + _instead(optimizer)
             )
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
@@ -75,7 +79,39 @@ def read_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer],
             )
     if not optimizers:
         raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")
+    for config in schedulers:
+        # Schedulers that are not torch's need not say whose they are.
+        its = getattr(config.scheduler, "optimizer", None)
+        if isinstance(its, Optimizer) and not any(its is optimizer for optimizer in optimizers):
+            raise ConfigError(
+                f"the {type(config.scheduler).__name__} of {module_name}.configure_optimizers was made for another "
+                f"{type(its).__name__} than the one returned. Make one optimizer, and give the same object to both."
+            )
     return optimizers, schedulers
+
+
+def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: bool) -> None:
+    """Every parameter must be the module's (else no checkpoint would hold it); and one optimizer's, unless `shared`.
+
+    Raises:
+        ConfigError: naming the optimizer.
+    """
+    inside = {id(parameter) for parameter in module.parameters()}
+    taken: dict[int, str] = {}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in inside:
+                raise ConfigError(
+                    f"{kind} has a parameter of shape {tuple(parameter.shape)} that is not in {type(module).__name__}, "
+                    "so it would not be moved or saved. Make it, or the module it is in, an attribute: self.<name> = ..."
+                )
+            if id(parameter) in taken and not shared:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in two optimizers ({taken[id(parameter)]} and "
+                    f"{kind}), and both would step it. Give each its own, or set automatic_optimization = False."
+                )
+        taken.update({id(p): kind for group in optimizer.param_groups for p in group["params"]})
 
 
 def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
@@ -98,7 +134,7 @@ def _read(configured: Any, module_name: str) -> tuple[list[Any], list[SchedulerC
 
 
 def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[Any], list[SchedulerConfig]]:
-    known = ("optimizer", "lr_scheduler")
+    known = ("optimizer", "lr_scheduler", "monitor")
     for key in configured:
         if key not in known:
             raise ConfigError(
@@ -108,6 +144,9 @@ def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[An
     if "optimizer" not in configured:
         raise ConfigError(f'{module_name}.configure_optimizers returned a dict without "optimizer".')
     scheduler = configured.get("lr_scheduler")
+    if scheduler is not None and "monitor" in configured:
+        options = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+        scheduler = {"monitor": configured["monitor"], **options}
     return [configured["optimizer"]], [] if scheduler is None else [_scheduler(scheduler)]
 
 
@@ -183,4 +222,12 @@ class ManualOptimizer:
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _instead(value: Any) -> str:
+    if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
+        return 'Return {"optimizer": optimizer, "lr_scheduler": scheduler}, or two lists: [optimizer], [scheduler].'
+    return "Return torch.optim.AdamW(self.parameters(), lr=...) or the like."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from trainer.callbacks.base import HOOKS, Callback, Logger, check_hooks
+from trainer.callbacks.base import Callback, Logger, callback_problems
 from trainer.callbacks.checkpoint import ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger
 from trainer.callbacks.model_summary import ModelSummary
@@ -79,12 +79,12 @@ def make_plan(settings: Settings) -> Plan:
 
 def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback], list[Logger]]:
     """The user's callbacks, and those that the settings ask for where the user gave none of the kind."""
-    given = settings.callbacks or []
+    given = [] if settings.callbacks is None else settings.callbacks
     callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
-    for callback in callbacks:
-        problems += check_hooks(callback, HOOKS)
-        if any(callback is other for other in callbacks[callbacks.index(callback) + 1 :]):
-            problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice.")
+    for number, callback in enumerate(callbacks):
+        problems += callback_problems(callback)
+        if any(callback is other for other in callbacks[:number]):
+            problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: take one away.")
 
     def missing(kind: type[Callback]) -> bool:
         return not any(isinstance(callback, kind) for callback in callbacks)
@@ -120,8 +120,14 @@ def _loggers(settings: Settings) -> list[Logger]:
 
 def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) -> list[Callback]:
     """The trainer's callbacks and those of `configure_callbacks`, which replace the trainer's of the same class."""
+    if not isinstance(of_module, (list, tuple)):
+        raise ConfigError(f"configure_callbacks gave {of_module!r}: return a list of callbacks, or an empty one.")
     for callback in of_module:
+        if isinstance(callback, type):
+            raise ConfigError(f"configure_callbacks gave the class {callback.__name__}: give {callback.__name__}(...).")
         if not isinstance(callback, Callback):
             raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
     kinds = {type(callback) for callback in of_module}
-    return [callback for callback in callbacks if type(callback) not in kinds] + list(of_module)
+    kept = [callback for callback in callbacks if type(callback) not in kinds]
+    # A checkpoint holds the state of all the others, as it is when they are done with the same moment.
+    return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, ModelCheckpoint))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.callbacks.base import HOOKS, NOT_ON_MODULES, check_hooks, in_calling_order
+from trainer.advice import advised
+from trainer.callbacks.base import in_calling_order
 from trainer.checkpoint.content import restore_training
 from trainer.checkpoint.format import read_checkpoint
 from trainer.data.datamodule import DataModule
@@ -20,7 +21,8 @@ from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.loaders import make_feeds
 from trainer.metrics import MetricLog
 from trainer.module import TrainModule
-from trainer.optimizers import ManualOptimizer, needs_closure, read_optimizers
+from trainer.module_check import datamodule_problems, module_problems
+from trainer.optimizers import ManualOptimizer, check_parameters, needs_closure, read_optimizers
 from trainer.plan import with_module_callbacks
 from trainer.progress import Progress
 from trainer.run_directory import choose_run_dir, find_checkpoint
@@ -35,21 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trainer")
 
-MODULE_HOOKS = [hook for hook in HOOKS if hook not in NOT_ON_MODULES] + [
-    name for name in vars(TrainModule) if name.startswith("on_")
-]
-
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-ELSEWHERE = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-    "optimizer_step": "on_before_optimizer_step, or automatic_optimization = False",
-    "optimizer_zero_grad": "on_before_zero_grad, or automatic_optimization = False",
-    "backward": "on_before_backward, or automatic_optimization = False with manual_backward",
-}
-"""Methods of other trainers' modules that would never be called here, and what to define instead."""
 
 
 @contextmanager
@@ -60,7 +48,7 @@ def running(
 
     `data`: the loaders given by the caller, by stage. Starts the processes if there are several and they are not there.
     """
-    check(trainer, stage, module, datamodule, ckpt_path)
+    check(trainer, stage, module, data, datamodule, ckpt_path)
     _start_processes(trainer)
     trainer.stage, trainer.stop_reason = stage, None
     trainer.module, trainer.datamodule = module, datamodule
@@ -73,16 +61,37 @@ def running(
         trainer.strategy.barrier()
     except BaseException as error:
         # No collectives here: the other processes may be anywhere.
+        explained = advised(error)
         if isinstance(error, Exception):
-            report_failure(trainer.stop_switch.store, trainer.rank, trainer.world_size, error)
-        with suppress(Exception):
+            report_failure(trainer.stop_switch.store, trainer.rank, trainer.world_size, explained or error)
+        with _reported("on_exception"):
             trainer.hooks.on_exception(trainer, module, error)
+        with _reported("teardown"):
             _finish(trainer)
+        _leave_no_empty_run_dir(trainer)
+        if explained is not None:
+            raise explained from error
         raise
     finally:
         _tear_down(trainer)
     if trainer.stop_reason is not None and exit_code(trainer.stop_reason) and not _interactive():
         sys.exit(exit_code(trainer.stop_reason))
+
+
+def _leave_no_empty_run_dir(trainer: Trainer) -> None:
+    """A run that failed before it wrote anything leaves no directory behind, nor changes which one is the newest."""
+    if trainer.is_global_zero and trainer.stage == "fit" and trainer.progress.step == 0:
+        with suppress(OSError):
+            trainer.run_dir.rmdir()
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """An error in here is told, and does not hide the one that ends the run."""
+    try:
+        yield
+    except Exception:
+        log.warning("%s failed too, while the run was ending with an error:", what, exc_info=True)
 
 
 def _finish(trainer: Trainer) -> None:
@@ -91,8 +100,10 @@ def _finish(trainer: Trainer) -> None:
     trainer.hooks.teardown(trainer, trainer.module, str(trainer.stage))
 
 
-def check(trainer: Trainer, stage: str, module: Any, datamodule: Any, ckpt_path: Any) -> None:
+def check(trainer: Trainer, stage: str, module: Any, data: Any, datamodule: Any, ckpt_path: Any) -> None:
     """Find everything that can be known to be wrong before a process is started, and report it at once."""
+    if trainer.stage is not None:
+        raise ConfigError(f"{stage}() was called while {trainer.stage}() runs: make another Trainer for it.")
     if isinstance(module, type):
         raise ConfigError(f"{stage}() got the class {module.__name__}; give it an object: {module.__name__}(...).")
     if not isinstance(module, TrainModule):
@@ -100,27 +111,38 @@ def check(trainer: Trainer, stage: str, module: Any, datamodule: Any, ckpt_path:
             f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "
             "Subclass TrainModule, or hold your model as an attribute of one."
         )
-    if datamodule is not None and not isinstance(datamodule, DataModule):
-        raise ConfigError(f"datamodule= takes a trainer.DataModule, and got a {type(datamodule).__name__}.")
-    name = type(module).__name__
-    problems = check_hooks(module, MODULE_HOOKS)
-    problems += [
-        f"{name}.{method} would never be called. Define {instead} instead."
-        for method, instead in ELSEWHERE.items()
-        if hasattr(type(module), method)
-    ]
-    if stage == "fit":
-        problems += [
-            f"{name} has no {method}: define it."
-            for method in ("training_step", "configure_optimizers")
-            if not module.overrides(method)
-        ]
-        if not module.automatic_optimization:
-            problems += _not_with_manual_optimization(trainer)
-    if isinstance(ckpt_path, str) and ckpt_path not in ("last", "best") and not Path(ckpt_path).exists():
-        guess = did_you_mean(ckpt_path, ["last", "best"])
-        problems.append(f"ckpt_path={ckpt_path!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder.")
-    raise_problems(problems, f"{stage}({name})")
+    problems = module_problems(module, stage) + _wrong_data(stage, data, datamodule)
+    if stage == "fit" and not module.automatic_optimization:
+        problems += _not_with_manual_optimization(trainer)
+    if not isinstance(ckpt_path, (str, Path, type(None))):
+        problems.append(f"ckpt_path={ckpt_path!r}: give 'last', 'best' or the path of a checkpoint folder.")
+    elif ckpt_path not in (None, "last", "best") and not Path(ckpt_path).exists():
+        guess = did_you_mean(str(ckpt_path), ["last", "best"])
+        problems.append(
+            f"ckpt_path={str(ckpt_path)!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder."
+        )
+    raise_problems(problems, f"{stage}({type(module).__name__})")
+
+
+def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
+    """Data modules where loaders are expected, and the other way round."""
+    problems = []
+    for loaders in data.values():
+        if isinstance(loaders, DataModule):
+            problems.append(
+                f"{stage}() got the data module {type(loaders).__name__} in the place of a loader: give it as datamodule=."
+            )
+        elif isinstance(loaders, type):
+            problems.append(f"{stage}() got the class {loaders.__name__} in the place of a loader: give an object.")
+    if isinstance(datamodule, type):
+        problems.append(f"datamodule= got the class {datamodule.__name__}; give an object: {datamodule.__name__}(...).")
+    elif isinstance(datamodule, DataModule):
+        problems += datamodule_problems(datamodule)
+        if any(loaders is not None for loaders in data.values()):
+            problems.append(f"{stage}() got loaders and a datamodule, which gives loaders too: pass only one of them.")
+    elif datamodule is not None:
+        problems.append(f"datamodule= takes a trainer.DataModule, and got a {type(datamodule).__name__}.")
+    return problems
 
 
 def _not_with_manual_optimization(trainer: Trainer) -> list[str]:
@@ -160,13 +182,17 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     trainer.optimizers, trainer.scheduler_configs, trainer.manual_optimizers = [], [], []
     trainer.moves_batches_itself = module.overrides_any(TRANSFER_HOOKS)
     trainer.metrics = MetricLog(module, strategy.gather_objects)
+    if stage == "predict":
+        trainer.metrics.refusal = "predict() logs nothing. Return values from predict_step, or use test()."
     trainer.stop_switch = StopSwitch(strategy.store, strategy.rank, strategy.world_size)
     if stage == "fit":
         trainer.stop_switch.install()
 
     path = strategy.broadcast_object(find_checkpoint(trainer, ckpt_path) if trainer.is_global_zero else None)
     trainer.run_dir = strategy.broadcast_object(choose_run_dir(trainer, ckpt_path, path))
-    checkpoint = read_checkpoint(path) if path is not None else None
+    _write_config(trainer)
+    # "last" has been verified when it was found.
+    checkpoint = read_checkpoint(path, verify=ckpt_path != "last") if path is not None else None
     _seed(trainer, checkpoint)
     _prepare_data(trainer)
     if trainer.datamodule is not None:
@@ -190,6 +216,7 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
 def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> None:
     module, strategy, settings = trainer.module, trainer.strategy, trainer.settings
     optimizers, trainer.scheduler_configs = read_optimizers(module.configure_optimizers(), type(module).__name__)
+    check_parameters(optimizers, module, shared=not module.automatic_optimization)
     clip_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
     trainer.optimizers = strategy.setup_optimizers(optimizers, clip_norm)
     trainer.clips = settings.gradient_clip_val is not None or module.overrides("configure_gradient_clipping")
@@ -199,6 +226,7 @@ def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> Non
             f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
             "one process, without loss scaling."
         )
+    trainer.manual_backwards = trainer.manual_steps = 0
     trainer.manual_optimizers = [ManualOptimizer(optimizer, trainer) for optimizer in trainer.optimizers]
     trainer.rng_to_restore = None
     if checkpoint is not None:
@@ -212,6 +240,12 @@ def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> Non
                 checkpoint["world_size"],
                 strategy.world_size,
             )
+
+
+def _write_config(trainer: Trainer) -> None:
+    config, training = trainer.resolved_config, trainer.stage == "fit" and not trainer.settings.fast_dev_run
+    if config is not None and training and trainer.is_global_zero:
+        (trainer.run_dir / "config.yaml").write_text(config)
 
 
 def _seed(trainer: Trainer, checkpoint: dict[str, Any] | None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.format import read_metadata
 from trainer.checkpoint.store import CheckpointStore
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -38,6 +38,13 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path | No
     if ckpt_path is None:
         return None
     if ckpt_path not in ("last", "best"):
+        inside = Path(ckpt_path) / CHECKPOINTS
+        if inside.is_dir():
+            known = sorted(str(path) for path in inside.iterdir() if path.is_dir())
+            raise CheckpointError(
+                f"ckpt_path={str(ckpt_path)!r} is a run directory; give one of its checkpoints: "
+                f"{', '.join(known) or 'there is none'}."
+            )
         return CheckpointStore(Path(ckpt_path).parent).resolve(Path(ckpt_path))
     folders = _places(trainer)
     for folder in folders:
@@ -63,11 +70,11 @@ def _places(trainer: Trainer) -> list[Path]:
 
 
 def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: Path | None) -> Path:
-    """Where this run writes: a run that goes on from "last" goes on in its directory, any other gets a new one.
+    """Where this run writes: training that goes on from "last" goes on in its directory, any other gets a new one.
 
-    After `fit`, the same trainer's validate, test and predict write where it did.
+    Validate, test and predict write beside the checkpoint that they look at, or where this trainer's `fit` did.
     """
-    if ckpt_path == "last" and checkpoint is not None:
+    if checkpoint is not None and (ckpt_path == "last" or trainer.stage != "fit"):
         return _run_dir_of(checkpoint)
     if trainer.fitted and trainer.stage != "fit":
         return trainer.run_dir
@@ -82,6 +89,11 @@ def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: P
             path.mkdir(parents=True)
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise ConfigError(
+                f"default_root_dir={str(root)!r}: no run directory can be made there ({error.strerror}). "
+                "Give a folder that can be written."
+            ) from None
         else:
             return path
 

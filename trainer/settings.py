@@ -15,9 +15,10 @@ from typing import Any, Concatenate, Literal
 from typing_extensions import ParamSpec
 
 from trainer.callbacks.base import Callback, Logger
-from trainer.errors import did_you_mean, raise_problems
-from trainer.precision import Precision
-from trainer.strategies.base import Strategy
+from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.precision import Precision, resolve_precision
+from trainer.runtime.devices import choose_accelerator
+from trainer.strategies import Strategy, resolve_strategy
 
 P = ParamSpec("P")
 Init = Callable[[Any, "Settings"], None]
@@ -106,7 +107,13 @@ class Settings:
 
     def problems(self) -> list[str]:
         """Everything wrong with these settings, one sentence each."""
-        return [*_wrong_types(self), *_wrong_numbers(self), *_contradictions(self)]
+        return [
+            *_unknown_choices(self),
+            *_wrong_types(self),
+            *_wrong_callbacks(self),
+            *_wrong_numbers(self),
+            *_contradictions(self),
+        ]
 
     @property
     def max_seconds(self) -> float | None:
@@ -124,7 +131,10 @@ def takes(settings: Callable[P, Settings]) -> Callable[[Init], Callable[Concaten
     def decorate(init: Init) -> Callable[Concatenate[Any, P], None]:
         @wraps(init)
         def with_arguments(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            raise_problems(_wrong_names(args, kwargs), "the Trainer's arguments")
+            wrong_names = _wrong_names(args, kwargs)
+            if wrong_names:
+                known: dict[str, Any] = {name: value for name, value in kwargs.items() if name in _NAMES}
+                raise_problems([*wrong_names, *Settings(**known).problems()], "the Trainer's arguments")
             made = settings(*args, **kwargs)
             raise_problems(made.problems(), "the Trainer's arguments")
             init(self, made)
@@ -141,11 +151,14 @@ def takes(settings: Callable[P, Settings]) -> Callable[[Init], Callable[Concaten
 
 def _wrong_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if args else []
-    known = [field.name for field in dataclasses.fields(Settings)]
     for name in kwargs:
-        if name not in known:
-            problems.append(f"Trainer has no argument {name!r}.{did_you_mean(name, known) or _elsewhere(name)}")
+        if name not in _NAMES:
+            hint = f" Use {_MOVED[name]}." if name in _MOVED else did_you_mean(name, _NAMES)
+            problems.append(f"Trainer has no argument {name!r}.{hint or ' trainer fit --help lists them all.'}")
     return problems
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(Settings))
 
 
 _MOVED = {
@@ -156,13 +169,19 @@ _MOVED = {
     "resume_from_checkpoint": "fit(..., ckpt_path=...)",
     "weights_save_path": "ModelCheckpoint(dirpath=...)",
     "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False",
+    "checkpoint_callback": "enable_checkpointing=, callbacks=[ModelCheckpoint(...)]",
+    "distributed_backend": "strategy=",
+    "tpu_cores": "accelerator=, devices=",
+    "num_processes": "devices=",
+    "amp_backend": "precision=",
+    "mixed_precision": "precision='16-mixed' or 'bf16-mixed'",
+    "gradient_accumulation_steps": "accumulate_grad_batches=",
+    "max_grad_norm": "gradient_clip_val=",
+    "progress_bar_refresh_rate": "callbacks=[ProgressBar(refresh_rate=...)]",
+    "reload_dataloaders_every_n_epochs": "an iterable of your own: its __iter__ is called in every epoch",
+    "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
 }
-
-
-def _elsewhere(name: str) -> str:
-    """Where the meaning of an argument of other trainers is found here."""
-    return f" Use {_MOVED[name]}." if name in _MOVED else " trainer fit --help lists them all."
-
+"""Where the meaning of an argument of other trainers is found here."""
 
 _WHOLE_NUMBERS = {  # name: smallest value
     "num_nodes": 1,
@@ -193,24 +212,38 @@ _FLAGS = (
 )
 
 
+def _unknown_choices(settings: Settings) -> list[str]:
+    """Names that are in no table; and devices that this machine has not."""
+    problems = []
+    if isinstance(settings.strategy, type):
+        name = settings.strategy.__name__
+        problems.append(f"strategy={name} is a class; give an object, {name}(), or a name such as 'ddp'.")
+    elif not isinstance(settings.strategy, (str, Strategy)):
+        problems.append(f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object.")
+    else:
+        problems += _problem(lambda: resolve_strategy(settings.strategy, 1))
+    problems += _problem(lambda: resolve_precision(settings.precision))
+    return problems + _problem(lambda: choose_accelerator(settings.accelerator))
+
+
+def _problem(attempt: Callable[[], object]) -> list[str]:
+    try:
+        attempt()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def _wrong_types(settings: Settings) -> list[str]:
     problems = [
         f"{name}={value!r}: give True or False."
         for name in _FLAGS
         if not isinstance(value := getattr(settings, name), bool)
     ]
-    if not isinstance(settings.strategy, (str, Strategy)):
-        problems.append(f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object.")
-    callbacks = settings.callbacks if isinstance(settings.callbacks, list) else [settings.callbacks]
-    for callback in callbacks:
-        if isinstance(callback, type):
-            problems.append(f"callbacks: {callback.__name__} is a class; give an object: {callback.__name__}().")
-        elif callback is not None and not isinstance(callback, Callback):
-            problems.append(f"callbacks: {callback!r} is not a Callback; subclass trainer.Callback.")
-    loggers = settings.logger if isinstance(settings.logger, list) else [settings.logger]
-    for logger in loggers:
-        if not isinstance(logger, (bool, Logger)):
-            problems.append(f"logger={logger!r}: give True, False, a Logger such as CSVLogger(), or a list of them.")
+    if not isinstance(settings.default_root_dir, (str, Path)):
+        problems.append(f"default_root_dir={settings.default_root_dir!r}: give a folder, such as 'runs'.")
+    if not isinstance(settings.benchmark, (bool, type(None))):
+        problems.append(f"benchmark={settings.benchmark!r}: give True, False or None.")
     if not (settings.profiler is None or settings.profiler == "simple" or isinstance(settings.profiler, Callback)):
         problems.append(f"profiler={settings.profiler!r}: allowed are None, 'simple', or a callback.")
     if settings.gradient_clip_algorithm not in ("norm", "value"):
@@ -219,6 +252,24 @@ def _wrong_types(settings: Settings) -> list[str]:
         )
     if settings.deterministic not in (True, False, "warn"):
         problems.append(f"deterministic={settings.deterministic!r}: allowed are True, False and 'warn'.")
+    return problems
+
+
+def _wrong_callbacks(settings: Settings) -> list[str]:
+    problems = []
+    for name, kind, example in (("callbacks", Callback, "EarlyStopping(...)"), ("logger", Logger, "CSVLogger()")):
+        given = getattr(settings, name)
+        several = isinstance(given, (list, tuple))
+        allowed = kind if several else (kind, bool if kind is Logger else type(None))
+        for one in given if several else [given]:
+            if isinstance(one, type):
+                problems.append(f"{name}: {one.__name__} is a class; give an object: {one.__name__}(...).")
+            elif not isinstance(one, allowed):
+                true_or_false = ", True or False" if kind is Logger else ""
+                problems.append(
+                    f"{name}: {one!r} is not a {kind.__name__}. Give an object such as {example}, a list of "
+                    f"them{true_or_false}; your own is a subclass of trainer.{kind.__name__}."
+                )
     return problems
 
 
@@ -235,16 +286,19 @@ def _wrong_numbers(settings: Settings) -> list[str]:
     clip = settings.gradient_clip_val
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip <= 0):
         problems.append(f"gradient_clip_val={clip!r}: give a number above 0, or None for no clipping.")
-    if type(settings.fast_dev_run) is int and settings.fast_dev_run < 0:
+    if not isinstance(settings.fast_dev_run, int) or settings.fast_dev_run < 0:
         problems.append(f"fast_dev_run={settings.fast_dev_run!r}: give True, False or a number of batches.")
     if settings.val_check_interval == 0:
         problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
     if settings.max_time is not None:
         try:
-            _seconds(settings.max_time)
+            readable = _seconds(settings.max_time) >= 0
         except (ValueError, TypeError):
+            readable = False
+        if not readable:
             problems.append(
-                f"max_time={settings.max_time!r}: give 'DD:HH:MM:SS', a timedelta, or a dict such as {{'hours': 2}}."
+                f"max_time={settings.max_time!r}: give 'DD:HH:MM:SS', a timedelta, or a dict such as {{'hours': 2}}, "
+                "that is not negative."
             )
     return problems
 

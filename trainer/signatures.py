@@ -27,7 +27,7 @@ def wrong_parameters(owner: object, name: str, expected: list[str], least: int |
     if not callable(method):
         return (
             f"{where} is of type {type(method).__name__}, but the trainer calls a method of that name: "
-            f"{name}(self, {', '.join(expected)}). Give yours another name."
+            f"{name}({', '.join(['self', *expected])}). Give yours another name."
         )
     try:
         signature = inspect.signature(method)

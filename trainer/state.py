@@ -16,6 +16,7 @@ from trainer.callbacks.checkpoint import ModelCheckpoint
 from trainer.callbacks.progress import ProgressBar
 from trainer.data.datamodule import DataModule
 from trainer.data.feed import Feed
+from trainer.errors import ConfigError, unknown
 from trainer.metrics import MetricLog, Values
 from trainer.module import TrainModule
 from trainer.optimizers import ManualOptimizer, SchedulerConfig
@@ -23,6 +24,7 @@ from trainer.plan import make_plan
 from trainer.progress import Progress
 from trainer.runtime.stop import StopSwitch
 from trainer.settings import Settings
+from trainer.windows import checked_loss
 
 
 class RunState:
@@ -52,6 +54,7 @@ class RunState:
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
         self.scheduler_configs: list[SchedulerConfig] = []
+        self.manual_backwards = self.manual_steps = 0
         self.closure_needed = False
         self.clips = False
         self.moves_batches_itself = False
@@ -120,6 +123,15 @@ class RunState:
         return min(limit, self.max_epochs * math.ceil(self.num_training_batches / self.accumulate_grad_batches))
 
     @property
+    def should_stop(self) -> bool:
+        """Whether the run is stopping. To stop it, call `stop(reason)`."""
+        return self.stop_reason is not None
+
+    @should_stop.setter
+    def should_stop(self, value: object) -> None:
+        raise ConfigError("trainer.should_stop cannot be set: call trainer.stop('why'), and give the reason.")
+
+    @property
     def evaluating(self) -> bool:
         return self.validating or self.stage == "test"
 
@@ -160,7 +172,7 @@ class RunState:
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """For callbacks: the same as `TrainModule.log`."""
-        self.metrics.log(name, value, **options)
+        self.module.log(name, value, **options)
 
     def read_metrics(self) -> dict[str, float]:
         """Everything logged that can be known now, reduced over processes. Collective: every process must call it."""
@@ -200,21 +212,33 @@ class RunState:
         """The batch on the device, by way of the module's transfer hooks if it has any."""
         if not self.moves_batches_itself:
             return self.strategy.to_device(batch)
-        batch = self.module.on_before_batch_transfer(batch, dataloader_idx)
-        batch = self.module.transfer_batch_to_device(batch, self.device, dataloader_idx)
-        return self.module.on_after_batch_transfer(batch, dataloader_idx)
+        module = self.module
+        batch = _returned(module.on_before_batch_transfer(batch, dataloader_idx), "on_before_batch_transfer")
+        batch = _returned(
+            module.transfer_batch_to_device(batch, self.device, dataloader_idx), "transfer_batch_to_device"
+        )
+        return _returned(module.on_after_batch_transfer(batch, dataloader_idx), "on_after_batch_transfer")
 
     def clip_gradients(
         self, optimizer: Optimizer | ManualOptimizer, value: float, algorithm: str
     ) -> torch.Tensor | None:
         """See `TrainModule.clip_gradients`."""
         inner = optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer
+        if algorithm not in ("norm", "value"):
+            raise unknown("gradient_clip_algorithm", algorithm, ("norm", "value"))
         if not self.module.automatic_optimization:
             self.strategy.unscale(inner)
         return self.strategy.clip_gradients(inner, value, algorithm)
 
     def manual_backward(self, loss: torch.Tensor) -> None:
         """See `TrainModule.manual_backward`."""
+        if self.module.automatic_optimization:
+            raise ConfigError(
+                "manual_backward is for automatic_optimization = False: set that in the module's __init__, or return the "
+                "loss from training_step and let the trainer do the rest."
+            )
+        checked_loss(loss, self.module, self.settings.detect_anomaly, "manual_backward got")
+        self.manual_backwards += 1
         self.hooks.on_before_backward(self, self.module, loss)  # type: ignore[arg-type]
         self.strategy.backward(loss)
         self.strategy.reduce_gradients()
@@ -222,6 +246,31 @@ class RunState:
 
     def manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
         """See `ManualOptimizer.step`."""
+        if self.manual_backwards == 0 and closure is None:
+            self._check_first_step(optimizer)
+        self.manual_steps += 1
         self.hooks.on_before_optimizer_step(self, self.module, optimizer)  # type: ignore[arg-type]
         self.strategy.step(optimizer, closure)
         self.strategy.end_step()
+
+    def _check_first_step(self, optimizer: Optimizer) -> None:
+        """A step before any `manual_backward`: there are no gradients, or not those of all processes."""
+        kind = type(optimizer).__name__
+        if self.module.automatic_optimization:
+            raise ConfigError(
+                f"{kind}.step() was called, but the trainer steps too: leave it out of training_step, or set "
+                "automatic_optimization = False."
+            )
+        if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(f"{kind}.step() found no gradient: call self.manual_backward(loss) before it.")
+        if self.world_size > 1 or self.strategy.scaler is not None:
+            raise ConfigError(
+                "loss.backward() leaves the gradients unscaled, and different on every process: call "
+                "self.manual_backward(loss) instead."
+            )
+
+
+def _returned(batch: Any, hook: str) -> Any:
+    if batch is None:
+        raise ConfigError(f"{hook} returned None: end it with 'return batch'.")
+    return batch

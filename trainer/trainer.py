@@ -150,6 +150,8 @@ class Trainer(RunState):
         Raises:
             CheckpointError: it could not be written; nothing is left at `path` then.
         """
+        if "module" not in vars(self):
+            raise ConfigError("save_checkpoint: this Trainer has run nothing yet, so there is nothing to save. Call fit first.")
         state = collect(self)
         self.hooks.on_save_checkpoint(self, self.module, state)
         problem = None
@@ -307,10 +309,14 @@ class Trainer(RunState):
         progress = self.progress
         if progress.batch == 0 and self.max_epochs is None:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
+        if not self.module.automatic_optimization and self.manual_steps == 0:
+            log.warning("training_step stepped no optimizer in a whole epoch: call self.optimizers().step() in it")
         if self._epoch_validates() and progress.validated_step != progress.step:
             validate_during_fit(self)
         if self.module.automatic_optimization:
             self._step_schedulers("epoch", progress.epoch + 1)
+        # A value logged by step only is known to callbacks, too: that of the last step.
+        self._remember(self.metrics.read_step())
         self.publish(self.metrics.read_epoch(self.metrics.train))
         progress.epoch_ended = True
         self.metrics.section = self.metrics.hooks

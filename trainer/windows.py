@@ -27,35 +27,39 @@ class StepOutputs(NamedTuple):
     """The losses of all micro-batches as they went into backward: their sum is the step's loss."""
 
 
-def checked_loss(outputs: Any, module: TrainModule, detect_anomaly: bool) -> torch.Tensor:
-    """The loss in what `training_step` returned.
+def checked_loss(
+    outputs: Any, module: TrainModule, detect_anomaly: bool, where: str = "training_step returned"
+) -> torch.Tensor:
+    """The loss in what `training_step` returned, or what `manual_backward` got.
 
     Raises:
         ConfigError: there is none, or it cannot be differentiated; with `detect_anomaly`, it is not finite.
     """
     loss = outputs
-    step = f"{type(module).__name__}.training_step"
+    step = f"{type(module).__name__}.{where}"
     if isinstance(outputs, Mapping):
         if "loss" not in outputs:
-            raise ConfigError(f'{step} returned a dict without "loss"; it has: {", ".join(map(str, outputs))}.')
+            raise ConfigError(
+                f'{step} a dict without "loss"; it has: {", ".join(map(str, outputs))}. Return {{"loss": loss, ...}}.'
+            )
         loss = outputs["loss"]
     if not isinstance(loss, torch.Tensor):
-        what = "None" if loss is None else f"a {type(loss).__name__}"
+        what = "None" if loss is None else f"a value of type {type(loss).__name__}"
         hint = " Did you forget 'return loss'?" if loss is None else ""
         raise ConfigError(
-            f"{step} returned {what}; it must return the loss, a tensor with one element.{hint} "
+            f"{step} {what}; what is needed is the loss, a tensor with one element and a gradient.{hint} "
             "To optimize by hand, set automatic_optimization = False."
         )
     if loss.numel() != 1:
-        raise ConfigError(f"{step} returned a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean().")
+        raise ConfigError(f"{step} a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean().")
     if not loss.requires_grad:
         raise ConfigError(
-            f"{step} returned a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no "
-            "parameter that requires a gradient took part in it."
+            f"{step} a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no "
+            "parameter that requires a gradient took part in it. Compute it from the module's outputs."
         )
     if detect_anomaly and not torch.isfinite(loss).all():
         raise ConfigError(
-            f"{step} returned the loss {loss.item()}, which is not finite. Look at the batch and the learning rate; "
+            f"{step} the loss {loss.item()}, which is not finite. Look at the batch and the learning rate; "
             "gradient_clip_val or a lower lr often help."
         )
     return loss

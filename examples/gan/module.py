@@ -85,12 +85,8 @@ class GAN(TrainModule):
             self.manual_backward(generator_loss)
             generator_optimizer.step()
 
-        self.log_dict(
-            {"discriminator_loss": discriminator_loss, "generator_loss": generator_loss},
-            prog_bar=True,
-            on_step=True,
-            on_epoch=True,
-        )
+        losses = {"discriminator_loss": discriminator_loss, "generator_loss": generator_loss}
+        self.log_dict(losses, prog_bar=True)
 
     def configure_optimizers(self) -> list[Optimizer]:
         """In this order `self.optimizers()` gives them back."""

@@ -125,14 +125,15 @@ def test_hyperparameters() -> None:
 
 
 class Crash(Callback):
-    """Ends the run with an error after a step, when everything else of that step is done."""
-
-    after_module = True
+    """Ends the run with an error right after a step is wholly done."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.on_validation_start(trainer, module)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == self.step:
             raise RuntimeError("crash")
 

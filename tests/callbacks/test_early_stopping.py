@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.callbacks.toy import Toy, loader, quiet
-from trainer import ConfigError
+from trainer import Callback, ConfigError
 from trainer.callbacks import EarlyStopping, ModelCheckpoint
 
 
@@ -106,7 +106,21 @@ def test_validating_seldom_is_no_missing_value() -> None:
     trainer = quiet(max_epochs=4, check_val_every_n_epoch=2, callbacks=[EarlyStopping("val_loss", patience=1)])
     trainer.fit(Scripted([0, 1, 0, 2, 0]), loader(1), loader(1))
     assert trainer.current_epoch == 4
-    assert "1 validations" in str(trainer.stop_reason)
+    assert "1 validation;" in str(trainer.stop_reason)
+
+
+@pytest.mark.parametrize("checkpoint_first", [False, True])
+def test_a_checkpoint_inside_an_epoch_knows_the_check_of_its_step(checkpoint_first: bool) -> None:
+    def run(steps: int) -> int:
+        stopping = EarlyStopping("val_loss", patience=9)
+        callbacks: list[Callback] = [stopping, ModelCheckpoint(monitor="val_loss", save_top_k=-1)]
+        if checkpoint_first:
+            callbacks.reverse()
+        trainer = quiet(max_steps=steps, val_check_interval=2, enable_checkpointing=True, callbacks=callbacks)
+        trainer.fit(Scripted([1, 1]), loader(4), loader(1), ckpt_path="last")
+        return stopping.wait_count
+
+    assert [run(6), run(8)] == [2, 3]
 
 
 def test_a_resumed_run_goes_on_counting() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,15 +26,15 @@ from trainer import ConfigError
 from trainer.callbacks import LambdaCallback, ProgressBar
 from trainer.callbacks.progress import _Lines
 
-
 Attach = Callable[..., "Terminal"]
 
 
 class Terminal:
     """A pseudo-terminal; what arrives at its other end is kept."""
 
-    def __init__(self, encoding: str = "utf-8") -> None:
+    def __init__(self, encoding: str = "utf-8", columns: int = 100) -> None:
         self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.stream = os.fdopen(slave, "w", encoding=encoding)
         self._received = b""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -59,9 +62,9 @@ class Terminal:
 def attach(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Terminal]:
     """Puts a terminal in the place of stdout and stderr. To be called in the test: pytest sets them anew before it."""
 
-    def attach(encoding: str = "utf-8") -> Terminal:
-        terminal = Terminal(encoding)
-        monkeypatch.setenv("TERM", "xterm")
+    def attach(term: str = "xterm", **options: Any) -> Terminal:
+        terminal = Terminal(**options)
+        monkeypatch.setenv("TERM", term)
         monkeypatch.setattr(sys, "stderr", terminal.stream)
         monkeypatch.setattr(sys, "stdout", terminal.stream)
         return terminal
@@ -101,6 +104,15 @@ def test_a_bar_on_a_terminal(attach: Attach) -> None:
     assert len(final) == 1
     assert re.match(r"epoch 1/1: 100%\|█+\| 6/6 \[.*it/s, train_loss=[\d.e-]+, val_loss=[\d.e-]+\]", final[0])
     assert text.endswith("\n")
+
+
+@pytest.mark.parametrize("options", [{"term": "dumb"}, {"columns": 0}])
+def test_lines_on_a_terminal_that_can_do_no_more(attach: Attach, options: dict[str, Any]) -> None:
+    terminal = attach(**options)
+    fit()
+    text = terminal.text()
+    assert [line[:9] for line in text.splitlines()] == ["epoch 0/1", "epoch 1/1"]
+    assert "\x1b" not in text
 
 
 def test_bars_that_stay(attach: Attach) -> None:
@@ -277,7 +289,8 @@ def test_the_exit_code_does_not_suffer(redirect: str, tmp_path: Path) -> None:
     command = (
         f"{sys.executable} script.py 2>&1 {redirect}" if "|" in redirect else f"{sys.executable} script.py {redirect}"
     )
-    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=100, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, timeout=100, check=False)
     assert result.returncode == 0
     assert (tmp_path / "steps").read_text() == "8"
 

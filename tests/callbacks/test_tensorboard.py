@@ -31,12 +31,15 @@ def curves(folder: Any) -> dict[str, list[tuple[int, float]]]:
 
 
 class Crash(Callback):
-    after_module = True
+    """Ends the run with an error right after a step is wholly done."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.on_validation_start(trainer, module)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == self.step:
             raise RuntimeError("crash")
 

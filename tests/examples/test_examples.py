@@ -22,6 +22,9 @@ README = ROOT / "examples" / "README.md"
 
 SHORTER = {
     "trainer fit --config examples/digits": "--trainer.max_epochs 2 --trainer.limit_train_batches 3",
+    "trainer fit --config examples/digits/config.yaml --ckpt-path last": (
+        "--trainer.max_epochs 3 --trainer.limit_train_batches 3"
+    ),
     "trainer fit --config examples/gpt": (
         "--trainer.max_steps 3 --trainer.val_check_interval 2 --data.val_pieces 20 --module.width 16"
     ),
@@ -35,10 +38,10 @@ SHORTER = {
 
 
 def commands(section: str) -> list[str]:
-    """The commands in the `sh` blocks below a heading of the README."""
+    """The commands in the `bash` blocks below a heading of the README."""
     text = re.split(rf"^## {section}\b.*$", README.read_text(), flags=re.MULTILINE)[1]
     text = re.split(r"^## ", text, flags=re.MULTILINE)[0]
-    blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
 
@@ -77,6 +80,13 @@ def test_every_file_that_can_be_run_tells_how() -> None:
 
 def test_digits(run: Callable[[str], Result]) -> None:
     outputs = [run(command).stdout for command in commands("digits")]
+    assert "val_acc" in outputs[0]
+    assert "test_acc" in outputs[1]
+    # Two epochs of 3 steps, and one more of the same run.
+    assert "after 6 steps" in outputs[0]
+    assert "after 9 steps" in outputs[2]
+    assert "after 6 steps" in outputs[3]
+    assert "test accuracy: 0." in outputs[4]
     first = Path("runs/digits/version_0")
     assert {"config.yaml", "checkpoints"} <= {path.name for path in first.iterdir()}
     for checkpoint in [path for path in (first / "checkpoints").iterdir() if path.is_dir()]:
@@ -85,15 +95,13 @@ def test_digits(run: Callable[[str], Result]) -> None:
         rows = list(csv.DictReader(file))
     assert [row["val_acc"] for row in rows if row["val_acc"]], rows
     assert list(first.rglob("events.out.tfevents.*"))
-    assert "val_acc" in outputs[0]
-    assert "test_acc" in outputs[1]
-    assert "test accuracy: 0." in outputs[-1]
 
 
 def test_gpt(run: Callable[[str], Result]) -> None:
     outputs = [run(command).stdout for command in commands("gpt")]
     assert "val_bits_per_byte" in outputs[0]
     assert outputs[1].startswith("def ")
+    assert "after 3 steps" in outputs[2]
 
 
 def test_gan(run: Callable[[str], Result]) -> None:
@@ -132,8 +140,8 @@ def test_gpt_learns(tmp_path: Path) -> None:
     text = Running([*command, "--trainer.max_steps", "250"], tmp_path, ENVIRONMENT).wait(240).check().stdout
     match = re.search(r"\bval_bits_per_byte\s+(\d\.\d+)", text)
     assert match is not None, text
-    # 8 bits before it has learnt anything, 4.8 for a model that only knows how often each byte occurs.
-    assert float(match[1]) < 3.5
+    # 8 bits before it has learnt anything, 5.1 for a model that only knows how often each byte occurs.
+    assert float(match[1]) < 4.2
 
 
 # -- the parts, without a trainer -------------------------------------------------------------------------------------
@@ -156,7 +164,7 @@ def test_a_piece_depends_on_its_number_alone() -> None:
         assert 1 <= length <= 8
         # Each target is the byte after its input, and a piece never goes on into the next file.
         assert torch.equal(x[1:length], y[: length - 1])
-        assert all(after == before + 1 for before, after in pairwise(x[:length].tolist())) == (x[0] < 10)
+        assert len({byte < 10 for byte in [*x[:length].tolist(), int(y[length - 1])]}) == 1
 
 
 def test_the_gpt_looks_back_only_and_ties_its_weights() -> None:
@@ -193,7 +201,7 @@ def test_the_digits_are_split_the_same_way_every_time() -> None:
     other.setup("test")
     assert [len(part) for part in (one.train, one.val, one.test)] == [1197, 300, 300]
     assert torch.equal(one.test.tensors[0], other.test.tensors[0])
-    images = torch.cat([part.tensors[0] for part in (one.train, one.val, one.test)])
+    images = torch.cat([part.tensors[0] for part in (one.train.data, one.val, one.test)])
     assert images.shape == (1797, 1, 8, 8)
     assert images.min() == 0
     assert images.max() == 1

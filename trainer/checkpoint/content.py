@@ -39,6 +39,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "rng": [state["rng"] for state in per_rank],
         "loader": [state["loader"] for state in per_rank],
         "metrics": [state["metrics"] for state in per_rank],
+        "callback_metrics": dict(trainer.callback_metrics),
         "callbacks": {key: state for key, c in keyed(trainer.callbacks).items() if (state := c.state_dict())},
         "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
         "hyperparameters": trainer.hyperparameters(),
@@ -68,6 +69,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if strategy.scaler is not None and checkpoint["scaler"]:
         strategy.scaler.load_state_dict(checkpoint["scaler"])
     trainer.progress.load_state_dict(checkpoint["progress"])
+    trainer.callback_metrics.update(checkpoint["callback_metrics"])
     if trainer.progress.epoch_ended:
         trainer.progress.next_epoch()
     if checkpoint["world_size"] == strategy.world_size:

@@ -1,0 +1,352 @@
+"""What every strategy keeps: it trains, evaluates, checkpoints and resumes; a new one is tested by being listed."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, softplus
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.harness import run_distributed
+from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import CSVLogger, ModelCheckpoint
+from trainer.strategies import STRATEGIES
+
+PROCESSES = {"single_device": 1, "ddp": 2}
+"""How many processes each strategy is tested with. A strategy that is not here fails the first test."""
+
+SAMPLES, MICRO_BATCH, WINDOW = 46, 4, 2
+EPOCHS = 3
+RATE = 0.05
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def test_every_strategy_of_the_table_is_tested_here() -> None:
+    assert PROCESSES.keys() == STRATEGIES.keys()
+
+
+class Classifier(TrainModule):
+    """Everything that a checkpoint has to keep: buffers, dropout, two kinds of schedulers, an epoch's running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduction="max")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=RATE)
+        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.95), "interval": "step"}]
+
+
+class Gan(TrainModule):
+    """Two optimizers, stepped by hand."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Linear(4, 2)
+        self.discriminator = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, loss in zip(self.optimizers(), self.losses(batch[0]), strict=True):
+            with optimizer.toggle_model():
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def losses(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        real, made = self.discriminator(x[:, :2]), self.discriminator(self.generator(x[:, 2:]).detach())
+        yield softplus(-real).mean() + softplus(made).mean()
+        yield softplus(-self.discriminator(self.generator(x[:, 2:]))).mean()
+
+    def configure_optimizers(self) -> Any:
+        return [SGD(self.discriminator.parameters(), lr=0.1), AdamW(self.generator.parameters(), lr=1e-2)]
+
+
+KEPT = ("weights", "optimizer", "scheduler", "progress", "callback metrics", "callback steps", "rows")
+"""What must be the same after a break."""
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, 6, generator=generator)
+    return TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long())
+
+
+class Remember(Callback):
+    """What the loop did, step by step, and a state of its own."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[float]] = []
+        self.steps = 0
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch[0][:, 0].tolist())
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def train(
+    strategy: str, folder: str, stop_at: int | None = None, go_on: bool = False, interval: int | float = 1.0
+) -> dict[str, Any]:
+    """One `fit` with shuffled data in a run directory below `folder`; returns all that must not depend on a break."""
+    remember = Remember()
+    trainer = Trainer(
+        strategy=strategy,
+        devices=PROCESSES[strategy],
+        seed=11,
+        max_epochs=EPOCHS,
+        max_steps=stop_at,
+        accumulate_grad_batches=WINDOW,
+        gradient_clip_val=0.5,
+        val_check_interval=interval,
+        log_every_n_steps=1,
+        callbacks=[remember, ModelCheckpoint(save_top_k=1)],
+        default_root_dir=folder,
+        **{**QUIET, "logger": CSVLogger()},
+    )
+    module = Classifier()
+    loader = DataLoader(make_data(), MICRO_BATCH, shuffle=True)
+    trainer.fit(module, loader, DataLoader(make_data(), MICRO_BATCH), ckpt_path="last" if go_on else None)
+    with open(next(trainer.run_dir.glob("**/*.csv"))) as file:
+        rows = list(csv.reader(file))
+    return {
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "optimizer": trainer.optimizers[0].state_dict(),
+        "scheduler": trainer.scheduler_configs[0].scheduler.state_dict(),
+        "progress": trainer.progress.state_dict(),
+        "callback metrics": dict(trainer.callback_metrics),
+        "callback steps": remember.steps,
+        "batches": remember.batches,
+        "rows": rows,
+        "run directory": str(trainer.run_dir),
+        "checkpoint": str(next(c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)).last_model_path),
+    }
+
+
+def break_at_every_step(strategy: str, folder: str) -> list[int]:
+    """The steps at which a break changes what comes out; with validation inside the epochs."""
+    whole = train(strategy, f"{folder}/unbroken", interval=4)
+    different = []
+    for step in range(1, whole["progress"]["step"]):
+        train(strategy, f"{folder}/{step}", stop_at=step, interval=4)
+        resumed = train(strategy, f"{folder}/{step}", go_on=True, interval=4)
+        try:
+            assert_same({key: whole[key] for key in KEPT}, {key: resumed[key] for key in KEPT})
+        except AssertionError:
+            different.append(step)
+    return different
+
+
+def evaluate(strategy: str, checkpoint: str) -> dict[str, Any]:
+    """Validation and prediction with the weights of a checkpoint, by a new trainer."""
+    trainer = Trainer(strategy=strategy, devices=PROCESSES[strategy], enable_checkpointing=False, **QUIET)
+    module, loader = Classifier(), DataLoader(make_data(), MICRO_BATCH)
+    metrics = trainer.validate(module, loader, ckpt_path=checkpoint)
+    outputs = trainer.predict(module, loader, ckpt_path=checkpoint, return_predictions=True)
+    return {"metrics": metrics, "predictions": outputs, "keys": list(module.state_dict())}
+
+
+def train_gan(strategy: str) -> dict[str, Any]:
+    """Ten steps of two optimizers."""
+    trainer = Trainer(
+        strategy=strategy, devices=PROCESSES[strategy], max_steps=10, enable_checkpointing=False, seed=0, **QUIET
+    )
+    module = Gan()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.fit(module, DataLoader(make_data(), MICRO_BATCH))
+    generator = trainer.optimizers[1]
+    return {
+        "global_step": trainer.global_step,
+        "updates": int(generator.state[module.generator.weight]["step"]),
+        "changed": {name: not torch.equal(value, before[name]) for name, value in module.state_dict().items()},
+        "weights": module.state_dict(),
+    }
+
+
+@dataclass
+class Everything:
+    """One strategy's runs on all of its processes; lists are by rank."""
+
+    whole: list[dict[str, Any]]
+    stopped: list[dict[str, Any]]
+    resumed: list[dict[str, Any]]
+    evaluated: list[dict[str, Any]]
+    gan: list[dict[str, Any]]
+    breaks: list[list[int]]
+
+
+STOP_AT = 4
+"""On one process an epoch has six steps, on two it has three: in the middle of an epoch on both."""
+
+
+def first_process(strategy: str, folder: str) -> dict[str, Any]:
+    whole = train(strategy, f"{folder}/whole")
+    return {
+        "whole": whole,
+        "stopped": train(strategy, f"{folder}/broken", stop_at=STOP_AT),
+        "evaluated": evaluate(strategy, whole["checkpoint"]),
+        "gan": train_gan(strategy),
+        "breaks": break_at_every_step(strategy, folder),
+    }
+
+
+def second_process(strategy: str, folder: str) -> dict[str, Any]:
+    torch.manual_seed(12345)  # A new process knows nothing of the old one's random numbers.
+    return train(strategy, f"{folder}/broken", go_on=True)
+
+
+@pytest.fixture(scope="module", params=sorted(PROCESSES))
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Everything:
+    """Two starts of the strategy's processes: what is resumed is resumed in new ones."""
+    strategy, folder = request.param, tmp_path_factory.mktemp(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        first = run_distributed(first_process, PROCESSES[strategy], strategy, str(folder))
+        resumed = run_distributed(second_process, PROCESSES[strategy], strategy, str(folder))
+    return Everything(resumed=resumed, **{key: [rank[key] for rank in first] for key in first[0]})
+
+
+def test_it_trains(runs: Everything) -> None:
+    for rank in runs.whole:
+        losses = rank["callback metrics"]
+        assert losses["val_loss"] < 0.9 < math.log(3)
+        assert rank["progress"]["samples"] == EPOCHS * SAMPLES
+    assert_same(runs.whole[0]["weights"], runs.whole[-1]["weights"])
+
+
+def test_every_sample_is_seen_once_an_epoch(runs: Everything) -> None:
+    expected = sorted(make_data().tensors[0][:, 0].tolist() * EPOCHS)
+    seen = [value for rank in runs.whole for batch in rank["batches"] for value in batch]
+    assert sorted(seen) == expected
+
+
+def test_it_evaluates_every_sample_once(runs: Everything) -> None:
+    module = Classifier()
+    module.load_state_dict(runs.whole[0]["weights"])
+    module.eval()
+    x, y = make_data().tensors
+    with torch.no_grad():
+        logits = module(x)
+    for rank in runs.evaluated:
+        assert rank["metrics"] == pytest.approx({"val_loss": cross_entropy(logits, y).item()}, abs=1e-6)
+    assert runs.whole[0]["callback metrics"]["val_loss"] == pytest.approx(rank["metrics"]["val_loss"], abs=1e-7)
+    predicted = torch.cat([batch for rank in runs.evaluated for batch in rank["predictions"]])
+    assert predicted.shape == logits.shape
+    torch.testing.assert_close(predicted.sort(0).values, logits.sort(0).values)
+
+
+def test_state_dict_has_the_keys_of_the_plain_module(runs: Everything) -> None:
+    for rank in range(len(runs.whole)):
+        assert list(runs.whole[rank]["weights"]) == runs.evaluated[rank]["keys"] == list(Classifier().state_dict())
+
+
+def test_a_checkpoint_is_read_without_a_trainer(runs: Everything) -> None:
+    module = Classifier.load_from_checkpoint(runs.whole[0]["checkpoint"])
+    assert_same(module.state_dict(), runs.whole[0]["weights"])
+
+
+def test_a_stopped_run_ends_with_the_same_bits(runs: Everything) -> None:
+    for whole, stopped, resumed in zip(runs.whole, runs.stopped, runs.resumed, strict=True):
+        assert stopped["progress"]["step"] == STOP_AT
+        assert 0 < stopped["progress"]["batch"] < len(whole["batches"]) // EPOCHS
+        assert stopped["run directory"] == resumed["run directory"]
+        for key in KEPT:
+            assert_same(whole[key], resumed[key], key)
+        assert stopped["batches"] + resumed["batches"] == whole["batches"]
+
+
+def test_a_break_at_any_step_changes_nothing(runs: Everything) -> None:
+    for rank in runs.breaks:
+        assert rank == []
+
+
+def test_a_stopped_run_ends_with_the_same_rows_in_its_log(runs: Everything) -> None:
+    rows = runs.whole[0]["rows"]
+    assert runs.resumed[0]["rows"] == rows
+    assert len(rows) - 1 >= runs.whole[0]["progress"]["step"]
+    assert {"step", "loss_step", "loss_epoch", "val_loss", "largest"} <= set(rows[0])
+
+
+def test_ten_steps_of_two_optimizers_are_ten_steps(runs: Everything) -> None:
+    for rank in runs.gan:
+        assert rank["global_step"] == rank["updates"] == 10
+        assert all(rank["changed"].values())
+        assert_same(rank["weights"], runs.gan[0]["weights"])
+
+
+def test_a_scheduler_steps_once_a_step_on_any_number_of_processes(runs: Everything) -> None:
+    for rank in runs.whole:
+        steps = EPOCHS * math.ceil(math.ceil(SAMPLES / (MICRO_BATCH * len(runs.whole))) / WINDOW)
+        assert rank["progress"]["step"] == rank["scheduler"]["last_epoch"] == rank["callback steps"] == steps
+        assert rank["scheduler"]["_last_lr"] == pytest.approx([RATE * 0.95**steps])
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
+    """Nested containers of tensors and numbers, compared to the last bit."""
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), f"{where}: differs by up to {(ours - theirs).abs().max().item()}"
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours:
+            assert_same(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), where
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(*pair, f"{where}[{index}]")
+    else:
+        assert ours == theirs, where
+
+
+def test_the_same_work_on_one_and_two_processes_takes_as_many_steps(tmp_path: Path) -> None:
+    """Half the micro-batch on two processes is the same global batch."""
+    ends = run_distributed(steps_and_rates, 2, MICRO_BATCH // 2)
+    assert ends[0] == ends[1] == steps_and_rates(MICRO_BATCH)
+
+
+def steps_and_rates(micro_batch: int) -> tuple[int, list[float]]:
+    rates = []
+
+    class Rate(Callback):
+        def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    trainer = Trainer(
+        max_epochs=2, accumulate_grad_batches=WINDOW, callbacks=Rate(), enable_checkpointing=False, **QUIET
+    )
+    module = Classifier()
+    module.layers[1] = nn.Identity()  # Batch norm refuses a micro-batch of one sample.
+    trainer.fit(module, DataLoader(make_data(), micro_batch))
+    return trainer.global_step, rates
