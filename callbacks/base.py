@@ -70,6 +70,8 @@ what the others logged (early stopping, then checkpoints).
 
     on_exception(exception)                             (callbacks) whatever went wrong, before teardown; no collectives here
     on_save_checkpoint(checkpoint)                      each time a checkpoint is written
+    on_checkpoint_committed(path)                       (callbacks) rank 0 only: it is whole and durable, and "last" is it;
+                                                        if it is written asynchronously, at the end of a later step
 
 With manual optimization a window is one batch, and between `on_train_batch_start` and `on_train_batch_end` there is
 `training_step` alone. It calls backward and the optimizers itself; what it calls brings `on_before_backward`,
@@ -117,6 +119,7 @@ class Callback:
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None: ...
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None: ...
+    def on_checkpoint_committed(self, trainer: Trainer, module: TrainModule, path: str) -> None: ...
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None: ...
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None: ...
@@ -313,7 +316,7 @@ class ModuleHooks(Callback):
                 setattr(self, hook, _without_trainer_and_module(getattr(module, hook)))
 
 
-NOT_ON_MODULES = ("on_sanity_check_start", "on_sanity_check_end", "on_exception")
+NOT_ON_MODULES = ("on_sanity_check_start", "on_sanity_check_end", "on_exception", "on_checkpoint_committed")
 
 
 def _without_trainer_and_module(method: Any) -> Any:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.callbacks.base import Callback
+from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.format import MANIFEST_FILE, is_committed, write_checkpoint
+from trainer.checkpoint.place import Place, occupied, place_of
+from trainer.checkpoint.retention import Retention, fill_in, mode_of, template_problems
 from trainer.checkpoint.store import CheckpointStore
-from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.checkpoint.writer import BackgroundWriter
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
-
-FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
-"""A name to be filled in, and its format."""
-
-SMALLER_IS_BETTER = ("loss", "error", "err", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "fid")
-LARGER_IS_BETTER = ("acc", "accuracy", "f1", "auc", "auroc", "iou", "map", "precision", "recall", "bleu", "psnr", "r2")
 
 
 class ModelCheckpoint(Callback):
@@ -33,7 +34,8 @@ class ModelCheckpoint(Callback):
     kept too, and the best of them is called "best": `fit(..., ckpt_path="last")`, `test(..., ckpt_path="best")`.
 
     Args:
-        dirpath: folder of the checkpoints. Default: `checkpoints` in the run directory.
+        dirpath: folder of the checkpoints, or a URL that fsspec understands (s3://bucket/run). Default: `checkpoints` in
+            the run directory.
         filename: name of a checkpoint; `{epoch}`, `{step}` and logged names are filled in, as in
             "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17". Default: "{epoch}-{step}".
         monitor: logged name that decides which checkpoints are the best. Default: the newest are.
@@ -43,6 +45,10 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: write after every so many steps.
         every_n_epochs: write at the end of every so many epochs (and after validations inside an epoch). The default, 1.
         train_time_interval: write after so much time; checked every `log_every_n_steps` steps on several processes.
+        asynchronous: training waits only until the state is copied in memory (which takes as much memory as the state);
+            a thread writes it. One is written at a time. The end of training, a stop and an error wait for it.
+        on_write_error: "raise": a checkpoint that cannot be written (disk full) ends the run; "warn": training goes on,
+            the former checkpoint stays, and the log says so.
         save_on_exception: write one when an error ends the run. On one process only: the others could be anywhere.
         auto_insert_metric_name: "{step}" becomes "step=12", not "12".
         verbose: say what was written.
@@ -64,16 +70,19 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | float | None = None,
+        asynchronous: bool = False,
+        on_write_error: Literal["raise", "warn"] = "raise",
         save_on_exception: bool = False,
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
     ) -> None:
         _check_arguments(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval)
-        raise_problems([*_wrong_filename(filename), *_wrong_flags(save_last, dirpath)], "ModelCheckpoint's arguments")
+        problems = [*template_problems(filename), *_wrong_flags(save_last, asynchronous, on_write_error, dirpath)]
+        raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = dirpath
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
-        self.mode = mode or (_mode_of(monitor) if monitor is not None else "min")
+        self.mode = mode or (mode_of(monitor) if monitor is not None else "min")
         self.save_top_k = save_top_k
         self.save_last = save_last
         self.every_n_train_steps = every_n_train_steps
@@ -82,6 +91,8 @@ class ModelCheckpoint(Callback):
         self.seconds = (
             train_time_interval.total_seconds() if isinstance(train_time_interval, timedelta) else train_time_interval
         )
+        self.asynchronous = asynchronous
+        self.on_write_error = on_write_error
         self.save_on_exception = save_on_exception
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
@@ -90,8 +101,14 @@ class ModelCheckpoint(Callback):
         self.best: str | None = None
         self.last: str | None = None
         self.saved_step = -1
-        self._folder: Path | None = None
+        self._retention = Retention(monitor is not None, self.mode, save_top_k, save_last)
+        self._folder: Place | None = None
         self._last_time = time.monotonic()
+        self._writer: BackgroundWriter | None = None
+        self._before: tuple[dict[str, float | None], str | None, int] = ({}, None, -1)
+        """What was kept, the last one and its step, before the newest write: to be had again if that fails."""
+        self._error: CheckpointError | None = None
+        """An error of the writer that the other processes do not know of yet."""
 
     # -- what users ask ------------------------------------------------------------------------------------------------
 
@@ -114,15 +131,28 @@ class ModelCheckpoint(Callback):
     # -- when ----------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage == "fit":
-            self._folder = Path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
-            if self._folder.exists() and not self._folder.is_dir():
-                raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
-            self._last_time = time.monotonic()
-            if trainer.is_global_zero and self._folder.is_dir():
-                CheckpointStore(self._folder).clean()
+        if stage != "fit":
+            return
+        self._folder = place_of(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
+        try:
+            is_file = self._folder.is_file()
+        except OSError as error:
+            raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) cannot be reached: {error}") from error
+        if is_file:
+            raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
+        self._last_time = time.monotonic()
+        self._error = None
+        if trainer.is_global_zero:
+            CheckpointStore(self._folder).clean()
+            self._writer = BackgroundWriter() if self.asynchronous else None
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._look_after_writer(trainer)
         if self.every_n_train_steps is not None:
             due = trainer.global_step % self.every_n_train_steps == 0
         else:
@@ -145,16 +175,25 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish_write(trainer)
         if self.saved_step != trainer.global_step and trainer.global_step > 0 and (self.save_last or self.save_top_k):
             self._save(trainer, must_know=False)
+            self._finish_write(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        if not self.save_on_exception or trainer.stage != "fit" or trainer.global_step == self.saved_step:
+        if trainer.stage != "fit":
+            return
+        # Without the other processes, which may be anywhere.
+        if self._writer is not None:
+            self._writer.wait()
+            self._hear(trainer)
+        if not self.save_on_exception or trainer.global_step == self.saved_step:
             return
         if trainer.world_size > 1:
             log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
         else:
             self._save(trainer, must_know=False)
+            self._finish_write(trainer)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         return self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0
@@ -173,6 +212,7 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: Trainer, must_know: bool = True) -> None:
         """Write a checkpoint, then delete those no longer wanted. `must_know`: the monitored value has to be there."""
+        self._finish_write(trainer, due=True)
         metrics = trainer.read_metrics()
         value = metrics.get(self.monitor) if self.monitor is not None else None
         if value is None and self.monitor is not None and must_know:
@@ -180,82 +220,101 @@ class ModelCheckpoint(Callback):
                 f"ModelCheckpoint monitors {self.monitor!r}, which was not logged.{did_you_mean(self.monitor, metrics)} "
                 f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}."
             )
-        name = trainer.strategy.broadcast_object(self._free_name(self._format(trainer, metrics)))
-        before = dict(self.kept)
-        self.kept[name] = value
-        self.last, self.saved_step = name, trainer.global_step
-        self.best = self._find_best()
-        dropped = self._not_wanted()
-        for old in dropped:
-            del self.kept[old]
-        if name in dropped:
+        values = {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        name = fill_in(self.filename, values, self.auto_insert_metric_name)
+        name = trainer.strategy.broadcast_object(self._free_name(name) if trainer.is_global_zero else "")
+        kept = {**self.kept, name: value}
+        unwanted = self._retention.unwanted(kept)
+        if name in unwanted:
+            self.saved_step = trainer.global_step
             return
+        self._before = self.kept, self.last, self.saved_step
+        # The checkpoint still counts those that go when it is there: a process that dies before that finds them again.
+        self.kept, self.last, self.saved_step = kept, name, trainer.global_step
+        wanted = {other: kept[other] for other in kept if other not in unwanted}
+        self.best = self._retention.best(wanted)
         try:
-            trainer.save_checkpoint(self._in_folder(name), {"metrics": metrics})
+            # By `follows`, a commit that a killed process could not point to any more is found.
+            info = {"metrics": metrics, "follows": self._before[1]}
+            trainer.save_with(partial(self._write, name, self.best, unwanted), info)
+        except WriteError as error:
+            if trainer.is_global_zero:
+                self._warn(error)
+            self._take_back(error)
+            return
         except BaseException:
-            self.kept, self.last = before, next(reversed(before), None)
-            self.best = self._find_best()
+            self.kept, self.last, self.saved_step = self._before
             raise
-        if trainer.is_global_zero:
-            self._settle(name, [old for old in dropped if old != name])
-        if self.verbose:
-            trainer.print(f"step {trainer.global_step}: saved {self._in_folder(name)}")
+        self.kept = wanted
+        if trainer.is_global_zero and self._writer is None:
+            self._tell(trainer, str(self._in_folder(name)))
 
-    def _settle(self, name: str, dropped: list[str]) -> None:
-        """The new checkpoint is committed: point at it, and only then delete others."""
-        store = CheckpointStore(self._in_folder("."))
-        store.set_pointer("last", name)
-        if self.best is not None:
-            store.set_pointer("best", self.best)
-        for old in dropped:
-            if self._in_folder(old).is_dir():
-                store.remove(old)
-
-    def _find_best(self) -> str | None:
-        known = {name: value for name, value in self.kept.items() if value is not None and value == value}
-        if not known:
-            return None
-        return min(known, key=known.__getitem__) if self.mode == "min" else max(known, key=known.__getitem__)
-
-    def _not_wanted(self) -> list[str]:
-        if self.save_top_k == -1:
-            return []
-        newest_first = list(reversed(self.kept))
-        if self.monitor is not None:
-            sign = 1 if self.mode == "min" else -1
-            known = [name for name in newest_first if (value := self.kept[name]) is not None and value == value]
-            wanted = sorted(known, key=lambda name: sign * (self.kept[name] or 0.0))[: self.save_top_k]
+    def _write(
+        self, name: str, best: str | None, unwanted: list[str], state: dict[str, Any], info: Mapping[str, Any]
+    ) -> None:
+        settle = partial(_settle, CheckpointStore(self._in_folder(name).parent), name, best, unwanted)
+        if self._writer is not None:
+            self._writer.start(self._in_folder(name), state, info, afterwards=settle)
         else:
-            wanted = newest_first[: self.save_top_k]
-        if self.save_last:
-            wanted.append(newest_first[0])
-        return [name for name in self.kept if name not in wanted]
+            write_checkpoint(self._in_folder(name), state, info=info)
+            settle()
 
-    def _format(self, trainer: Trainer, metrics: dict[str, float]) -> str:
-        values: dict[str, float] = {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-
-        def fill(match: re.Match[str]) -> str:
-            name, form = match[1], match[2] or ""
-            if name not in values:
-                raise ConfigError(
-                    f"ModelCheckpoint(filename={self.filename!r}): {name!r} was not logged.{did_you_mean(name, values)} "
-                    f"Known: {', '.join(sorted(values))}."
-                )
-            text = format(values[name], form)
-            return f"{name}={text}" if self.auto_insert_metric_name else text
-
-        return re.sub(FIELD, fill, self.filename).replace("/", "_")
+    def _tell(self, trainer: Trainer, path: str) -> None:
+        if self.verbose:
+            trainer.print(f"step {trainer.global_step}: saved {path}")
+        trainer.hooks.on_checkpoint_committed(trainer, trainer.module, path)
 
     def _free_name(self, name: str) -> str:
         """The name, with a version if it is taken: an existing checkpoint is never overwritten."""
         candidate, version = name, 1
-        while self._in_folder(candidate).exists():
+        while occupied(self._in_folder(candidate), MANIFEST_FILE):
             candidate, version = f"{name}-v{version}", version + 1
         return candidate
 
-    def _in_folder(self, name: str) -> Path:
+    def _in_folder(self, name: str) -> Place:
         assert self._folder is not None
         return self._folder / name
+
+    # -- the writer ----------------------------------------------------------------------------------------------------
+
+    def _look_after_writer(self, trainer: Trainer) -> None:
+        """On rank 0, at the end of a step: tell what was committed meanwhile, raise what went wrong. Does not wait."""
+        self._hear(trainer)
+        if self._error is not None:
+            self._take_back(self._error)
+
+    def _finish_write(self, trainer: Trainer, due: bool = False) -> None:
+        """Wait for the write in flight; all processes learn how it ended. Collective."""
+        if not self.asynchronous:
+            return
+        if self._writer is not None:
+            self._writer.wait(due)
+            self._hear(trainer)
+        error, self._error = trainer.strategy.broadcast_object(self._error), None
+        if error is not None:
+            self._take_back(error)
+
+    def _hear(self, trainer: Trainer) -> None:
+        if self._writer is None:
+            return
+        path, error = self._writer.result()
+        if path is not None:
+            self._tell(trainer, path)
+        if error is not None:
+            self._error = error
+            self._warn(error)
+
+    def _warn(self, error: CheckpointError) -> None:
+        if self.on_write_error == "warn":
+            there = f"The last checkpoint is still {self._before[1]}." if self._before[1] else "There is none yet."
+            log.error("NO CHECKPOINT WAS WRITTEN, and training goes on (on_write_error='warn'): %s %s", error, there)
+
+    def _take_back(self, error: CheckpointError) -> None:
+        """The newest checkpoint does not exist."""
+        self.kept, self.last, self.saved_step = self._before
+        self.best = self._retention.best(self.kept)
+        if self.on_write_error == "raise":
+            raise error
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -263,11 +322,21 @@ class ModelCheckpoint(Callback):
         return {"kept": dict(self.kept), "best": self.best, "last": self.last, "saved_step": self.saved_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what is still on disk."""
+        """Take back what is still there."""
         self.saved_step = state["saved_step"]
-        self.kept = {name: value for name, value in state["kept"].items() if self._in_folder(name).is_dir()}
+        self.kept = {name: value for name, value in state["kept"].items() if is_committed(self._in_folder(name))}
         self.last = state["last"] if state["last"] in self.kept else None
-        self.best = self._find_best()
+        self.best = self._retention.best(self.kept)
+
+
+def _settle(store: CheckpointStore, name: str, best: str | None, unwanted: list[str]) -> None:
+    """The new checkpoint is committed: point at it, and only then delete others."""
+    store.set_pointer("last", name)
+    if best is not None:
+        store.set_pointer("best", best)
+    for old in unwanted:
+        if is_committed(store.folder / old):
+            store.remove(old)
 
 
 def _check_arguments(
@@ -296,39 +365,19 @@ def _check_arguments(
     raise_problems(problems, "ModelCheckpoint's arguments")
 
 
-def _wrong_flags(save_last: Any, dirpath: Any) -> list[str]:
+def _wrong_flags(save_last: Any, asynchronous: Any, on_write_error: Any, dirpath: Any) -> list[str]:
     problems = []
-    if not isinstance(save_last, bool):
-        problems.append(f"save_last={save_last!r}: give True or False.")
+    for name, value in (("save_last", save_last), ("asynchronous", asynchronous)):
+        if not isinstance(value, bool):
+            problems.append(f"{name}={value!r}: give True or False.")
+    if on_write_error not in ("raise", "warn"):
+        guess = did_you_mean(str(on_write_error), ["raise", "warn"])
+        problems.append(f"on_write_error={on_write_error!r}: allowed are 'raise' and 'warn'.{guess}")
     if not isinstance(dirpath, (str, Path, type(None))):
-        problems.append(f"dirpath={dirpath!r}: give a folder.")
-    return problems
-
-
-def _wrong_filename(filename: Any) -> list[str]:
-    """What could not be filled in; better known now than when the first checkpoint is written."""
-    if filename is None:
-        return []
-    if not isinstance(filename, str):
-        return [f"filename={filename!r}: give a text such as '{{epoch}}-{{val_loss:.2f}}'."]
-    if "{" in FIELD.sub("", filename) or "}" in FIELD.sub("", filename):
-        return [f"filename={filename!r}: a brace has no partner. Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
-    problems = []
-    for name, form in FIELD.findall(filename):
+        problems.append(f"dirpath={dirpath!r}: give a folder, or a URL.")
+    elif dirpath is not None:
         try:
-            format(0 if name in ("epoch", "step") else 0.0, form)
-        except ValueError as error:
-            problems.append(f"filename={filename!r}: {name!r} cannot be written as {form!r} ({error}). Use '.2f'.")
+            place_of(dirpath)
+        except ConfigError as error:
+            problems.append(f"dirpath: {error}")
     return problems
-
-
-def _mode_of(monitor: str) -> Literal["min", "max"]:
-    words = re.split(r"[^a-z0-9]+", monitor.lower())
-    smaller = any(word.endswith(known) for word in words for known in SMALLER_IS_BETTER)
-    larger = any(word.endswith(known) for word in words for known in LARGER_IS_BETTER)
-    if smaller == larger:
-        raise ConfigError(
-            f"ModelCheckpoint(monitor={monitor!r}): it is not clear whether smaller or larger is better. "
-            "Give mode='min' or mode='max'."
-        )
-    return "min" if smaller else "max"

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.data.transfer import move_to
-from trainer.module import TrainModule, load_weights
+from trainer.module import TrainModule
 from trainer.precision import Precision
+from trainer.weights import load_weights
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.compare import QUIET, assert_same_bits
 from tests.harness import run_distributed
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import CSVLogger, ModelCheckpoint
@@ -28,7 +30,6 @@ PROCESSES = {"single_device": 1, "ddp": 2}
 SAMPLES, MICRO_BATCH, WINDOW = 46, 4, 2
 EPOCHS = 3
 RATE = 0.05
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def test_every_strategy_of_the_table_is_tested_here() -> None:
@@ -135,7 +136,7 @@ def train(
         log_every_n_steps=1,
         callbacks=[remember, ModelCheckpoint(save_top_k=1)],
         default_root_dir=folder,
-        **{**QUIET, "logger": CSVLogger()},
+        **{**QUIET, "logger": CSVLogger(), "enable_checkpointing": True},
     )
     module = Classifier()
     loader = DataLoader(make_data(), MICRO_BATCH, shuffle=True)
@@ -164,7 +165,7 @@ def break_at_every_step(strategy: str, folder: str) -> list[int]:
         train(strategy, f"{folder}/{step}", stop_at=step, interval=4)
         resumed = train(strategy, f"{folder}/{step}", go_on=True, interval=4)
         try:
-            assert_same({key: whole[key] for key in KEPT}, {key: resumed[key] for key in KEPT})
+            assert_same_bits({key: whole[key] for key in KEPT}, {key: resumed[key] for key in KEPT})
         except AssertionError:
             different.append(step)
     return different
@@ -172,18 +173,32 @@ def break_at_every_step(strategy: str, folder: str) -> list[int]:
 
 def evaluate(strategy: str, checkpoint: str) -> dict[str, Any]:
     """Validation and prediction with the weights of a checkpoint, by a new trainer."""
-    trainer = Trainer(strategy=strategy, devices=PROCESSES[strategy], enable_checkpointing=False, **QUIET)
+    trainer = Trainer(strategy=strategy, devices=PROCESSES[strategy], **QUIET)
     module, loader = Classifier(), DataLoader(make_data(), MICRO_BATCH)
     metrics = trainer.validate(module, loader, ckpt_path=checkpoint)
     outputs = trainer.predict(module, loader, ckpt_path=checkpoint, return_predictions=True)
     return {"metrics": metrics, "predictions": outputs, "keys": list(module.state_dict())}
 
 
+def frames_to_backward(strategy: str) -> list[str]:
+    """The names of all frames from `fit` to `loss.backward()`, Python's and torch's own too."""
+    stacks = []
+    backward = torch.Tensor.backward
+
+    def patched(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        stacks.append([frame.name for frame in traceback.extract_stack()[:-1]])
+        backward(self, *args, **kwargs)
+
+    trainer = Trainer(strategy=strategy, devices=PROCESSES[strategy], max_steps=1, **QUIET)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", patched)
+        trainer.fit(Classifier(), DataLoader(make_data(), MICRO_BATCH))
+    return stacks[0][stacks[0].index("frames_to_backward") + 1 :]
+
+
 def train_gan(strategy: str) -> dict[str, Any]:
     """Ten steps of two optimizers."""
-    trainer = Trainer(
-        strategy=strategy, devices=PROCESSES[strategy], max_steps=10, enable_checkpointing=False, seed=0, **QUIET
-    )
+    trainer = Trainer(strategy=strategy, devices=PROCESSES[strategy], max_steps=10, seed=0, **QUIET)
     module = Gan()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.fit(module, DataLoader(make_data(), MICRO_BATCH))
@@ -206,6 +221,7 @@ class Everything:
     evaluated: list[dict[str, Any]]
     gan: list[dict[str, Any]]
     breaks: list[list[int]]
+    frames: list[list[str]]
 
 
 STOP_AT = 4
@@ -219,6 +235,7 @@ def first_process(strategy: str, folder: str) -> dict[str, Any]:
         "stopped": train(strategy, f"{folder}/broken", stop_at=STOP_AT),
         "evaluated": evaluate(strategy, whole["checkpoint"]),
         "gan": train_gan(strategy),
+        "frames": frames_to_backward(strategy),
         "breaks": break_at_every_step(strategy, folder),
     }
 
@@ -244,7 +261,7 @@ def test_it_trains(runs: Everything) -> None:
         losses = rank["callback metrics"]
         assert losses["val_loss"] < 0.9 < math.log(3)
         assert rank["progress"]["samples"] == EPOCHS * SAMPLES
-    assert_same(runs.whole[0]["weights"], runs.whole[-1]["weights"])
+    assert_same_bits(runs.whole[0]["weights"], runs.whole[-1]["weights"])
 
 
 def test_every_sample_is_seen_once_an_epoch(runs: Everything) -> None:
@@ -275,7 +292,7 @@ def test_state_dict_has_the_keys_of_the_plain_module(runs: Everything) -> None:
 
 def test_a_checkpoint_is_read_without_a_trainer(runs: Everything) -> None:
     module = Classifier.load_from_checkpoint(runs.whole[0]["checkpoint"])
-    assert_same(module.state_dict(), runs.whole[0]["weights"])
+    assert_same_bits(module.state_dict(), runs.whole[0]["weights"])
 
 
 def test_a_stopped_run_ends_with_the_same_bits(runs: Everything) -> None:
@@ -284,7 +301,7 @@ def test_a_stopped_run_ends_with_the_same_bits(runs: Everything) -> None:
         assert 0 < stopped["progress"]["batch"] < len(whole["batches"]) // EPOCHS
         assert stopped["run directory"] == resumed["run directory"]
         for key in KEPT:
-            assert_same(whole[key], resumed[key], key)
+            assert_same_bits(whole[key], resumed[key], key)
         assert stopped["batches"] + resumed["batches"] == whole["batches"]
 
 
@@ -300,11 +317,16 @@ def test_a_stopped_run_ends_with_the_same_rows_in_its_log(runs: Everything) -> N
     assert {"step", "loss_step", "loss_epoch", "val_loss", "largest"} <= set(rows[0])
 
 
+def test_backward_is_four_frames_away_from_fit(runs: Everything) -> None:
+    for rank in runs.frames:
+        assert rank == ["fit", "_train_epoch", "_train_step", "backward"]
+
+
 def test_ten_steps_of_two_optimizers_are_ten_steps(runs: Everything) -> None:
     for rank in runs.gan:
         assert rank["global_step"] == rank["updates"] == 10
         assert all(rank["changed"].values())
-        assert_same(rank["weights"], runs.gan[0]["weights"])
+        assert_same_bits(rank["weights"], runs.gan[0]["weights"])
 
 
 def test_a_scheduler_steps_once_a_step_on_any_number_of_processes(runs: Everything) -> None:
@@ -312,22 +334,6 @@ def test_a_scheduler_steps_once_a_step_on_any_number_of_processes(runs: Everythi
         steps = EPOCHS * math.ceil(math.ceil(SAMPLES / (MICRO_BATCH * len(runs.whole))) / WINDOW)
         assert rank["progress"]["step"] == rank["scheduler"]["last_epoch"] == rank["callback steps"] == steps
         assert rank["scheduler"]["_last_lr"] == pytest.approx([RATE * 0.95**steps])
-
-
-def assert_same(ours: Any, theirs: Any, where: str = "") -> None:
-    """Nested containers of tensors and numbers, compared to the last bit."""
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs), f"{where}: differs by up to {(ours - theirs).abs().max().item()}"
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys(), where
-        for key in ours:
-            assert_same(ours[key], theirs[key], f"{where}.{key}")
-    elif isinstance(ours, (list, tuple)):
-        assert len(ours) == len(theirs), where
-        for index, pair in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(*pair, f"{where}[{index}]")
-    else:
-        assert ours == theirs, where
 
 
 def test_the_same_work_on_one_and_two_processes_takes_as_many_steps(tmp_path: Path) -> None:
@@ -343,9 +349,7 @@ def steps_and_rates(micro_batch: int) -> tuple[int, list[float]]:
         def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
             rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
-    trainer = Trainer(
-        max_epochs=2, accumulate_grad_batches=WINDOW, callbacks=Rate(), enable_checkpointing=False, **QUIET
-    )
+    trainer = Trainer(max_epochs=2, accumulate_grad_batches=WINDOW, callbacks=Rate(), **QUIET)
     module = Classifier()
     module.layers[1] = nn.Identity()  # Batch norm refuses a micro-batch of one sample.
     trainer.fit(module, DataLoader(make_data(), micro_batch))

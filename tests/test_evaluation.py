@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from tests.compare import QUIET
 from tests.harness import run_distributed
 from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import CSVLogger
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 CLASSES = 3
 SIZES = [(length, size) for length in (1, 2, 3, 7, 8, 9, 13, 16, 25) for size in (1, 3, 4, 32)]
 """Samples and micro-batch size; many do not divide, and with the first there are fewer samples than processes."""
@@ -261,3 +259,32 @@ def test_evaluation_has_no_gradients_and_gives_the_modes_back() -> None:
     assert modes == [(False, False, True), (False, False, False)]
     assert module.training
     assert not module.frozen.training
+
+
+def test_the_sanity_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Look(Callback):
+        def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
+            seen.append(("after the check", dict(trainer.callback_metrics), dict(trainer.logged_metrics)))
+
+        def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+            seen.append((trainer.sanity_checking, dict(trainer.callback_metrics)))
+
+    seen: list[Any] = []
+    options = {"logger": CSVLogger(), "callbacks": Look(), "default_root_dir": tmp_path, "max_epochs": 1}
+    trainer = make_trainer(1, **options)
+    module = Fitted()
+    trainer.fit(module, DataLoader(make_data(4), 4), DataLoader(make_data(25), 4))
+    assert seen[:2] == [(True, {}), ("after the check", {}, {})]
+    # All 25 samples, and not those of the two batches of the check once more: torchmetrics started afresh too.
+    assert seen[2] == (False, pytest.approx(analytic(25), abs=2e-6))
+    assert seen[3:] == []
+    steps = [row["step"] for row in csv.DictReader((trainer.run_dir / "metrics.csv").read_text().splitlines())]
+    assert steps == ["1"]
+
+
+class Fitted(Measured):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -6,7 +6,7 @@ from trainer.errors import ConfigError, TrainerError
 
 KNOWN = {
     "Expected to have finished reduction in the prior iteration": (
-        "Some parameters took no part in the loss of a step. Use strategy=DDPStrategy(find_unused_parameters=True) from "
+        "Parameters took no part in the loss of a step. Use strategy=DDPStrategy(find_unused_parameters=True) from "
         "trainer.strategies, or remove them (TORCH_DISTRIBUTED_DEBUG=DETAIL names them)."
     ),
     "backward through the graph a second time": (
@@ -23,7 +23,7 @@ KNOWN = {
         "Trainer(precision=...)."
     ),
     "Inference tensors cannot be saved for backward": (
-        "A tensor made in validation or test is used in training. Use Trainer(inference_mode=False), or clone() it there."
+        "A tensor made in validation or test is used in training. Use Trainer(inference_mode=False), or clone() it."
     ),
     "Inplace update to inference tensor outside InferenceMode": (
         "A tensor made in validation or test is changed in training. Use Trainer(inference_mode=False), or clone() it."
@@ -32,8 +32,8 @@ KNOWN = {
         "Use Trainer(deterministic='warn'), or do without that operation."
     ),
     "Expected all tensors to be on the same device": (
-        "The trainer moves the module and its batches. Register other tensors with self.register_buffer, or create them "
-        "with device=self.device."
+        "The trainer moves the module and its batches. Register other tensors with self.register_buffer, or create "
+        "them with device=self.device."
     ),
 }
 """A part of torch's message -> advice."""

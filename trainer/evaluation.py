@@ -172,6 +172,7 @@ def run_batches(
         moments.batch_start(trainer, module, data, batch_idx, dataloader_idx)
         arguments = (data, batch_idx, dataloader_idx) if with_idx else (data, batch_idx)
         outputs = trainer.strategy.call(moments.step, *arguments)
+        trainer.watchdog.beats += 1
         moments.batch_end(trainer, module, outputs, data, batch_idx, dataloader_idx)
         yield outputs
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any
 
-from trainer.errors import ConfigError, did_you_mean
+from trainer.errors import CheckpointError, ConfigError, did_you_mean
 
 
 class Hyperparameters(dict[str, Any]):
@@ -34,7 +34,13 @@ def collect_hyperparameters(
     if frame is None or frame.f_code.co_name != "__init__":
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
     arguments = arguments_of(frame, owner)
+    ignore = [ignore] if isinstance(ignore, str) else ignore
     for name in (*names, *ignore):
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"save_hyperparameters got a {type(name).__name__} where the name of an argument is expected. To keep "
+                "other values, give them names: save_hyperparameters(lr=0.1), or save_hyperparameters(**values)."
+            )
         if name not in arguments:
             raise ConfigError(f"{owner.__name__}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
     kept = {name: value for name, value in arguments.items() if name not in ignore and (not names or name in names)}
@@ -56,6 +62,22 @@ def arguments_of(frame: FrameType, owner: type) -> dict[str, Any]:
     if values.keywords:
         arguments.update(values.locals[values.keywords])
     return arguments
+
+
+def check_arguments(owner: type, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Whether `owner` can be built with a checkpoint's hyperparameters and those given by the caller.
+
+    Raises:
+        CheckpointError: some are missing, or it does not take them.
+    """
+    try:
+        inspect.signature(owner).bind(**{**stored, **given})
+    except TypeError as error:
+        raise CheckpointError(
+            f"{owner.__name__} cannot be built with the checkpoint's hyperparameters ({', '.join(stored) or 'none'}): "
+            f"{error}. Give missing ones by keyword, load_from_checkpoint(path, name=value); to have them stored, call "
+            "self.save_hyperparameters() in __init__. Or the checkpoint is another module's."
+        ) from None
 
 
 def check_data(value: Any, where: str) -> None:

@@ -25,8 +25,9 @@ def refuse_data(loaders: Any, stage: str) -> None:
     Raises:
         ConfigError: with how to make a loader of it.
     """
-    several = loaders.values() if isinstance(loaders, Mapping) else loaders if isinstance(loaders, (list, tuple)) else ()
-    for loader in [loaders, *(one for one in several if isinstance(one, Dataset))]:
+    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
+    inside = [one for one in several if isinstance(one, Dataset)] if isinstance(several, (list, tuple)) else []
+    for loader in [loaders, *inside]:
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
             raise ConfigError(
                 f"{stage}() got the dataset {type(loader).__name__} in the place of a loader. Give it batches: "

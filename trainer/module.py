@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import Self
+from typing_extensions import Never, Self
 
 from trainer.checkpoint.format import read_checkpoint
-from trainer.errors import CheckpointError, ConfigError
-from trainer.hyperparameters import Hyperparameters, collect_hyperparameters
+from trainer.errors import ConfigError
+from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
+from trainer.log_arguments import refuse_options
+from trainer.weights import load_weights
 
 if TYPE_CHECKING:
     from trainer.callbacks.base import Callback
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 Reduction = Literal["mean", "sum", "min", "max"]
+READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch")
 
 
 class TrainModule(nn.Module):
@@ -38,6 +41,17 @@ class TrainModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hparams = Hyperparameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in READ_ONLY:
+            raise ConfigError(f"self.{name} is set by the trainer: call yours something else, such as self.my_{name}.")
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            self._check_constructed()
+        super().__setattr__(name, value)
+
+    def _check_constructed(self) -> None:
+        if "_modules" not in self.__dict__:
+            raise ConfigError(f"{type(self).__name__}.__init__ has to call super().__init__() first of all.")
 
     # -- what to compute -----------------------------------------------------------------------------------------------
 
@@ -97,10 +111,17 @@ class TrainModule(nn.Module):
     def prepare_data(self) -> None:
         """Download and the like: runs once per node, before the processes need it. Set no attributes here."""
 
-    def train_dataloader(self) -> Any: ...
-    def val_dataloader(self) -> Any: ...
-    def test_dataloader(self) -> Any: ...
-    def predict_dataloader(self) -> Any: ...
+    def train_dataloader(self) -> Any:
+        """One DataLoader, or any iterable of batches, for training."""
+
+    def val_dataloader(self) -> Any:
+        """For validation: one loader, a list of them, or a dict of name to loader."""
+
+    def test_dataloader(self) -> Any:
+        """For `trainer.test`; as for validation."""
+
+    def predict_dataloader(self) -> Any:
+        """For `trainer.predict`; as for validation."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch before it is moved to the device, for example on the CPU. Returns the batch."""
@@ -128,6 +149,7 @@ class TrainModule(nn.Module):
         reduction: Reduction = "mean",
         batch_size: int | None = None,
         weight: float | torch.Tensor | None = None,
+        **unknown: Never,
     ) -> None:
         """Record a value. It stays on its device; it is reduced over processes and read when the log is flushed.
 
@@ -144,6 +166,8 @@ class TrainModule(nn.Module):
             batch_size: how many samples `value` is a mean over. Default: the samples of this batch.
             weight: as `batch_size`, for means over other things, such as tokens.
         """
+        if unknown:
+            refuse_options(unknown)
         self.trainer.metrics.log(
             name,
             value,
@@ -157,6 +181,8 @@ class TrainModule(nn.Module):
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """`log` each entry with the same options."""
+        if not hasattr(values, "items"):
+            raise ConfigError(f"self.log_dict takes a dict of values, and got a {type(values).__name__}.")
         for name, value in values.items():
             self.log(name, value, **options)
 
@@ -180,7 +206,10 @@ class TrainModule(nn.Module):
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: torch.Tensor) -> None:
-        """Instead of `loss.backward()` in manual optimization: scales the loss and sums gradients over processes."""
+        """Instead of `loss.backward()` in manual optimization: scales the loss and averages gradients over processes.
+
+        `loss` is a mean over the batch's items (see `num_items`): a process with fewer of them counts less.
+        """
         self.trainer.manual_backward(loss)
 
     def toggle_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> None:
@@ -251,6 +280,7 @@ class TrainModule(nn.Module):
         Raises:
             ConfigError: a value is not data (a module, a function, a path ...): a checkpoint could not store it.
         """
+        self._check_constructed()
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
         self.hparams.update(collect_hyperparameters(caller, type(self), names, ignore, values))
@@ -276,6 +306,7 @@ class TrainModule(nn.Module):
         """
         checkpoint = read_checkpoint(path)
         stored = checkpoint.get("hyperparameters", {}).get("module", {})
+        check_arguments(cls, stored, hyperparameters)
         with torch.random.fork_rng(devices=[]):
             module = cls(**{**stored, **hyperparameters})
             module.configure_model()
@@ -352,19 +383,5 @@ class TrainModule(nn.Module):
         return mine is not None and mine is not getattr(TrainModule, name, None)
 
     def overrides_any(self, names: Collection[str]) -> bool:
+        """Whether it defines one of these methods itself."""
         return any(self.overrides(name) for name in names)
-
-
-def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-    """Load weights and buffers by name.
-
-    Raises:
-        CheckpointError: names or shapes differ from the module's.
-    """
-    try:
-        module.load_state_dict(state, strict=strict)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"the checkpoint does not fit {type(module).__name__}: {error}\n"
-            "It was written for another model, or with other hyperparameters."
-        ) from None

@@ -104,7 +104,7 @@ def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: boo
             if id(parameter) not in inside:
                 raise ConfigError(
                     f"{kind} has a parameter of shape {tuple(parameter.shape)} that is not in {type(module).__name__}, "
-                    "so it would not be moved or saved. Make it, or the module it is in, an attribute: self.<name> = ..."
+                    "so it would not be moved or saved. Make it, or what it is in, an attribute: self.<name> = ..."
                 )
             if id(parameter) in taken and not shared:
                 raise ConfigError(

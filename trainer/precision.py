@@ -52,6 +52,7 @@ class Precision:
 
     @property
     def casts_batch(self) -> bool:
+        """Whether `convert_batch` changes anything."""
         return self.autocast is None and self.weights is not torch.float32
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[Any]:

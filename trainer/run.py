@@ -16,6 +16,7 @@ from trainer.advice import advised
 from trainer.callbacks.base import in_calling_order
 from trainer.checkpoint.content import restore_training
 from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.place import place_of
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.loaders import make_feeds
@@ -25,10 +26,11 @@ from trainer.module_check import datamodule_problems, module_problems
 from trainer.optimizers import ManualOptimizer, check_parameters, needs_closure, read_optimizers
 from trainer.plan import with_module_callbacks
 from trainer.progress import Progress
-from trainer.run_directory import choose_run_dir, find_checkpoint
+from trainer.run_directory import choose_run_dir, find_after_restart, find_checkpoint, lock_folders, release_folders
 from trainer.runtime.environment import detect_environment
 from trainer.runtime.failure import report_failure
 from trainer.runtime.launch import die_with_parent, launch_processes
+from trainer.runtime.restart import FitRecord, agreed_exit, max_restarts
 from trainer.runtime.seed import derive_seed, seed_everything, set_deterministic
 from trainer.runtime.stop import StopSwitch, exit_code
 
@@ -56,11 +58,15 @@ def running(
         _set_up(trainer, data, ckpt_path)
         with torch.autograd.set_detect_anomaly(trainer.settings.detect_anomaly):
             yield
+        trainer.watchdog.patient = True
         _finish(trainer)
         # The first process to exit would have the others ended, in the middle of their closing work.
         trainer.strategy.barrier()
+        trainer.stop_switch.done()
     except BaseException as error:
         # No collectives here: the other processes may be anywhere.
+        trainer.stop_switch.failed()
+        trainer.watchdog.stop()
         explained = advised(error)
         if isinstance(error, Exception):
             report_failure(trainer.stop_switch.store, trainer.rank, trainer.world_size, explained or error)
@@ -75,12 +81,13 @@ def running(
     finally:
         _tear_down(trainer)
     if trainer.stop_reason is not None and exit_code(trainer.stop_reason) and not _interactive():
-        sys.exit(exit_code(trainer.stop_reason))
+        sys.exit(agreed_exit(exit_code(trainer.stop_reason)))
 
 
 def _leave_no_empty_run_dir(trainer: Trainer) -> None:
     """A run that failed before it wrote anything leaves no directory behind, nor changes which one is the newest."""
     if trainer.is_global_zero and trainer.stage == "fit" and trainer.progress.step == 0:
+        release_folders(trainer)
         with suppress(OSError):
             trainer.run_dir.rmdir()
 
@@ -116,7 +123,7 @@ def check(trainer: Trainer, stage: str, module: Any, data: Any, datamodule: Any,
         problems += _not_with_manual_optimization(trainer)
     if not isinstance(ckpt_path, (str, Path, type(None))):
         problems.append(f"ckpt_path={ckpt_path!r}: give 'last', 'best' or the path of a checkpoint folder.")
-    elif ckpt_path not in (None, "last", "best") and not Path(ckpt_path).exists():
+    elif ckpt_path not in (None, "last", "best") and not place_of(ckpt_path).exists():
         guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
             f"ckpt_path={str(ckpt_path)!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder."
@@ -130,7 +137,7 @@ def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
     for loaders in data.values():
         if isinstance(loaders, DataModule):
             problems.append(
-                f"{stage}() got the data module {type(loaders).__name__} in the place of a loader: give it as datamodule=."
+                f"{stage}() got the data module {type(loaders).__name__} as a loader: give it as datamodule=."
             )
         elif isinstance(loaders, type):
             problems.append(f"{stage}() got the class {loaders.__name__} in the place of a loader: give an object.")
@@ -162,8 +169,12 @@ def _not_with_manual_optimization(trainer: Trainer) -> list[str]:
 
 
 def _start_processes(trainer: Trainer) -> None:
-    if detect_environment().source == "single process" and trainer.plan.num_processes > 1:
-        launch_processes(trainer.plan.num_processes)
+    number, restarts = trainer.plan.num_processes, trainer.settings.max_restarts
+    if detect_environment().source == "single process":
+        if number > 1 or restarts:
+            launch_processes(number, restarts)
+    elif restarts > max_restarts() and detect_environment().rank == 0:
+        log.warning("max_restarts=%d has no effect here: give torchrun --max-restarts %d", restarts, restarts)
     die_with_parent()
 
 
@@ -178,6 +189,7 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
         trainer.datamodule.attach(trainer)
     trainer.callbacks = with_module_callbacks(trainer.plan.callbacks, module.configure_callbacks())
     trainer.hooks = in_calling_order(trainer.callbacks, module)
+    trainer.progress_bar_metrics.clear()
     trainer.progress = Progress() if stage == "fit" else trainer.progress
     trainer.optimizers, trainer.scheduler_configs, trainer.manual_optimizers = [], [], []
     trainer.moves_batches_itself = module.overrides_any(TRANSFER_HOOKS)
@@ -185,11 +197,12 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     if stage == "predict":
         trainer.metrics.refusal = "predict() logs nothing. Return values from predict_step, or use test()."
     trainer.stop_switch = StopSwitch(strategy.store, strategy.rank, strategy.world_size)
-    if stage == "fit":
-        trainer.stop_switch.install()
+    # Not the signals of an evaluation: there is nothing to save.
+    trainer.stop_switch.install(signals=stage == "fit")
 
-    path = strategy.broadcast_object(find_checkpoint(trainer, ckpt_path) if trainer.is_global_zero else None)
-    trainer.run_dir = strategy.broadcast_object(choose_run_dir(trainer, ckpt_path, path))
+    places = _places(trainer, ckpt_path) if trainer.is_global_zero else None
+    path, trainer.run_dir = strategy.broadcast_object(places)  # type: ignore[misc]  # rank 0 has them
+    lock_folders(trainer)
     _write_config(trainer)
     # "last" has been verified when it was found.
     checkpoint = read_checkpoint(path, verify=ckpt_path != "last") if path is not None else None
@@ -211,6 +224,30 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
         _set_up_training(trainer, checkpoint)
     elif checkpoint is not None:
         trainer.progress.load_state_dict(checkpoint["progress"])
+    _start_watching(trainer)
+
+
+def _places(trainer: Trainer, ckpt_path: Any) -> tuple[Path | None, Path]:
+    """On rank 0: the checkpoint to begin with, and the run directory. After a restart the run goes on with its own."""
+    record = FitRecord() if trainer.stage == "fit" else None
+    path = find_after_restart(trainer, record.former) if record is not None and record.former is not None else None
+    if path is not None:
+        ckpt_path = "last"
+        log.info("started again after a failure")
+    else:
+        path = find_checkpoint(trainer, ckpt_path)
+    run_dir = choose_run_dir(trainer, ckpt_path, path)
+    if record is not None:
+        record.remember(str(run_dir))
+    return path, run_dir
+
+
+def _start_watching(trainer: Trainer) -> None:
+    """The threads that look at the clock while the loop runs."""
+    switch, limit = trainer.stop_switch, trainer.settings.watchdog_seconds
+    trainer.watchdog.start(switch.store, trainer.rank, trainer.world_size, limit, lambda: trainer.global_step)
+    if trainer.deadline is not None and trainer.stage == "fit":
+        trainer.deadline.start(switch)
 
 
 def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> None:
@@ -231,6 +268,8 @@ def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> Non
     trainer.rng_to_restore = None
     if checkpoint is not None:
         restore_training(trainer, checkpoint)
+        if trainer.max_epochs is not None and trainer.progress.epoch >= trainer.max_epochs:
+            log.warning("nothing is left to train: max_epochs=%d are done; raise it to go on", trainer.max_epochs)
         if checkpoint["world_size"] == strategy.world_size:
             trainer.rng_to_restore = checkpoint["rng"][strategy.rank]
         else:
@@ -272,6 +311,10 @@ def _prepare_data(trainer: Trainer) -> None:
 
 
 def _tear_down(trainer: Trainer) -> None:
+    release_folders(trainer)
+    trainer.watchdog.stop()
+    if trainer.deadline is not None:
+        trainer.deadline.stop()
     trainer.stop_switch.uninstall()
     trainer.undo_deterministic()
     trainer.strategy.teardown()

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.format import read_metadata
+from trainer.checkpoint.place import Place, place_of
 from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import CheckpointError, ConfigError
+from trainer.runtime.lock import FolderLock
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -26,7 +28,7 @@ def versions(root: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
-def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path | None:
+def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Place | None:
     """The checkpoint meant by `ckpt_path`; None for none, and for "last" in `fit` when there is none yet.
 
     "last" and "best" are looked for in this trainer's own run directory or its ModelCheckpoint's `dirpath`; in a new
@@ -38,14 +40,15 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path | No
     if ckpt_path is None:
         return None
     if ckpt_path not in ("last", "best"):
-        inside = Path(ckpt_path) / CHECKPOINTS
+        given = place_of(ckpt_path)
+        inside = given / CHECKPOINTS
         if inside.is_dir():
             known = sorted(str(path) for path in inside.iterdir() if path.is_dir())
             raise CheckpointError(
                 f"ckpt_path={str(ckpt_path)!r} is a run directory; give one of its checkpoints: "
                 f"{', '.join(known) or 'there is none'}."
             )
-        return CheckpointStore(Path(ckpt_path).parent).resolve(Path(ckpt_path))
+        return CheckpointStore(given.parent).resolve(given)
     folders = _places(trainer)
     for folder in folders:
         try:
@@ -61,15 +64,29 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Path | No
     )
 
 
-def _places(trainer: Trainer) -> list[Path]:
+def find_after_restart(trainer: Trainer, former: str) -> Path | None:
+    """The newest checkpoint that a former attempt at this very run wrote, in the run directory `former`, if it did."""
+    folders = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+    for folder in [*folders, Path(former) / CHECKPOINTS]:
+        try:
+            found = CheckpointStore(folder).resolve("last")
+        except CheckpointError:
+            continue
+        # A dirpath may hold those of older runs.
+        if read_metadata(found)["run_dir"] == former:
+            return found
+    return None
+
+
+def _places(trainer: Trainer) -> list[Place]:
     """Where checkpoints of this run may be, the likeliest first."""
-    places = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+    places = [place_of(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
     if trainer.fitted:
         return [*places, trainer.run_dir / CHECKPOINTS]
     return [*places, *(run / CHECKPOINTS for run in reversed(versions(Path(trainer.settings.default_root_dir))))]
 
 
-def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: Path | None) -> Path:
+def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: Place | None) -> Path:
     """Where this run writes: training that goes on from "last" goes on in its directory, any other gets a new one.
 
     Validate, test and predict write beside the checkpoint that they look at, or where this trainer's `fit` did.
@@ -98,7 +115,50 @@ def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: P
             return path
 
 
-def _run_dir_of(checkpoint: Path) -> Path:
-    if checkpoint.parent.name == CHECKPOINTS:
+def _run_dir_of(checkpoint: Place) -> Path:
+    if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
         return checkpoint.parent.parent
     return Path(read_metadata(checkpoint)["run_dir"])
+
+
+def lock_folders(trainer: Trainer) -> None:
+    """For training: take the run directory, and the folders of checkpoints outside of it, for this run alone.
+
+    Rank 0 holds the locks; all processes call this. They end with `release_folders`, or with the process.
+
+    Raises:
+        ConfigError: another run has one of them; says which process, where, since when.
+    """
+    problem = None
+    if trainer.is_global_zero and trainer.stage == "fit" and not trainer.settings.fast_dev_run:
+        places = [place_of(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+        folders = [trainer.run_dir, *(place for place in places if isinstance(place, Path))]
+        for folder in {folder.absolute(): folder for folder in folders}.values():
+            problem = problem or _lock(trainer, folder)
+    problem = trainer.strategy.broadcast_object(problem)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _lock(trainer: Trainer, folder: Path) -> str | None:
+    """What is wrong, or None."""
+    lock = FolderLock(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        holder = lock.acquire()
+    except OSError as error:
+        return f"{folder} cannot be written to ({error.strerror}). Give another folder: default_root_dir=, or dirpath=."
+    if holder is None:
+        trainer.locks.append(lock)
+        return None
+    return (
+        f"{folder} is in use: {holder} is training there, and two runs in one folder would delete each other's "
+        "checkpoints. Wait for it, or end it (kill PID, on that host); or let this run write elsewhere: leave "
+        "ckpt_path='last' out, or give another default_root_dir (dirpath, if ModelCheckpoint has one)."
+    )
+
+
+def release_folders(trainer: Trainer) -> None:
+    """Give the locks back, if there are any."""
+    while trainer.locks:
+        trainer.locks.pop().release()

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal
@@ -17,6 +17,7 @@ from typing_extensions import ParamSpec
 from trainer.callbacks.base import Callback, Logger
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.precision import Precision, resolve_precision
+from trainer.runtime.deadline import read_deadline
 from trainer.runtime.devices import choose_accelerator
 from trainer.strategies import Strategy, resolve_strategy
 
@@ -45,6 +46,10 @@ class Settings:
     """Stop after this many steps (updates of the weights). Default: no limit."""
     max_time: str | timedelta | dict[str, int] | None = None
     """Stop after this much training time: "DD:HH:MM:SS", a timedelta, or {"hours": 2}."""
+    deadline: str | datetime | None = None
+    """Stop and save before this moment, such as "2026-05-31T18:00" (local time, or with a zone: "...+02:00")."""
+    deadline_margin: float | None = None
+    """Seconds before the deadline at which to stop. Default: learnt from the run's steps, validations and saves."""
     min_epochs: int | None = None
     """Ignore early stopping before this many epochs."""
     min_steps: int | None = None
@@ -92,6 +97,11 @@ class Settings:
     default_root_dir: str | Path = "runs"
     """Run directories are made here: version_0, version_1, ..."""
 
+    max_restarts: int = 0
+    """Start all processes again, from the last checkpoint, when one of them fails: this many times at most."""
+    watchdog_seconds: float | None = 1800.0
+    """Several processes: when one gets on with nothing for so long, print every rank's stacks and end; None: never."""
+
     seed: int | None = None
     """Seed of everything random: weights, dropout, order of the data. Default: one is drawn, and logged."""
     deterministic: bool | Literal["warn"] = False
@@ -112,6 +122,7 @@ class Settings:
             *_wrong_types(self),
             *_wrong_callbacks(self),
             *_wrong_numbers(self),
+            *_wrong_times(self),
             *_contradictions(self),
         ]
 
@@ -119,6 +130,11 @@ class Settings:
     def max_seconds(self) -> float | None:
         """`max_time` in seconds."""
         return None if self.max_time is None else _seconds(self.max_time)
+
+    @property
+    def latest_end(self) -> datetime | None:
+        """`deadline` with a time zone."""
+        return None if self.deadline is None else read_deadline(self.deadline)
 
 
 def takes(settings: Callable[P, Settings]) -> Callable[[Init], Callable[Concatenate[Any, P], None]]:
@@ -193,6 +209,7 @@ _WHOLE_NUMBERS = {  # name: smallest value
     "num_sanity_val_steps": -1,
     "accumulate_grad_batches": 1,
     "log_every_n_steps": 1,
+    "max_restarts": 0,
     "seed": 0,
 }
 _LIMITS = (
@@ -290,6 +307,26 @@ def _wrong_numbers(settings: Settings) -> list[str]:
         problems.append(f"fast_dev_run={settings.fast_dev_run!r}: give True, False or a number of batches.")
     if settings.val_check_interval == 0:
         problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
+    return problems
+
+
+def _wrong_times(settings: Settings) -> list[str]:
+    problems = []
+    for name in ("watchdog_seconds", "deadline_margin"):
+        value = getattr(settings, name)
+        wrong = isinstance(value, bool) or not isinstance(value, (int, float, type(None)))
+        if wrong or (value is not None and (value < 0 or (value == 0 and name == "watchdog_seconds"))):
+            problems.append(f"{name}={value!r}: give seconds above 0, or None.")
+    if settings.deadline is not None:
+        try:
+            late = read_deadline(settings.deadline) <= datetime.now().astimezone()
+        except ValueError:
+            problems.append(f"deadline={settings.deadline!r}: give a datetime or ISO 8601, such as '2026-05-31T18:00'.")
+        else:
+            if late:
+                problems.append(f"deadline={str(settings.deadline)!r} is over: give one that is yet to come, or none.")
+    elif settings.deadline_margin is not None:
+        problems.append("deadline_margin has no meaning without deadline: give deadline='2026-05-31T18:00', say.")
     if settings.max_time is not None:
         try:
             readable = _seconds(settings.max_time) >= 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from trainer.module import TrainModule
 from trainer.optimizers import ManualOptimizer, SchedulerConfig
 from trainer.plan import make_plan
 from trainer.progress import Progress
+from trainer.runtime.deadline import Deadline
+from trainer.runtime.lock import FolderLock
 from trainer.runtime.stop import StopSwitch
+from trainer.runtime.watchdog import Watchdog
 from trainer.settings import Settings
-from trainer.windows import checked_loss
+from trainer.windows import Divisor, checked_loss
 
 
 class RunState:
@@ -44,10 +48,13 @@ class RunState:
         self.accumulate_grad_batches = settings.accumulate_grad_batches
         self.seed = settings.seed or 0
         self.run_dir = Path(settings.default_root_dir)
+        self.locks: list[FolderLock] = []
         self.resolved_config: str | None = None
         self.stage: str | None = None
         self.training = self.validating = self.sanity_checking = self.fitted = False
         self.stop_switch = StopSwitch(None)
+        self.watchdog = Watchdog()
+        self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
         self.stop_reason: str | None = None
         self.undo_deterministic: Callable[[], None] = lambda: None
         self.datamodule: DataModule | None = None
@@ -55,6 +62,7 @@ class RunState:
         self.manual_optimizers: list[ManualOptimizer] = []
         self.scheduler_configs: list[SchedulerConfig] = []
         self.manual_backwards = self.manual_steps = 0
+        self.manual_divisor: Divisor = None
         self.closure_needed = False
         self.clips = False
         self.moves_batches_itself = False
@@ -133,6 +141,7 @@ class RunState:
 
     @property
     def evaluating(self) -> bool:
+        """Whether validation or test is in progress."""
         return self.validating or self.stage == "test"
 
     # -- where ---------------------------------------------------------------------------------------------------------
@@ -195,6 +204,19 @@ class RunState:
         self.logged_metrics.update(values.logged)
         self.progress_bar_metrics.update(values.shown)
 
+    def begin_save(self) -> float:
+        """Writing a checkpoint begins, which may take long; returns the time for `end_save`."""
+        self.watchdog.beats += 1
+        self.watchdog.patient = True
+        return time.monotonic()
+
+    def end_save(self, begun: float) -> None:
+        """It is over, well or not."""
+        self.watchdog.beats += 1
+        self.watchdog.patient = False
+        if self.deadline is not None:
+            self.deadline.saved(time.monotonic() - begun)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on rank 0, above the progress bar if there is one."""
         if not self.is_global_zero:
@@ -234,11 +256,13 @@ class RunState:
         """See `TrainModule.manual_backward`."""
         if self.module.automatic_optimization:
             raise ConfigError(
-                "manual_backward is for automatic_optimization = False: set that in the module's __init__, or return the "
-                "loss from training_step and let the trainer do the rest."
+                "manual_backward is for automatic_optimization = False: set that in the module's __init__, or return "
+                "the loss from training_step and let the trainer do the rest."
             )
         checked_loss(loss, self.module, self.settings.detect_anomaly, "manual_backward got")
         self.manual_backwards += 1
+        if self.manual_divisor is not None:
+            loss = loss / self.manual_divisor
         self.hooks.on_before_backward(self, self.module, loss)  # type: ignore[arg-type]
         self.strategy.backward(loss)
         self.strategy.reduce_gradients()

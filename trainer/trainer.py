@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.checkpoint.content import collect
+from trainer.checkpoint.content import hand_over
 from trainer.checkpoint.format import write_checkpoint
 from trainer.data.batch import Batch
 from trainer.data.datamodule import DataModule
@@ -76,7 +76,8 @@ class Trainer(RunState):
 
         Raises:
             ConfigError: before the first step, wherever it can be known.
-            SystemExit: 130 after SIGINT, 143 after SIGTERM, when the step is finished and saved (not in a REPL or notebook).
+            SystemExit: 130 after SIGINT, 143 after SIGTERM, 75 after SIGUSR1 or before a deadline: when the step is
+                finished and saved (not in a REPL or notebook).
         """
         data = {"train": train_dataloaders, "val": val_dataloaders}
         with running(self, "fit", module, data, datamodule, ckpt_path):
@@ -145,27 +146,25 @@ class Trainer(RunState):
         self.stop_switch.request(reason)
 
     def save_checkpoint(self, path: str | Path, info: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint folder at `path`. Collective: every process must call it, at the end of a step.
+        """Write a checkpoint folder at `path`, or at a URL such as s3://bucket/name.
+
+        Collective: every process must call it, at the end of a step.
 
         Raises:
             CheckpointError: it could not be written; nothing is left at `path` then.
         """
         if "module" not in vars(self):
-            raise ConfigError("save_checkpoint: this Trainer has run nothing yet, so there is nothing to save. Call fit first.")
-        state = collect(self)
-        self.hooks.on_save_checkpoint(self, self.module, state)
-        problem = None
+            raise ConfigError("save_checkpoint: nothing has run yet, so there is nothing to save: call fit first.")
+        self.save_with(lambda state, about: write_checkpoint(path, state, info=about), info or {})
         if self.is_global_zero:
-            for logger in self.loggers:
-                logger.flush()
-            about = {"step": self.global_step, "epoch": self.current_epoch, **(info or {})}
-            try:
-                write_checkpoint(path, state, info=about)
-            except Exception as error:
-                problem = error
-        problem = self.strategy.broadcast_object(problem)
-        if problem is not None:
-            raise problem
+            self.hooks.on_checkpoint_committed(self, self.module, str(path))
+
+    def save_with(self, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
+        """Give the whole state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.
+
+        An error that `write` raises is raised on every process.
+        """
+        hand_over(self, write, info)
 
     def describe(self) -> str:
         """The run in words: what was chosen and why, and the loop with the callbacks in place. Also printed."""
@@ -235,6 +234,7 @@ class Trainer(RunState):
             hooks.on_train_batch_start(self, module, data, batch_idx)
             with strategy.microbatch(last=position == last):
                 outputs = strategy.call("training_step", data, batch_idx)
+                self.watchdog.beats += 1  # here: in the backward, processes wait for those that are not there yet
                 loss = checked_loss(outputs, module, self.settings.detect_anomaly)
                 if divisor is not None:
                     loss = loss / divisor
@@ -251,6 +251,7 @@ class Trainer(RunState):
         batch = window[0]
         data = self.transfer(batch.data, 0)
         self.metrics.batch, self.metrics.samples = data, batch.samples
+        (self.manual_divisor,) = loss_divisors(window, self.module, self.strategy)
         self.hooks.on_train_batch_start(self, self.module, data, self.progress.batch)
         outputs = self.strategy.call("training_step", data, self.progress.batch)
         return StepOutputs(outputs, data, [])
@@ -293,6 +294,8 @@ class Trainer(RunState):
     def _end_step(self, window: list[Batch], outputs: StepOutputs) -> None:
         """Everything after the update; when it is over, the step is wholly done."""
         progress = self.progress
+        self.watchdog.beats += 1
+        self.watchdog.patient = False
         progress.step += 1
         progress.batch += len(window)
         progress.samples += sum(batch.total or 0 for batch in window)

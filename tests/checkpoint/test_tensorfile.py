@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from trainer.checkpoint.disk import HashedReader
+from trainer.checkpoint.place import HashedReader
 from trainer.checkpoint.tensorfile import file_chunks, read_tensors
 from trainer.checkpoint.tree import DTYPES, TensorInfo
 from trainer.errors import CheckpointError

@@ -100,14 +100,14 @@ print("error line", file=sys.stderr, flush=True)
     [
         ("sys.exit(3)", 3, ""),
         ("raise ValueError('no such thing')", 1, "ValueError: no such thing"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
     ],
 )
 def test_the_failing_process_decides_the_exit_code(end: str, code: int, stderr: str) -> None:
     result = run_python(BEGIN + f"if rank == 1:\n    {end}\ntime.sleep(600)\n").check(code)
     assert result.stderr.rstrip().endswith(stderr)
     # No banner, no log lines of the agent: only what the process itself has said.
-    assert len(result.stderr.splitlines()) == (4 if stderr else 0), result.stderr
+    assert len(result.stderr.splitlines()) == {3: 0, 1: 4, 137: 1}[code], result.stderr
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

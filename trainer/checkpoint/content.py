@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,25 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "precision": strategy.precision.name,
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }
+
+
+def hand_over(
+    trainer: Trainer, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]
+) -> None:
+    """See `Trainer.save_with`."""
+    state = collect(trainer)
+    trainer.hooks.on_save_checkpoint(trainer, trainer.module, state)
+    problem = None
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.flush()
+        try:
+            write(state, {"step": trainer.global_step, "epoch": trainer.current_epoch, **info})
+        except Exception as error:
+            problem = error
+    problem = trainer.strategy.broadcast_object(problem)
+    if problem is not None:
+        raise problem
 
 
 def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

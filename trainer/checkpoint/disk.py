@@ -11,6 +11,7 @@ name:
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import re
@@ -19,15 +20,15 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from trainer.errors import CheckpointError
+from trainer.runtime.faults import fault_point
 
-_CHUNK = 16 << 20
 _LEFTOVER = re.compile(r"\.(tmp|old)-(.+)-(\d+)-[0-9a-f]{8}")
 
 
@@ -37,6 +38,14 @@ class FileEntry:
 
     bytes: int
     sha256: str
+
+
+WriteFile: TypeAlias = Callable[[str, Iterable["bytes | memoryview"]], FileEntry]
+"""Writes a file of a new folder: its name, its contents."""
+
+
+class WriteError(CheckpointError):
+    """The disk or the network did not take a checkpoint; those before it are unchanged."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,10 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
             file.write(chunk)
             digest.update(chunk)
             size += len(chunk)
+            fault_point("in_file")
         file.flush()
         os.fsync(file.fileno())
+    fault_point("after_file")
     return FileEntry(size, digest.hexdigest())
 
 
@@ -110,10 +121,34 @@ def replace_file(path: Path, contents: bytes) -> None:
     temporary = temporary_beside(path)
     try:
         write_file(temporary, [contents])
+        fault_point("before_pointer")
         os.replace(temporary, path)
         sync_folder(path.parent)
+        fault_point("after_pointer")
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(final: Path, replace: bool) -> Iterator[WriteFile]:
+    """The files that are written in the block appear at `final` together, at its end, or not at all.
+
+    Args:
+        replace: there is a folder at `final`, which is to be replaced.
+
+    Raises:
+        WriteError: the disk is full or refuses. What was at `final` is unchanged.
+    """
+    temporary = temporary_beside(final)
+    try:
+        make_folder(final.parent)
+        temporary.mkdir()
+        yield lambda name, chunks: write_file(temporary / name, chunks)
+        publish_folder(temporary, final, replace)
+    except OSError as error:
+        raise WriteError(_write_failure(final, temporary, error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # a partial one, or after an exchange the one that was replaced
 
 
 def publish_folder(temporary: Path, final: Path, replace: bool) -> None:
@@ -125,6 +160,7 @@ def publish_folder(temporary: Path, final: Path, replace: bool) -> None:
             first renamed aside, to where `CheckpointStore.clean` finds it if the process dies right then.
     """
     sync_folder(temporary)
+    fault_point("before_rename")
     if not replace:
         os.rename(temporary, final)
     elif not _exchange(temporary, final):
@@ -137,6 +173,7 @@ def publish_folder(temporary: Path, final: Path, replace: bool) -> None:
             raise
         sync_folder(final.parent)
         shutil.rmtree(aside, ignore_errors=True)
+    fault_point("after_rename")
     sync_folder(final.parent)
 
 
@@ -145,84 +182,34 @@ def remove_folder(folder: Path) -> None:
     doomed = temporary_beside(folder)
     os.rename(folder, doomed)
     sync_folder(folder.parent)
+    fault_point("in_removal")
     shutil.rmtree(doomed)
 
 
-class HashedReader:
-    """Reads a file from its start and hashes what it hands out, so that what is checked is what is used."""
-
-    def __init__(self, file: BinaryIO, hashing: bool, where: str) -> None:
-        self._file = file
-        self._digest = hashlib.sha256() if hashing else None
-        self._where = where
-
-    def read(self, size: int) -> bytes:
-        """Exactly `size` bytes.
-
-        Raises:
-            CheckpointError: the file ends before.
-        """
-        data = self._file.read(size)
-        self._check(len(data), size)
-        if self._digest:
-            self._digest.update(data)
-        return data
-
-    def read_into(self, view: memoryview) -> None:
-        """Fill `view`.
-
-        Raises:
-            CheckpointError: the file ends before.
-        """
-        for start in range(0, len(view), _CHUNK):
-            part = view[start : start + _CHUNK]
-            self._check(self._file.readinto(part), len(part))  # type: ignore[attr-defined]  # a BufferedReader has it
-            if self._digest:
-                self._digest.update(part)
-
-    def hexdigest(self) -> str | None:
-        """SHA-256 of all that was read; None when not hashing."""
-        return self._digest.hexdigest() if self._digest else None
-
-    def _check(self, got: int, wanted: int) -> None:
-        if got != wanted:
-            raise CheckpointError(f"{self._where} ended {wanted - got} bytes too early while it was read")
-
-
 @contextmanager
-def open_entry(path: Path, entry: FileEntry, hashing: bool) -> Iterator[HashedReader]:
-    """Open a file for reading that must be exactly `entry`; when it was read to its end, its hash is checked.
+def open_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """A regular file, open for reading, and its size in bytes.
 
     Raises:
-        CheckpointError: it is missing, unreadable, not a regular file, or of another size; at the end of the block: of
-            another hash.
+        CheckpointError: it is a symbolic link or something else that is not a regular file.
+        OSError: it is missing or unreadable.
     """
-    try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} is a symbolic link or no regular file: a checkpoint consists of files only")
-        if status.st_size != entry.bytes:
-            raise CheckpointError(f"{path} has {status.st_size} bytes, but {entry.bytes} were written: it is damaged")
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            reader = HashedReader(file, hashing, str(path))
-            yield reader
-            if hashing and reader.hexdigest() != entry.sha256:
-                raise CheckpointError(f"{path} is damaged: its checksum differs from that in the manifest")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is a symbolic link or no regular file: a checkpoint consists of files only")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        yield file, status.st_size
 
 
-def check_entry(path: Path, entry: FileEntry, hashing: bool) -> str | None:
-    """What is wrong with a file, or None."""
-    try:
-        with open_entry(path, entry, hashing) as reader:
-            for start in range(0, entry.bytes if hashing else 0, _CHUNK):
-                reader.read(min(_CHUNK, entry.bytes - start))
-    except CheckpointError as error:
-        return str(error)
-    return None
+def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
+    shutil.rmtree(temporary, ignore_errors=True)
+    message = f"cannot write the checkpoint {final}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and final.parent.is_dir():
+        message += f" ({shutil.disk_usage(final.parent).free / 1e6:.0f} MB are free there)"
+    message += ". Earlier checkpoints are unchanged; "
+    if temporary.exists():
+        return message + f"partial files could not be removed and remain in {temporary}."
+    return message + "the partial one was removed."
 
 
 def _exchange(one: Path, other: Path) -> bool:

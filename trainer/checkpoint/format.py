@@ -9,30 +9,21 @@ Reading one runs no code: nothing is unpickled or imported, and whatever does no
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk import (
-    FileEntry,
-    check_entry,
-    make_folder,
-    open_entry,
-    publish_folder,
-    temporary_beside,
-    write_file,
-)
+from trainer.checkpoint.disk import FileEntry, WriteFile
+from trainer.checkpoint.place import Place, check_entry, new_folder, occupied, open_entry, place_of, read_small_file
 from trainer.checkpoint.tensorfile import file_chunks, read_tensors
 from trainer.checkpoint.tree import TensorInfo, from_json, join, split, to_json
 from trainer.errors import CheckpointError, did_you_mean
+from trainer.runtime.faults import fault_point
 
 FORMAT = "exact-trainer checkpoint"
 VERSION = 1
@@ -53,8 +44,18 @@ class Manifest:
     files: dict[str, FileEntry]
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A state that can be stored: encoded, and its tensors, which are still where they were."""
+
+    data: dict[str, Any]
+    tensors: dict[str, dict[str, torch.Tensor]]
+    """By top-level key and name."""
+    info: Any
+
+
 def write_checkpoint(
-    path: str | Path, state: Mapping[str, Any], *, info: Mapping[str, Any] | None = None, overwrite: bool = False
+    path: str | Place, state: Mapping[str, Any], *, info: Mapping[str, Any] | None = None, overwrite: bool = False
 ) -> None:
     """Write `state` as a checkpoint that is at `path` as a whole and on the disk when this returns.
 
@@ -62,32 +63,37 @@ def write_checkpoint(
     same top-level key that are the same memory (tied weights) are stored once.
 
     Args:
-        path: the folder to create; missing parents are created.
+        path: the folder to create, or its URL (s3://...); missing parents are created.
         state: nested data: None, bool, int, float, str, list, tuple, dict, torch.Tensor. Top-level keys name files.
         info: small data without tensors, for listings: {"step": 1000, "epoch": 2, "metrics": {...}}.
-        overwrite: replace the checkpoint that is at `path`. Until the new one is complete the old one stays.
+        overwrite: replace the checkpoint that is at `path`. Until the new one is complete the old one stays. Not on a
+            remote place.
 
     Raises:
-        CheckpointError: something in `state` or `info` cannot be stored (names each field); `path` exists; the disk is
-            full or refuses. No partial checkpoint is left, and what was at `path` is unchanged.
+        CheckpointError: something in `state` or `info` cannot be stored (names each field); `path` exists. WriteError:
+            the disk is full or refuses. No partial checkpoint is left, and what was at `path` is unchanged.
     """
-    final = Path(path)
-    data, groups = _split_state(state)
-    encoded_info, _ = split(dict(info or {}), "info", allow_tensors=False)
-    replace = _check_destination(final, overwrite)
-    temporary = temporary_beside(final)
-    try:
-        make_folder(final.parent)
-        temporary.mkdir()
-        _write_files(temporary, data, groups, encoded_info)
-        publish_folder(temporary, final, replace)
-    except OSError as error:
-        raise CheckpointError(_write_failure(final, temporary, error)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # a partial one, or after an exchange the one that was replaced
+    write_prepared(path, prepare(state, info), overwrite)
 
 
-def read_checkpoint(path: str | Path, keys: Collection[str] | None = None, verify: bool = True) -> dict[str, Any]:
+def prepare(state: Mapping[str, Any], info: Mapping[str, Any] | None = None) -> Prepared:
+    """Encode what `write_checkpoint` is given; later changes to it, but for the contents of tensors, have no effect.
+
+    Raises:
+        CheckpointError: something cannot be stored; names each field.
+    """
+    data, tensors = _split_state(state)
+    return Prepared(data, tensors, split(dict(info or {}), "info", allow_tensors=False)[0])
+
+
+def write_prepared(path: str | Place, prepared: Prepared, overwrite: bool = False) -> None:
+    """The second half of `write_checkpoint`."""
+    final = place_of(path)
+    with new_folder(final, _check_destination(final, overwrite)) as write:
+        _write_files(write, prepared)
+
+
+def read_checkpoint(path: str | Place, keys: Collection[str] | None = None, verify: bool = True) -> dict[str, Any]:
     """What was given to `write_checkpoint`, tensors on the CPU.
 
     Args:
@@ -98,7 +104,7 @@ def read_checkpoint(path: str | Path, keys: Collection[str] | None = None, verif
     Raises:
         CheckpointError: there is no valid checkpoint; names the file that is wrong. Or it has no such key.
     """
-    folder = _existing(Path(path))
+    folder = _existing(place_of(path))
     manifest = read_manifest(folder)
     data = _read_data(folder, manifest, verify)
     for key in keys or ():
@@ -111,33 +117,26 @@ def read_checkpoint(path: str | Path, keys: Collection[str] | None = None, verif
     }
 
 
-def read_metadata(path: str | Path) -> dict[str, Any]:
+def read_metadata(path: str | Place) -> dict[str, Any]:
     """What `read_checkpoint` returns, with a `TensorInfo` (name, dtype, shape) for each tensor. Opens no tensor file.
 
     Raises:
         CheckpointError: as `read_checkpoint`.
     """
-    folder = _existing(Path(path))
+    folder = _existing(place_of(path))
     data = _read_data(folder, read_manifest(folder), verify=True)
     return {key: join(content, lambda info: info, _place(folder, key)) for key, content in data.items()}
 
 
-def read_manifest(path: str | Path) -> Manifest:
+def read_manifest(path: str | Place) -> Manifest:
     """Its `info` and its list of files, without opening these.
 
     Raises:
         CheckpointError: `path` is not a committed checkpoint, or its manifest is damaged.
     """
-    folder = _existing(Path(path))
+    folder = _existing(place_of(path))
     place = str(folder / MANIFEST_FILE)
-    try:
-        size = (folder / MANIFEST_FILE).lstat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{place} cannot be read: {error.strerror}") from error
-    if size > _MAX_MANIFEST:
-        raise CheckpointError(f"{place} has {size} bytes: it is no manifest")
-    with open_entry(folder / MANIFEST_FILE, FileEntry(size, ""), hashing=False) as reader:
-        text = reader.read(size)
+    text = read_small_file(folder / MANIFEST_FILE, _MAX_MANIFEST)
     body = from_json(text, place)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{place} is damaged, or is not that of a checkpoint of this package")
@@ -153,13 +152,13 @@ def read_manifest(path: str | Path) -> Manifest:
     return _parse_manifest(body, place)
 
 
-def verify_checkpoint(path: str | Path) -> list[str]:
+def verify_checkpoint(path: str | Place) -> list[str]:
     """Everything that is wrong with a checkpoint, in words that name the file; empty when it is whole.
 
     Reads all its files: missing and damaged ones, and ones that do not belong to it.
     """
     problems = find_damage(path)
-    folder = Path(path)
+    folder = place_of(path)
     try:
         known = {*read_manifest(folder).files, MANIFEST_FILE}
     except CheckpointError:
@@ -168,13 +167,13 @@ def verify_checkpoint(path: str | Path) -> list[str]:
     return problems + [f"{folder / name} is not in the manifest" for name in strays]
 
 
-def find_damage(path: str | Path, contents: bool = True) -> list[str]:
+def find_damage(path: str | Place, contents: bool = True) -> list[str]:
     """As `verify_checkpoint`, but a file too many is no damage.
 
     Args:
         contents: False: check only that the files are there and have their size; opens none but the manifest.
     """
-    folder = Path(path)
+    folder = place_of(path)
     try:
         files = read_manifest(folder).files
     except CheckpointError as error:
@@ -183,12 +182,12 @@ def find_damage(path: str | Path, contents: bool = True) -> list[str]:
     return [problem for problem in checks if problem]
 
 
-def is_committed(path: Path) -> bool:
+def is_committed(path: Place) -> bool:
     """Whether it is a folder with a manifest: a checkpoint that was completely written, perhaps damaged since."""
     return (path / MANIFEST_FILE).is_file()
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Place) -> list[Place]:
     """The committed checkpoints in a folder, by name."""
     if not folder.is_dir():
         return []
@@ -218,11 +217,11 @@ def _split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, di
     return data, groups
 
 
-def _check_destination(final: Path, overwrite: bool) -> bool:
+def _check_destination(final: Place, overwrite: bool) -> bool:
     """Whether there is a checkpoint to replace."""
     if not final.name or final.name.startswith("."):
         raise CheckpointError(f"{str(final)!r} is no name for a checkpoint: give one that does not begin with '.'")
-    if not final.exists() and not final.is_symlink():
+    if not occupied(final, MANIFEST_FILE):
         return False
     if not overwrite:
         raise CheckpointError(f"{final} exists. Give another name, or overwrite=True to replace it.")
@@ -231,16 +230,17 @@ def _check_destination(final: Path, overwrite: bool) -> bool:
     return True
 
 
-def _write_files(folder: Path, data: dict[str, Any], groups: dict[str, dict[str, torch.Tensor]], info: Any) -> None:
+def _write_files(write: WriteFile, prepared: Prepared) -> None:
     files: dict[str, FileEntry] = {}
-    for key, tensors in groups.items():
+    for key, tensors in prepared.tensors.items():
         if tensors:
             name = f"{key}.safetensors"
-            files[name] = write_file(folder / name, file_chunks(tensors))
-    files[DATA_FILE] = write_file(folder / DATA_FILE, [to_json(data)])
+            files[name] = write(name, file_chunks(tensors))
+    files[DATA_FILE] = write(DATA_FILE, [to_json(prepared.data)])
     entries = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in files.items()}
-    manifest = {"format": FORMAT, "version": VERSION, "info": info, "files": entries}
-    write_file(folder / MANIFEST_FILE, [_sealed(manifest)])
+    manifest = {"format": FORMAT, "version": VERSION, "info": prepared.info, "files": entries}
+    fault_point("before_manifest")
+    write(MANIFEST_FILE, [_sealed(manifest)])
 
 
 def _sealed(body: dict[str, Any]) -> bytes:
@@ -249,21 +249,10 @@ def _sealed(body: dict[str, Any]) -> bytes:
     return (json.dumps({**body, "seal": seal}, indent=2) + "\n").encode("ascii")
 
 
-def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
-    shutil.rmtree(temporary, ignore_errors=True)
-    message = f"cannot write the checkpoint {final}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) and final.parent.is_dir():
-        message += f" ({shutil.disk_usage(final.parent).free / 1e6:.0f} MB are free there)"
-    message += ". Earlier checkpoints are unchanged; "
-    if temporary.exists():
-        return message + f"partial files could not be removed and remain in {temporary}."
-    return message + "the partial one was removed."
-
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _existing(folder: Path) -> Path:
+def _existing(folder: Place) -> Place:
     """`folder`, if a committed checkpoint is there; else the error that says what is there, or beside it."""
     if is_committed(folder):
         return folder
@@ -307,7 +296,7 @@ def _parse_manifest(body: dict[str, Any], place: str) -> Manifest:
     return Manifest(join(info, refuse, place), {name: FileEntry(**entry) for name, entry in files.items()})
 
 
-def _read_data(folder: Path, manifest: Manifest, verify: bool) -> dict[str, Any]:
+def _read_data(folder: Place, manifest: Manifest, verify: bool) -> dict[str, Any]:
     entry = manifest.files[DATA_FILE]
     with open_entry(folder / DATA_FILE, entry, verify) as reader:
         text = reader.read(entry.bytes)
@@ -317,7 +306,7 @@ def _read_data(folder: Path, manifest: Manifest, verify: bool) -> dict[str, Any]
     return data
 
 
-def _read_key(folder: Path, manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
+def _read_key(folder: Place, manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
     place = _place(folder, key)
     expected: dict[str, TensorInfo] = {}
 
@@ -337,5 +326,5 @@ def _read_key(folder: Path, manifest: Manifest, key: str, content: Any, verify: 
     return join(content, lambda info: tensors[info.name], place)
 
 
-def _place(folder: Path, key: str) -> str:
+def _place(folder: Place, key: str) -> str:
     return f"{folder / DATA_FILE}, {key!r}"

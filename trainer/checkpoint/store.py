@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import shutil
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
-from trainer.checkpoint.disk import leftovers, remove_folder, replace_file, sync_folder
-from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.disk import WriteError, leftovers, sync_folder
+from trainer.checkpoint.format import MANIFEST_FILE, checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.place import Place, place_of, remove_folder, replace_file
+from trainer.checkpoint.remote import RemotePath, remove_leftovers
 from trainer.checkpoint.tree import from_json, to_json
 from trainer.errors import CheckpointError, did_you_mean
 
 Pointer = Literal["last", "best"]
 POINTERS: tuple[Pointer, ...] = ("last", "best")
 
-_Paths: TypeAlias = "list[Path]"  # inside the class, `list` is the method
+_Paths: TypeAlias = "list[Place]"  # inside the class, `list` is the method
 _DAY = 24 * 3600.0
 _log = logging.getLogger("trainer")
 
@@ -26,11 +28,12 @@ class CheckpointStore:
     Several processes may read it while one writes. It need not exist.
 
     Args:
-        folder: where the checkpoints of a run are.
+        folder: where the checkpoints of a run are: a path, or a URL of an object store (s3://...). There nothing keeps two
+            processes from writing at the same time.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Place) -> None:
+        self.folder = place_of(folder)
 
     def list(self) -> _Paths:
         """The committed checkpoints, by the step in their info (those without one first), then by name.
@@ -47,7 +50,7 @@ class CheckpointStore:
             found.append((step if isinstance(step, (int, float)) else -1, path.name, path))
         return [path for _, _, path in sorted(found)]
 
-    def info(self, name: str | Path) -> dict[str, Any]:
+    def info(self, name: str | Place) -> dict[str, Any]:
         """What was given as `info` when this checkpoint was written.
 
         Raises:
@@ -55,11 +58,11 @@ class CheckpointStore:
         """
         return read_manifest(self._child(name)).info
 
-    def set_pointer(self, pointer: Pointer, name: str | Path) -> None:
+    def set_pointer(self, pointer: Pointer, name: str | Place) -> None:
         """Make `last` or `best` point to a committed checkpoint, atomically.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or the pointer cannot be written (the old one then stays).
+            CheckpointError: there is no such checkpoint. WriteError: the pointer cannot be written; the old one stays.
         """
         target = self._child(name)
         read_manifest(target)
@@ -67,9 +70,9 @@ class CheckpointStore:
         try:
             replace_file(file, to_json({"checkpoint": target.name}) + b"\n")
         except OSError as error:
-            raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
+            raise WriteError(f"cannot write {file}: {error.strerror or error}") from error
 
-    def pointer(self, pointer: Pointer) -> Path | None:
+    def pointer(self, pointer: Pointer) -> Place | None:
         """The checkpoint that `last` or `best` points to; None when it is not set.
 
         None, with a logged warning, when it cannot be read or its checkpoint is gone.
@@ -88,14 +91,14 @@ class CheckpointStore:
         _log.warning("Ignoring the pointer %s: there is no checkpoint %s", file, target.name)
         return None
 
-    def newest_valid(self) -> Path | None:
+    def newest_valid(self) -> Place | None:
         """The latest checkpoint by step whose files are all as they were written; reads them whole.
 
         Damaged ones that are passed over are named in a logged warning.
         """
         return next((path for path in reversed(self.list()) if self._is_whole(path)), None)
 
-    def resolve(self, wanted: str | Path) -> Path:
+    def resolve(self, wanted: str | Place) -> Place:
         """The checkpoint meant by "last", "best", a path, or a name in this folder.
 
         "last" falls back to the newest whole checkpoint when the one it points to is gone or damaged; logs a warning.
@@ -104,7 +107,7 @@ class CheckpointStore:
             CheckpointError: there is none; says which there are.
         """
         if str(wanted) == "last":
-            target = self.pointer("last")
+            target = self._followed(self.pointer("last"))
             found = target if target and self._is_whole(target) else self.newest_valid()
             if found:
                 return found
@@ -116,21 +119,22 @@ class CheckpointStore:
                 return best
             there = ", ".join(names) or "none"
             raise CheckpointError(f"no checkpoint is recorded as 'best' in {self.folder}. There are: {there}.")
-        for path in (Path(wanted), self.folder / wanted):
+        given = place_of(wanted)
+        for path in (given,) if isinstance(given, RemotePath) else (given, self.folder / str(wanted)):
             if path.exists():
                 read_manifest(path)
                 return path
-        guess = did_you_mean(Path(wanted).name, [*names, *POINTERS])
+        guess = did_you_mean(given.name, [*names, *POINTERS])
         raise CheckpointError(
             f"there is no checkpoint {wanted}.{guess} In {self.folder} there are: {', '.join(names) or 'none'}. "
             "'last' and 'best' are understood too."
         )
 
-    def remove(self, name: str | Path) -> None:
+    def remove(self, name: str | Place) -> None:
         """Delete a checkpoint: for readers it disappears in one step.
 
         Raises:
-            CheckpointError: it does not exist; it is the only one with all its files; the system refuses.
+            CheckpointError: it does not exist, or is the only one with all its files. WriteError: the system refuses.
         """
         target = self._child(name)
         if not is_committed(target):
@@ -140,17 +144,20 @@ class CheckpointStore:
         if not find_damage(target, contents=False) and all(find_damage(path, contents=False) for path in others):
             raise CheckpointError(f"{target} is the only whole checkpoint in {self.folder}, so it is not removed")
         try:
-            remove_folder(target)
+            remove_folder(target, MANIFEST_FILE)
         except OSError as error:
-            raise CheckpointError(f"cannot remove {target}: {error.strerror or error}") from error
+            raise WriteError(f"cannot remove {target}: {error.strerror or error}") from error
 
     def clean(self, max_age: float = _DAY) -> _Paths:
         """Remove what interrupted writes and deletions left; returns what was removed.
 
         A leftover goes when its process is gone from this machine, or when it was not touched for `max_age` seconds. A
-        checkpoint that was being replaced when the process died goes back to its place.
+        checkpoint that was being replaced when the process died goes back to its place. In an object store nobody can
+        tell whose process is gone: there only the age counts.
         """
-        removed = []
+        if isinstance(self.folder, RemotePath):
+            return [*remove_leftovers(self.folder, MANIFEST_FILE, max_age)]
+        removed: _Paths = []
         for leftover in leftovers(self.folder) if self.folder.is_dir() else ():
             if not leftover.is_dead(max_age):
                 continue
@@ -167,21 +174,32 @@ class CheckpointStore:
             removed.append(leftover.path)
         return removed
 
-    def _is_whole(self, path: Path) -> bool:
+    def _followed(self, target: Place | None) -> Place | None:
+        """The checkpoint that was committed after `target` by a process that died before it could point to it."""
+        if target is None:
+            return None
+        newer = (path for path in self.list() if read_manifest(path).info.get("follows") == target.name)
+        return next((path for path in newer if path.name != target.name and self._is_whole(path)), target)
+
+    def _is_whole(self, path: Place) -> bool:
         damage = find_damage(path)
         if damage:
             _log.warning("Passing over the checkpoint %s: %s", path.name, "; ".join(damage))
         return not damage
 
-    def _child(self, name: str | Path) -> Path:
+    def _child(self, name: str | Place) -> Place:
         """The place of a checkpoint of this folder, given by its name or its path."""
-        given = Path(name)
-        path = given if len(given.parts) > 1 else self.folder / given
-        if path.absolute().parent != self.folder.absolute() or not given.name or given.name.startswith("."):
-            raise CheckpointError(f"{str(name)!r} is not the name of a checkpoint in {self.folder}")
+        text = str(name)
+        path = self.folder / text if len(PurePath(text).parts) == 1 else place_of(name)
+        if _absolute(path.parent) != _absolute(self.folder) or not path.name or path.name.startswith("."):
+            raise CheckpointError(f"{text!r} is not the name of a checkpoint in {self.folder}")
         return self.folder / path.name
 
-    def _pointer_file(self, pointer: Pointer) -> Path:
+    def _pointer_file(self, pointer: Pointer) -> Place:
         if pointer not in POINTERS:
             raise CheckpointError(f"unknown pointer {pointer!r}; there are: {', '.join(POINTERS)}")
         return self.folder / f"{pointer}.json"
+
+
+def _absolute(path: Place) -> Place:
+    return path if isinstance(path, RemotePath) else path.absolute()

@@ -49,6 +49,11 @@ class Source(Protocol):
         """Fill `view`, or CheckpointError."""
 
 
+def is_native(dtype: torch.dtype) -> bool:
+    """Whether safetensors has this dtype; others are stored as the bytes of each element."""
+    return dtype in _CODES
+
+
 def file_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file with these tensors. Holds the copy of one tensor at a time, if it needs one.
 

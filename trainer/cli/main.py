@@ -14,6 +14,7 @@ VERBS = {
     "validate": "run the validation of a module",
     "test": "run the test of a module",
     "predict": "write a module's predictions",
+    "checkpoint": "look into checkpoints: ls, show, verify, export",
 }
 """Name: what it does. The command is `run(arguments)` in `trainer/cli/<name>.py`, which returns the exit code."""
 

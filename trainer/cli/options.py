@@ -40,14 +40,16 @@ class Options:
     """Dotted names and values; `--ckpt-path` is one of them."""
 
 
-class _Parser(argparse.ArgumentParser):
+class ErrorParser(argparse.ArgumentParser):
+    """Raises a ConfigError where argparse would print and exit."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def make_parser(verb: str, summary: str) -> argparse.ArgumentParser:
     """The parser of the fixed options. No prefix of an option stands for it."""
-    parser = _Parser(
+    parser = ErrorParser(
         prog=f"trainer {verb}",
         usage=f"trainer {verb} --config FILE [FILE ...] [OPTIONS]",
         description=summary[0].upper() + summary[1:] + ".",

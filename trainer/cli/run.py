@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.cli.main import VERBS, refuse
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
-from trainer.runtime.launch import LAUNCHED
+from trainer.runtime.restart import LAUNCHED
 
 if TYPE_CHECKING:
     from trainer.config import Configuration

@@ -31,6 +31,7 @@ class Feed:
         training: all ranks get the same number of batches, if need be with fillers; else no sample is repeated.
         limit: batches per epoch: int, a number of them; float, a fraction (0.0 to 1.0); None, all.
         shuffle: override the loader: False for the same order in every epoch.
+        seed_per_sample: seed what is random in loading for each sample instead of each micro-batch.
 
     Raises:
         ConfigError: the loader is empty, several loaders were given, or `limit` cannot be applied to it.
@@ -47,6 +48,7 @@ class Feed:
         training: bool,
         limit: int | float | None = None,
         shuffle: bool | None = None,
+        seed_per_sample: bool = False,
     ) -> None:
         self.name = name
         label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
@@ -61,6 +63,7 @@ class Feed:
                 seed=seed,
                 training=training,
                 shuffle=shuffle,
+                seed_per_sample=seed_per_sample,
             )
         else:
             self._source = ForeignLoader(loader, label=label, world_size=world_size, seed=seed, training=training)

@@ -1,4 +1,4 @@
-"""Permutation: a shuffled order of any length that is never built."""
+"""Random orders of any length that are never built: each position's value is computed directly."""
 
 from __future__ import annotations
 
@@ -85,9 +85,25 @@ class Permutation:
         return left
 
 
-def _sorted_keys(n: int, seed: int) -> NDArray[np.uint64]:
-    """A uniformly random permutation: the order of n outputs of SplitMix64, which are all different."""
-    keys = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+def uniform(positions: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint64]:
+    """64 random bits for each position: the outputs of a SplitMix64 generator that starts at `mix(seed, epoch)`."""
+    return _splitmix(positions.astype(np.uint64), mix(seed, epoch))
+
+
+def uniform_floats(positions: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.float64]:
+    """A random number in [0, 1) for each position."""
+    return (uniform(positions, seed, epoch) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Outputs of SplitMix64 by their number; different numbers give different outputs."""
+    keys = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(keys ^ (keys >> np.uint64(31)), kind="stable").astype(np.uint64)
+    mixed: NDArray[np.uint64] = keys ^ (keys >> np.uint64(31))
+    return mixed
+
+
+def _sorted_keys(n: int, seed: int) -> NDArray[np.uint64]:
+    """A uniformly random permutation: the order of n outputs of SplitMix64, which are all different."""
+    return np.argsort(_splitmix(np.arange(n, dtype=np.uint64), seed), kind="stable").astype(np.uint64)

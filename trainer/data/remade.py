@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer.data.batch import Batch
-from trainer.data.randomness import SeededDataset, WorkerStart, mix
+from trainer.data.randomness import LoadedHere, SeededDataset, WorkerStart, as_it_is, forget_second_normal, mix
 from trainer.data.stream import IndexStream
 from trainer.errors import ConfigError
 
@@ -30,11 +30,11 @@ def is_plain(loader: Any) -> bool:
 
 
 class RemadeLoader:
-    """Yields what the user's loader would, in the order of an `IndexStream`; the global generators are never drawn from
-    (beyond what the dataset itself does when there are no workers).
+    """Yields what the user's loader would, in the order of an `IndexStream`, and leaves the global generators alone.
 
-    With workers, everything random in loading a batch (torch, numpy, random) depends on (seed, epoch, position, rank),
-    not on the worker, so that a resumed run and another `num_workers` load the same.
+    Everything random in loading a batch (torch, numpy, random) depends on (seed, epoch, position, rank), not on who
+    loads it, so that a resumed run and any `num_workers` (0, too) load the same. With `seed_per_sample` it does not
+    depend on the rank either.
     """
 
     exact = True
@@ -50,6 +50,7 @@ class RemadeLoader:
         seed: int,
         training: bool,
         shuffle: bool | None,
+        seed_per_sample: bool,
     ) -> None:
         workers = loader.num_workers > 0
         self.stream = IndexStream(
@@ -59,7 +60,7 @@ class RemadeLoader:
             seed=seed,
             training=training,
             shuffle=shuffle,
-            seeded=workers,
+            seeded="sample" if seed_per_sample else "batch",
         )
         self.note = _note(loader, self.stream, label, shuffle)
         self._label = label
@@ -73,7 +74,10 @@ class RemadeLoader:
         options["batch_sampler" if self.stream.batching else "sampler"] = self.stream
         if not self.stream.batching:
             options["batch_size"] = None
-        dataset: Any = SeededDataset(loader.dataset) if workers else loader.dataset
+        dataset: Any = SeededDataset(loader.dataset)
+        if not workers:
+            dataset = LoadedHere(loader.dataset, loader.collate_fn)
+            options["collate_fn"] = as_it_is
         self._loader: DataLoader[Any] = DataLoader(dataset, generator=self._generator, **options)
 
     @property
@@ -122,7 +126,10 @@ class RemadeLoader:
         self._generator.manual_seed(mix(self._seed, 0 if self._loader.persistent_workers else epoch) >> 1)
         batches = iter(self._loader)
         counted = stream.counts.popleft
+        elsewhere = self._loader.num_workers > 0
         for data in batches:
+            if elsewhere:
+                forget_second_normal()
             samples, total = counted()
             yield Batch(data, samples, total)
 
@@ -135,9 +142,9 @@ def _note(loader: DataLoader[Any], stream: IndexStream, label: str, shuffle: boo
         notes.append("its DistributedSampler is replaced: every process gets its part, without repeated samples")
     if stream.shards_itself:
         notes.append(f"its {type(source).__name__} shards by itself (num_replicas, rank) and is used as it is")
-    if type(source) is RandomSampler and stream.planned and source.generator is not None:
+    if stream.planned is not None and getattr(source, "generator", None) is not None:
         notes.append("its generator is not used: the order comes from the trainer's seed and the epoch")
-    if shuffle is False and not stream.planned:
+    if shuffle is False and not (stream.planned is not None and stream.planned.straight):
         notes.append(f"its {type(source).__name__} gives the order of epoch 0 in every epoch")
     if not getattr(loader, "in_order", True):
         notes.append("in_order=False is ignored: a run can be resumed only if batches come in order")

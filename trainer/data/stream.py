@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from trainer.data.order import Permutation
 from trainer.data.randomness import PrivateRandomness, Request, mix
+from trainer.data.samplers import planned
 
 _CHUNK = 4096
 
-Order = Callable[[NDArray[np.int64]], NDArray[Any]]
+Counts = deque[tuple[int, int | None]]
+Placed = Iterator[tuple[Any, int]]
+"""Batches of indices, each with the position of its first sample in the epoch (a batch sampler's: the batch's number
+in it)."""
 
 
 class IndexStream:
@@ -33,16 +35,18 @@ class IndexStream:
     `drop_last` drops the short one in training. In evaluation it drops what does not fill a micro-batch of B, so that
     the same samples count on any number of processes; the remaining whole micro-batches go to the first ranks.
 
-    A user's own batch sampler keeps its batches whole: in round k rank r takes batch k*W+r. A sampler that is not one
-    of torch's plain ones is iterated itself, on every rank alike, with random numbers of (seed, epoch) only;
-    one that says that it shards (`num_replicas` > 1 and `rank`, like a subclass of DistributedSampler) is left to it.
+    A user's own batch sampler keeps its batches whole: in round k rank r takes batch k*W+r. The order of torch's own
+    samplers is computed at any position. Another sampler is iterated itself, on every rank alike, with random numbers
+    of (seed, epoch) only; one that says that it shards (`num_replicas` > 1 and `rank`, like a subclass of
+    DistributedSampler) is left to it.
 
     Args:
         loader: a DataLoader over a map-style dataset, read through its public attributes.
         training: fillers, or one batch less.
-        shuffle: None: as the loader does. False: the same order in every epoch, sequential for torch's plain samplers.
+        shuffle: None: as the loader does. False: the same order in every epoch, sequential for plain loaders.
             True: shuffle where the loader is sequential.
-        seeded: yield `Request`s, whose seed is a function of (seed, epoch, global micro-batch, rank).
+        seeded: yield `Request`s. "batch": with one seed, of (seed, epoch, global micro-batch, rank). "sample": with
+            one for each sample, of (seed, epoch, position in the global order).
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class IndexStream:
         seed: int,
         training: bool,
         shuffle: bool | None = None,
-        seeded: bool = False,
+        seeded: Literal["batch", "sample"] | None = None,
     ) -> None:
         self.batch_size, self.drop_last, self.source, self.whole = _public(loader)
         self.batching = loader.batch_sampler is not None
@@ -62,19 +66,18 @@ class IndexStream:
         self.rank, self.world_size = (0, 1) if self.shards_itself else (rank, world_size)
         self.seed = seed
         self.training = training
-        self.planned, self.shuffled = _plan(self.source)
+        self.planned = None if self.whole else planned(self.source)
+        self.shuffled = (self.planned is None or self.planned.shuffled) if shuffle is None else shuffle
         self.redraws = shuffle is not False
-        if shuffle is not None:
-            self.shuffled = shuffle
         self.samples: int | None = None if self.whole else _length(self.source)
         """Samples (of all processes) before `drop_last`; None if unknown."""
         self.rounds: int | None = self._count_rounds()
         """Global micro-batches per epoch; None if unknown."""
         self.limit: int | None = None
         """Stop after this many global micro-batches."""
-        self.counts: deque[tuple[int, int | None]] = deque()
+        self.counts: Counts = deque()
         """For every batch handed out and not yet taken from here: own samples, samples over all processes."""
-        self._seed_rank = rank if seeded else None
+        self._seeded, self._seed_rank = seeded, rank
         self._epoch = 0
         self._start = 0
 
@@ -87,19 +90,24 @@ class IndexStream:
         self.counts = deque()
         epoch, start = (self._epoch if self.redraws else 0), self._start
         if self.whole:
-            batches = self._whole_batches(epoch, start, self.counts)
-        elif self.planned:
-            batches = self._planned_batches(epoch, start, self.counts)
+            placed = self._whole_batches(epoch, start, self.counts)
+        elif self.planned is not None:
+            placed = self._planned_batches(epoch, start, self.counts)
         else:
-            batches = self._drawn_batches(epoch, start, self.counts)
+            placed = self._drawn_batches(epoch, start, self.counts)
         if self.limit is not None:
-            batches = islice(batches, max(0, self.limit - start))
+            placed = islice(placed, max(0, self.limit - start))
         if not self.batching:
-            batches = (batch[0] for batch in batches)
-        if self._seed_rank is not None:
-            base, rank = mix(self.seed, self._epoch), self._seed_rank
-            return (Request(batch, mix(base, k, rank)) for k, batch in enumerate(batches, start))
-        return batches
+            placed = ((batch[0], place) for batch, place in placed)
+        if self._seeded is None:
+            return (batch for batch, _ in placed)
+        if self._seeded == "batch":
+            base = mix(self.seed, self._epoch, self._seed_rank)
+            return (Request(batch, mix(base, k)) for k, (batch, _) in enumerate(placed, start))
+        base = mix(self.seed, self._epoch)
+        if self.whole:
+            return (Request(batch, mix(base, number), 0) for batch, number in placed)
+        return (Request(batch, base, place) for batch, place in placed)
 
     def own_rounds(self) -> int | None:
         """Batches per epoch on this rank; None if unknown."""
@@ -143,10 +151,11 @@ class IndexStream:
     def _total(self, total: int) -> int | None:
         return None if self.shards_itself else total
 
-    def _planned_batches(self, epoch: int, start: int, counts: deque[tuple[int, int | None]]) -> Iterator[list[Any]]:
+    def _planned_batches(self, epoch: int, start: int, counts: Counts) -> Placed:
         """From an order that can be computed at any position."""
+        assert self.planned is not None
         assert self.samples is not None
-        order: Order = Permutation(self.samples, self.seed, epoch).at if self.shuffled and self.samples else _same
+        order = self.planned.order(self.seed, epoch, self.shuffled)
         size, globally = self.batch_size, self.batch_size * self.world_size
         full, short = divmod(self.samples, globally)
         mine = np.arange(size) + self.rank * size
@@ -154,50 +163,56 @@ class IndexStream:
         many = max(1, _CHUNK // size)
         for first in range(start, full, many):
             rounds = np.arange(first, min(first + many, full))
-            indices = order((rounds[:, None] * globally + mine).ravel()).tolist()
+            indices = order((rounds[:, None] * globally + mine).ravel())
+            place = first * globally + self.rank * size
             for position in range(0, len(indices), size):
                 counts.append(count)
-                yield indices[position : position + size]
+                yield indices[position : position + size], place
+                place += globally
         if start <= full and short:
-            last = order(np.arange(self.samples - short, self.samples)).tolist()
-            yield from self._short_batch(last, counts)
+            last = order(np.arange(self.samples - short, self.samples))
+            yield from self._short_batch(last, self.samples - short, counts)
 
-    def _drawn_batches(self, epoch: int, start: int, counts: deque[tuple[int, int | None]]) -> Iterator[list[Any]]:
+    def _drawn_batches(self, epoch: int, start: int, counts: Counts) -> Placed:
         """From a sampler that has to be iterated from the beginning: indices are skipped, never samples."""
         size, globally = self.batch_size, self.batch_size * self.world_size
         low, high = self.rank * size, (self.rank + 1) * size
         count = (size, self._total(globally))
-        for indices in self._draw(epoch, start * globally, globally):
+        place = start * globally
+        for indices in self._draw(epoch, place, globally):
             for position in range(0, len(indices), globally):
                 part = indices[position : position + globally]
                 if len(part) < globally:
-                    yield from self._short_batch(part, counts)
+                    yield from self._short_batch(part, place, counts)
                 else:
                     counts.append(count)
-                    yield part[low:high]
+                    yield part[low:high], place + low
+                place += globally
 
-    def _short_batch(self, samples: list[Any], counts: deque[tuple[int, int | None]]) -> Iterator[list[Any]]:
+    def _short_batch(self, samples: list[Any], place: int, counts: Counts) -> Placed:
         low, high, total = self._share(len(samples))
         if low < high:
             counts.append((high - low, self._total(total)))
-            yield samples[low:high]
+            yield samples[low:high], place + low
         elif total and self.training:
             counts.append((0, self._total(total)))
-            yield samples[:1]
+            yield samples[:1], place
 
-    def _whole_batches(self, epoch: int, start: int, counts: deque[tuple[int, int | None]]) -> Iterator[Any]:
+    def _whole_batches(self, epoch: int, start: int, counts: Counts) -> Placed:
         """The batches of a user's own batch sampler."""
         world = self.world_size
-        for batches in self._draw(epoch, start * world, world):
+        number = start * world
+        for batches in self._draw(epoch, number, world):
             for position in range(0, len(batches), world):
                 part = [b if hasattr(b, "__len__") else list(b) for b in batches[position : position + world]]
                 total = self._total(sum(map(len, part)))
                 if self.rank < len(part):
                     counts.append((len(part[self.rank]), total))
-                    yield part[self.rank]
+                    yield part[self.rank], number + self.rank
                 elif self.training:
                     counts.append((0, total))
-                    yield part[0]
+                    yield part[0], number
+                number += world
 
     def _draw(self, epoch: int, skip: int, unit: int) -> Iterator[list[Any]]:
         """What the sampler yields from item `skip` on, in lists of a multiple of `unit` items (the last may be short).
@@ -227,18 +242,6 @@ def _public(loader: DataLoader[Any]) -> tuple[int, bool, Any, bool]:
     if type(batches) is BatchSampler:
         return batches.batch_size, batches.drop_last, batches.sampler, False
     return 1, False, batches, True
-
-
-def _plan(sampler: Any) -> tuple[bool, bool]:
-    """Whether its order can be computed instead of iterated, and whether it is shuffled."""
-    if type(sampler) is SequentialSampler:
-        return True, False
-    if type(sampler) is RandomSampler:
-        plain = not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-        return plain, True
-    if type(sampler) is DistributedSampler:
-        return True, sampler.shuffle
-    return False, True
 
 
 def _length(sampler: Any) -> int | None:
@@ -273,7 +276,3 @@ def _set_epoch(sampler: Iterable[Any], epoch: int) -> None:
     for one in _nested(sampler):
         if callable(getattr(one, "set_epoch", None)):
             one.set_epoch(epoch)
-
-
-def _same(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    return positions

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -13,14 +15,20 @@ if TYPE_CHECKING:
 
 _KEY = "failure/first"
 _PATIENCE_S = 5.0
+_LOST_PATIENCE_S = 2.0
+"""How long a process that lost a connection waits for somebody to say why."""
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""How gloo and NCCL say that another process is gone."""
+_GONE = "gone"
 
 
 def report_failure(store: Store | None, rank: int, world_size: int, error: BaseException) -> bool:
     """Print why this process ends, to stderr; call it first of all in the `except`, then raise on.
 
-    Runs no collective and waits for nobody. With one process it prints nothing: Python itself will. With several,
-    the first to come here prints its traceback under "rank 1 of 2 failed:", the later ones one line. Python's own
-    traceback of the same error is left out afterwards, so that each is printed once.
+    Runs no collective, and waits for nobody but for the cause of a lost connection, for two seconds at most. With one
+    process it prints nothing: Python itself will. With several, the first to come here prints its traceback under
+    "rank 1 of 2 failed:", the later ones one line. Python's own traceback of the same error is left out afterwards, so
+    that each is printed once.
 
     Args:
         store: shared by the processes of this run (`StopSwitch.store`), or None.
@@ -32,8 +40,8 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
     """
     if world_size == 1:
         return True
-    first = _claim(store, rank)
-    if first == rank:
+    first = _claim(store, rank, _LOST_PATIENCE_S if lost_connection(error) else 0.0)
+    if first == str(rank):
         text = f"rank {rank} of {world_size} failed:\n{''.join(traceback.format_exception(error))}"
     elif first is None:
         # The store is gone, with the process that held it: most likely this failure is a consequence.
@@ -42,29 +50,60 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
             f"{''.join(traceback.format_exception_only(error))}"
         )
     else:
-        text = f"rank {rank} stops because rank {first} failed\n"
-    sys.stdout.flush()
-    # One write: lines of several processes would mix otherwise.
-    sys.stderr.write(text)
-    sys.stderr.flush()
+        text = f"rank {rank} stops because {_in_words(first)}\n"
+    write_error(text)
     _print_no_more(error)
-    return first == rank
+    return first == str(rank)
+
+
+def report_gone(store: Store, rank: int, world_size: int) -> None:
+    """Say for a process that has ended without a word that it is gone, unless another failed before; printed once."""
+    claim = f"{rank} {_GONE}, says process {os.getpid()}"
+    if store.compare_set(_KEY, "", claim).decode() == claim:
+        write_error(
+            f"rank {rank} of {world_size} is gone: it ended without an error of its own. Somebody killed it (the "
+            "kernel does when memory runs out), or it called os._exit or sys.exit.\n"
+        )
 
 
 def first_failure(store: Store) -> int | None:
     """The rank that failed first, or None while all is well. Does not wait."""
-    return int(store.get(_KEY)) if store.check([_KEY]) else None
+    return int(store.get(_KEY).split()[0]) if store.check([_KEY]) else None
 
 
-def _claim(store: Store | None, rank: int) -> int | None:
-    """The first rank to come here; None if the store does not answer."""
+def follow_failure(store: Store, rank: int) -> None:
+    """Print that this process ends because another failed; for a process that cannot come to `report_failure`."""
+    write_error(f"rank {rank} stops because {_in_words(store.get(_KEY).decode())}\n")
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether `error` only says that another process does not answer any more."""
+    return any(text in str(error) for text in _LOST)
+
+
+def write_error(text: str) -> None:
+    """Write to stderr at once and in one piece: the lines of several processes would mix otherwise."""
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _in_words(claim: str) -> str:
+    return f"rank {claim.split()[0]} {'is gone' if _GONE in claim else 'failed'}"
+
+
+def _claim(store: Store | None, rank: int, wait: float) -> str | None:
+    """What the first to come here said, waiting for another so many seconds; None if the store does not answer."""
     if store is None:
-        return rank
-    answer: list[int] = []
+        return str(rank)
+    answer: list[str] = []
 
     def ask() -> None:
         try:
-            answer.append(int(store.compare_set(_KEY, "", str(rank))))
+            deadline = time.monotonic() + wait
+            while wait and not store.check([_KEY]) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            answer.append(store.compare_set(_KEY, "", str(rank)).decode())
         except Exception:
             # Whatever is wrong with the store must not hide the error that is being reported.
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import logging
 import multiprocessing
 import os
 import signal
@@ -17,21 +16,23 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.errors import ConfigError
+from trainer.runtime.restart import LAUNCHED
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-LAUNCHED = "TRAINER_LAUNCHED"
-"""Environment variable in the processes that `launch_processes` starts: the process id of the launcher."""
+    from trainer.runtime.agent import Agent
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def launch_processes(num_processes: int) -> NoReturn:
+def launch_processes(num_processes: int, max_restarts: int = 0) -> NoReturn:
     """Run this very command line in `num_processes` new processes, wait for them, and exit as they did.
 
-    They find torchrun's environment variables. Their output goes where this process's output goes. SIGINT, SIGTERM
-    and SIGHUP (as SIGTERM) are passed on to them, so that they stop together; the second SIGINT ends them at once.
+    They find torchrun's environment variables. Their output goes where this process's output goes. SIGINT, SIGTERM,
+    SIGUSR1 and SIGHUP (as SIGTERM) are passed on to them, so that they stop together; the second SIGINT ends them at
+    once. When one of them fails, the others have eight seconds to end; then all are started again, `max_restarts` times
+    at most, but not after a signal, nor when they have stopped by agreement (`agreed_exit`).
 
     Raises:
         SystemExit: always, in the end: 0, or the first failing process's exit code (128 + n if signal n ended it;
@@ -40,8 +41,9 @@ def launch_processes(num_processes: int) -> NoReturn:
     """
     why_not = can_relaunch()
     if why_not is not None:
+        asked = f"{num_processes} processes are" if num_processes > 1 else f"max_restarts={max_restarts} is"
         raise ConfigError(
-            f"{num_processes} processes are asked for, but this one cannot be started again: {why_not}. Put the code "
+            f"{asked} asked for, but this one cannot be started again: {why_not}. Put the code "
             "into a script and run `python script.py`, or start it with "
             f"`torchrun --nproc-per-node {num_processes} script.py`, or use devices=1."
         )
@@ -51,13 +53,14 @@ def launch_processes(num_processes: int) -> NoReturn:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     sys.stdout.flush()
     sys.stderr.flush()
-    _silence_elastic()
-    agent, rendezvous = _make_agent(num_processes)
+    agent, rendezvous = _make_agent(num_processes, max_restarts)
     passing = _SignalPassing(agent)
     passing.install()
     code = 1
     try:
-        code = _exit_code([failure.exitcode for failure in agent.run().failures.values()])
+        failures = [failure.exitcode for failure in agent.run().failures.values()]
+        code = _exit_code(list(agent.fallen.values()) if failures and agent.fallen else failures)
+        agent.tell_signals()
         if passing.interrupts > 1:
             code = 128 + signal.SIGINT
     finally:
@@ -106,17 +109,18 @@ def die_with_parent() -> None:
 class _SignalPassing:
     """Hands the signals of the launcher on to the processes that it has started."""
 
-    def __init__(self, agent: LocalElasticAgent) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self.interrupts = 0
 
     def install(self) -> None:
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._agent.signalled = signal.Signals(number)
         if not self._pids():
             raise SystemExit(128 + number)
         if number == signal.SIGINT:
@@ -144,11 +148,12 @@ class _SignalPassing:
         return [worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None]
 
 
-def _make_agent(num_processes: int) -> tuple[LocalElasticAgent, RendezvousHandler]:
+def _make_agent(num_processes: int, max_restarts: int) -> tuple[Agent, RendezvousHandler]:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+    from trainer.runtime.agent import Agent, silence_elastic
+
+    silence_elastic()
     rendezvous, port = _make_rendezvous()
     spec = WorkerSpec(
         role="trainer",
@@ -157,13 +162,13 @@ def _make_agent(num_processes: int) -> tuple[LocalElasticAgent, RendezvousHandle
         entrypoint=sys.executable,
         # The agent replaces ${local_rank} and $$ in the arguments; a user's dollar is to stay a dollar.
         args=tuple(argument.replace("$", "$$") for argument in sys.orig_argv[1:]),
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=0.1,
         master_addr="127.0.0.1",
         master_port=port,
         local_addr="127.0.0.1",
     )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=os.devnull)), rendezvous
+    return Agent(spec), rendezvous
 
 
 def _make_rendezvous() -> tuple[RendezvousHandler, int]:
@@ -185,14 +190,6 @@ def _make_rendezvous() -> tuple[RendezvousHandler, int]:
             if attempt == 4:
                 raise
     raise AssertionError("unreachable")
-
-
-def _silence_elastic() -> None:
-    """The processes have said what went wrong; the agent's own lines would only bury it. LOGLEVEL=INFO shows them."""
-    if "LOGLEVEL" not in os.environ:
-        elastic = logging.getLogger("torch.distributed.elastic")
-        elastic.addHandler(logging.NullHandler())
-        elastic.propagate = False
 
 
 def _exit_code(codes: list[int]) -> int:

@@ -120,7 +120,8 @@ def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) 
         torch.backends.cudnn.benchmark = benchmark
 
     def undo() -> None:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        if deterministic:  # the call imports torch._inductor, which takes a second
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = before[2]
 
     return undo

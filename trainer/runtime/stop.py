@@ -8,25 +8,37 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import TrainerError
-from trainer.runtime.failure import first_failure
+from trainer.runtime.failure import first_failure, follow_failure
+from trainer.runtime.siblings import Siblings, say_done
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+_SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
+DEADLINE = "deadline"
+"""The reason of a run that stopped because its deadline is near."""
+TRY_AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h: the same command, started again, goes on."""
+_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": TRY_AGAIN, DEADLINE: TRY_AGAIN}
 _END_PATIENCE_S = 1800.0
 """How long the first process at the end of a run waits for the last: as long as a collective would."""
 _FAREWELL_PATIENCE_S = 10.0
 """How long rank 0, which may hold the store, waits until all have read the last decision."""
+_STUCK_PATIENCE_S = 5.0
+"""How long a process may stay in a step (in a collective, most likely) after it is known that another has failed."""
 
 
 def exit_code(reason: str | None) -> int:
-    """What a process that stopped for this reason exits with: 130 for SIGINT, 143 for SIGTERM, else 0."""
+    """What a process that stopped for this reason exits with; 0 when the run has done what it was asked for.
+
+    130 for SIGINT, 143 for SIGTERM. 75 for SIGUSR1, by which a cluster warns that the time is running out, and for a
+    deadline: there is more to do, start the same command again.
+    """
     return _EXIT_CODES.get(reason or "", 0)
 
 
@@ -79,6 +91,7 @@ class StopSwitch:
         self._ended = False
         self._error: Exception | None = None
         self._closed = False
+        self._leaving = False
         self._interrupts = 0
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -86,10 +99,14 @@ class StopSwitch:
 
     # -- signals -----------------------------------------------------------------------------------
 
-    def install(self) -> None:
-        """Take SIGINT and SIGTERM over (in the main thread; ignored signals stay ignored) and start to listen."""
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+    def install(self, signals: bool = True) -> None:
+        """Start to listen for the other processes, and take the signals over unless `signals` is False.
+
+        SIGINT, SIGTERM and SIGUSR1, in the main thread only; what was ignored stays ignored. When another process fails
+        and this one does not come out of its step within five seconds, it is ended with exit code 1.
+        """
+        if signals and threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
                 before = signal.getsignal(number)
                 # None is a handler that is not Python's and could not be put back.
                 if before is not signal.SIG_IGN and before is not None:
@@ -102,6 +119,18 @@ class StopSwitch:
             self._thread.start()
             # A daemon thread that comes back from C++ while Python exits would abort the process.
             atexit.register(self.uninstall)
+
+    def done(self) -> None:
+        """Say, when the last collective of a run is over, that this process may leave: it is not missed any more."""
+        if self.store is not None:
+            with suppress(Exception):  # the process that holds the store may be the first to leave
+                say_done(self.store, self.rank)
+
+    def failed(self) -> None:
+        """Say, first of all in an `except`, that this process knows of an error and is on its way out."""
+        with self._changed:
+            self._leaving = True
+            self._changed.notify_all()
 
     def uninstall(self) -> None:
         """Put the former handlers back and stop listening. Does nothing the second time."""
@@ -147,6 +176,11 @@ class StopSwitch:
                 self._wanted = reason
             self._alert = True
             self._changed.notify_all()
+
+    @property
+    def boundaries(self) -> int:
+        """How many boundaries this process has come to."""
+        return self._boundary
 
     def at_boundary(self, step: int) -> str | None:
         """The reason to stop here, the same on all processes; None to go on.
@@ -208,15 +242,18 @@ class StopSwitch:
     # -- the thread that talks to the others -------------------------------------------------------
 
     def _listen(self, store: Store) -> None:
+        siblings = None
         try:
+            siblings = Siblings(store, self.rank, self.world_size)
             while not self._closed:
                 with self._changed:
                     # Before the look at requests: what was asked before the end is announced before it.
                     ending = self._ending and not self._ended
+                siblings.look()
                 failed = first_failure(store)
                 if failed is not None:
-                    self._alert = True
-                    raise TrainerError(f"rank {failed} failed")
+                    self._follow(store, failed)
+                    return
                 self._announce(store)
                 if ending:
                     self._end(store)
@@ -226,6 +263,22 @@ class StopSwitch:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        finally:
+            if siblings is not None:
+                siblings.close()
+
+    def _follow(self, store: Store, failed: int) -> None:
+        """Rank `failed` did: tell the main thread, and end the process if that is stuck."""
+        with self._changed:
+            self._alert = True
+            self._error = TrainerError(f"rank {failed} failed")
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._leaving or self._closed, _STUCK_PATIENCE_S)
+            if self._leaving or self._closed:
+                return
+        with suppress(Exception):
+            follow_failure(store, self.rank)
+        os._exit(1)
 
     def _pause(self) -> None:
         with self._changed:
@@ -298,6 +351,8 @@ def shield_data_worker() -> None:
     it the step that is to be finished. A worker still ends when its own main process terminates it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -1,0 +1,1 @@
+"""Measurements and long trials: python -m benchmarks NAME."""

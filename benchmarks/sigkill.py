@@ -1,0 +1,126 @@
+"""Kills a training with SIGKILL at random moments, goes on by the same command, and compares the bits at the end.
+
+python -m benchmarks sigkill --kills 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.checkpoint.format import verify_checkpoint
+from trainer.checkpoint.store import CheckpointStore
+from trainer.testing import compare_runs, kill_at_random, run_python
+
+SCRIPT = Path(__file__).resolve().parent / "sigkill_training.py"
+ROOT = SCRIPT.parent.parent
+
+
+@dataclass
+class Outcome:
+    """What came out of one training that was killed again and again."""
+
+    kills: int
+    starts: int
+    seconds: float
+    problems: list[str] = field(default_factory=list)
+    """Differences from the undisturbed training, damaged checkpoints, leftovers."""
+    passed_over: int = 0
+    """Warnings about a broken checkpoint, in the last start."""
+
+
+def python_path() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def undisturbed(folder: Path, *options: str) -> Path:
+    """Train in one go; returns the run directory."""
+    run_python(SCRIPT, str(folder), *options, cwd=folder.parent, env=python_path()).check()
+    return last_run(folder)
+
+
+def disturbed(folder: Path, whole: Path, kills: int, seed: int, longest: float, *options: str) -> Outcome:
+    """Kill at most so often, let it end, and compare it with `whole`."""
+    began = time.monotonic()
+    storm = kill_at_random(
+        SCRIPT,
+        *(str(folder), *options),
+        kills=kills,
+        longest=longest,
+        ready="ready",
+        seed=seed,
+        cwd=folder.parent,
+        env=python_path(),
+    )
+    outcome = Outcome(storm.kills, storm.starts, time.monotonic() - began)
+    outcome.problems = problems(folder, whole)
+    outcome.passed_over = storm.result.stderr.count("Passing over the checkpoint")
+    return outcome
+
+
+def problems(folder: Path, whole: Path) -> list[str]:
+    """What differs from the undisturbed training, and what is wrong in the folder of checkpoints."""
+    run = last_run(folder)
+    store = CheckpointStore(run / "checkpoints")
+    found = compare_runs(whole, run)
+    found += [problem for path in store.list() for problem in verify_checkpoint(path)]
+    found += [f"left behind: {path}" for path in store.folder.iterdir() if path.name.startswith(".")]
+    kept, expected = len(store.list()), len(CheckpointStore(whole / "checkpoints").list())
+    if kept != expected:
+        found.append(f"{kept} checkpoints are kept instead of {expected}: {[path.name for path in store.list()]}")
+    return found
+
+
+def last_run(folder: Path) -> Path:
+    """The newest run directory in a folder."""
+    return max(folder.glob("version_*"), key=lambda path: int(path.name.removeprefix("version_")))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 when every bit is as it should be."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sigkill", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills-per-run", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=40, help="five steps each")
+    parser.add_argument("--longest", type=float, default=1.0, help="seconds from ready to the latest kill")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="of the loader; by turns")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="where the runs are written and kept (default: a temporary folder)")
+    options = parser.parse_args(arguments)
+    temporary = None if options.folder else tempfile.mkdtemp(prefix="sigkill-")
+    folder = Path(options.folder or str(temporary)).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return _run(options, folder)
+    finally:
+        if temporary:
+            shutil.rmtree(temporary)
+
+
+def _run(options: argparse.Namespace, folder: Path) -> int:
+    whole = undisturbed(folder / "whole", "--epochs", str(options.epochs))
+    done = run = bad = 0
+    began = time.monotonic()
+    while done < options.kills:
+        workers = str(options.workers[run % len(options.workers)])  # changes nothing, so there is one `whole`
+        kills = min(options.kills_per_run, options.kills - done)
+        seed = options.seed + run
+        arguments = ("--epochs", str(options.epochs), "--workers", workers)
+        outcome = disturbed(folder / f"run-{run}", whole, kills, seed, options.longest, *arguments)
+        done, run, bad = done + outcome.kills, run + 1, bad + bool(outcome.problems)
+        verdict = "same bits" if not outcome.problems else "; ".join(outcome.problems[:5])
+        print(
+            f"run {run}: killed {outcome.kills} times in {outcome.starts} starts, {outcome.seconds:.0f} s, "
+            f"{workers} workers, checkpoints passed over: {outcome.passed_over}; {verdict}",
+            flush=True,
+        )
+    print(
+        f"{done} kills in {run} runs, {time.monotonic() - began:.0f} s: {run - bad} of {run} ended with the same bits"
+    )
+    return 1 if bad else 0

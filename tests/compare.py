@@ -1,0 +1,32 @@
+"""Comparing what two trainings left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of a Trainer that only trains."""
+
+
+def assert_same_bits(ours: Any, theirs: Any, where: str = "") -> None:
+    """Nested containers of tensors and numbers, compared to the last bit."""
+    if isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype, where
+        assert torch.equal(ours, theirs), f"{where}: differs by up to {(ours - theirs).abs().max().item()}"
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in ours:
+            assert_same_bits(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), where
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_same_bits(*pair, f"{where}[{index}]")
+    else:
+        assert ours == theirs, where

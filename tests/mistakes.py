@@ -1,0 +1,97 @@
+"""For the tests of mistakes: a small module that counts its steps, and what every refusal has to keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer import ConfigError, Trainer, TrainModule
+
+
+class Net(TrainModule):
+    """Four inputs, one output."""
+
+    steps: ClassVar[int] = 0
+    """Training steps begun, of all modules of this class and below."""
+
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self(batch[0]) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Net.steps += 1
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def net(**methods: Any) -> Net:
+    """A `Net` with some methods of its own."""
+    return type("Mine", (Net,), methods)()
+
+
+def net_that(does: Callable[[Any, torch.Tensor, Any], Any], **methods: Any) -> Net:
+    """A `Net` whose `training_step` does something with `(self, loss, batch)` before it returns the loss."""
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> torch.Tensor:
+        Net.steps += 1
+        loss = self.loss(batch)
+        does(self, loss, batch)
+        return loss
+
+    return net(training_step=training_step, **methods)
+
+
+def loader(samples: int = 8, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(samples, 4), torch.randn(samples, 1))
+    return DataLoader(data, batch_size=batch_size, **options)
+
+
+def quiet(**settings: Any) -> Trainer:
+    """A trainer that shows and logs nothing, for one epoch."""
+    silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(**{"max_epochs": 1, "accelerator": "cpu", **silent, **settings})
+
+
+def fit(module: Any, *loaders: Any, trainer: Trainer | None = None, **arguments: Any) -> None:
+    (trainer or quiet()).fit(module, *(loaders or (loader(),)), **arguments)
+
+
+def refused(
+    call: Callable[[], Any], *parts: str, steps: int = 0, error: type[Exception] = ConfigError, not_in: str = ""
+) -> str:
+    """Check that `call` is refused with a message that has all `parts`, after `steps` calls of `training_step`.
+
+    A refusal in the first step or before it leaves no run directory; any refusal leaves no checkpoint or log.
+    """
+    Net.steps = 0
+    before = set(Path("runs").rglob("*"))
+    with pytest.raises(error) as caught:
+        call()
+    text = str(caught.value)
+    for part in parts:
+        assert part in text, f"{part!r} is not in: {text}"
+    assert not not_in or not_in not in text
+    assert Net.steps == steps, f"{Net.steps} training steps were made"
+    left = set(Path("runs").rglob("*")) - before
+    assert not [path for path in left if steps <= 1 or path.is_file()]
+    return text

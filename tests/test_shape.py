@@ -1,0 +1,377 @@
+"""The budgets of the house: floors, frames, lengths, wiring, weight."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import traceback
+import zipfile
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from importlib import import_module
+from inspect import getdoc, isclass
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import trainer
+import trainer.callbacks
+import trainer.strategies
+from tests.harness import run_python
+from trainer import Trainer, TrainModule
+from trainer.callbacks.base import HOOKS
+from trainer.strategies import STRATEGIES
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_A_FILE = 400
+
+# -- floors ------------------------------------------------------------------------------------------------------------
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors", "progress", "signatures"),
+    ("advice", "hyperparameters", "log_arguments", "optimizers", "precision", "weights", "runtime", "runtime.*"),
+    ("checkpoint", "checkpoint.*"),
+    ("data", "data.*", "metrics", "module"),
+    ("strategies.base", "callbacks.base"),
+    ("strategies.distributed", "module_check", "testing", "testing.*", "windows"),
+    ("strategies.*", "callbacks.*", "checkpoint.content"),
+    ("strategies", "callbacks"),
+    ("settings",),
+    ("describe", "evaluation", "loaders", "plan", "run_directory"),
+    ("run", "state"),
+    ("trainer",),
+    ("config_tree", "config_values"),
+    ("config_classes", "config_files"),
+    ("config_check",),
+    ("config",),
+    ("cli", "cli.*"),
+    ("testing", "testing.*"),
+    ("__main__",),
+)
+"""A file imports only from the rows above its own: from lower floors. Names are those below `trainer.`; a name that
+matches several rows belongs to the one that says it without a star."""
+
+ROOMS = ("runtime", "checkpoint", "data", "cli", "testing")
+"""Folders whose files may import each other."""
+
+
+def files() -> dict[str, Path]:
+    """The package's files by the name under which they are imported, without `trainer.`."""
+    found = {}
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
+        if not {"strategies", "callbacks"} & set(path.relative_to(ROOT / "trainer").parts[:1]):
+            found[_dotted(path.relative_to(ROOT / "trainer"))] = path
+    for folder in ("strategies", "callbacks"):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            found[_dotted(path.relative_to(ROOT))] = path
+    return found
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+FILES = files()
+
+
+def floor_of(name: str) -> int | None:
+    """The row of FLOORS; the exact name wins over a star."""
+    exact = [number for number, row in enumerate(FLOORS) if name in row]
+    starred = [number for number, row in enumerate(FLOORS) for pattern in row if fnmatchcase(name, pattern)]
+    return (exact or starred or [None])[0]
+
+
+def run_time_nodes(nodes: Any) -> Iterator[ast.AST]:
+    """All nodes except what stands under `if TYPE_CHECKING:`."""
+    for node in nodes:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield from run_time_nodes(node.orelse)
+        else:
+            yield node
+            yield from run_time_nodes(ast.iter_child_nodes(node))
+
+
+def imports_of(source: str) -> list[tuple[str, list[str]]]:
+    """What of `trainer` is imported, inside functions too: (module without `trainer.`, names)."""
+    found = []
+    for node in run_time_nodes(ast.parse(source).body):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "absolute imports only"
+            if node.module is not None and node.module.split(".")[0] == "trainer":
+                found.append((node.module.removeprefix("trainer").removeprefix("."), [n.name for n in node.names]))
+        elif isinstance(node, ast.Import):
+            for imported in node.names:
+                if imported.name.split(".")[0] == "trainer":
+                    found.append((imported.name.removeprefix("trainer").removeprefix("."), []))
+    return found
+
+
+def wrong_imports(name: str, source: str) -> list[str]:
+    """The imports of a file that its floor forbids."""
+    own = floor_of(name)
+    if own is None:
+        return [f"trainer.{name} has no floor: give it one in FLOORS"]
+    wrong = []
+    for imported, names in imports_of(source):
+        if not imported:
+            if name != "" and set(names) - {"__version__"}:
+                wrong.append(f"trainer.{name}: from trainer import {', '.join(names)}: import from the submodule")
+            continue
+        theirs = floor_of(imported)
+        room = name.split(".")[0]
+        if room in ROOMS and imported.split(".")[0] == room and theirs == own:
+            continue
+        if theirs is None or theirs >= own:
+            wrong.append(f"trainer.{name} (row {own}) imports trainer.{imported} (row {theirs})")
+    return wrong
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name])
+def test_a_file_imports_only_from_lower_floors(name: str) -> None:
+    assert wrong_imports(name, FILES[name].read_text()) == []
+
+
+def test_every_pattern_of_the_floors_is_used() -> None:
+    for row in FLOORS:
+        for pattern in row:
+            assert any(fnmatchcase(name, pattern) for name in FILES), pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("errors", "import trainer.progress"),
+        ("callbacks.timer", "from trainer.callbacks.progress import ProgressBar"),
+        ("callbacks.timer", "def f():\n    from trainer.trainer import Trainer"),
+        ("strategies.ddp", "from trainer.strategies.single import SingleDeviceStrategy"),
+        ("strategies.base", "from trainer.callbacks.base import Callback"),
+        ("module", "from trainer import Trainer"),
+        ("a_new_file", ""),
+    ],
+)
+def test_a_forbidden_import_is_found(name: str, source: str) -> None:
+    assert len(wrong_imports(name, source)) == 1
+
+
+def test_type_checking_and_lower_floors_are_allowed() -> None:
+    source = "if TYPE_CHECKING:\n    from trainer.trainer import Trainer\nelse:\n    import trainer.errors"
+    assert wrong_imports("callbacks.timer", source) == []
+    assert wrong_imports("data.feed", "from trainer.data.batch import Batch") == []
+
+
+# -- strategies are asked, never told apart ----------------------------------------------------------------------------
+
+
+def telling_apart(source: str) -> list[str]:
+    """Places that know a concrete strategy: its class, its file, or its name."""
+    classes = {kind.__name__ for kind in STRATEGIES.values()} | {"DistributedStrategy"}
+    modules = {kind.__module__ for kind in STRATEGIES.values()} | {"trainer.strategies.distributed"}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and node.id in classes:
+            found.append(f"line {node.lineno}: {node.id}")
+        elif isinstance(node, ast.Attribute) and node.attr in classes:
+            found.append(f"line {node.lineno}: {node.attr}")
+        elif isinstance(node, ast.ImportFrom) and (
+            node.module in modules or classes & {imported.name for imported in node.names}
+        ):
+            found.append(f"line {node.lineno}: import of {node.module}")
+        elif isinstance(node, ast.Constant) and node.value in STRATEGIES:
+            found.append(f"line {node.lineno}: the name {node.value!r}")
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("strategies")])
+def test_nothing_outside_strategies_asks_which_strategy_it_has(name: str) -> None:
+    assert telling_apart(FILES[name].read_text()) == []
+
+
+def test_telling_strategies_apart_is_found() -> None:
+    assert telling_apart('if trainer.strategy.name == "ddp": ...')
+    assert telling_apart("isinstance(strategy, strategies.DDPStrategy)")
+    assert telling_apart("from trainer.strategies.ddp import anything")
+    assert not telling_apart('"""Like "ddp" in a docstring."""')
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+PYTHON = [path for folder in ("examples", "benchmarks", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+PYTHON += FILES.values()
+
+
+def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, without the docstring."""
+    assert function.end_lineno is not None
+    first = function.body[0]
+    docstring = 0
+    if ast.get_docstring(function, clean=False) is not None:
+        assert first.end_lineno is not None
+        docstring = first.end_lineno - first.lineno + 1
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
+def test_functions_and_files_are_short(path: Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= MOST_LINES_OF_A_FILE
+    functions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    assert [f"{f.name}: {length_of(f)}" for f in functions if length_of(f) > MOST_LINES_OF_A_FUNCTION] == []
+
+
+def test_a_docstring_does_not_count() -> None:
+    function = ast.parse('def f():\n    """One\n\n    two."""\n    return 1\n').body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert length_of(function) == 2
+
+
+# -- from fit to loss.backward() ---------------------------------------------------------------------------------------
+
+
+class Small(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_backward_is_four_frames_and_two_files_away_from_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[Any] = []
+    backward = torch.Tensor.backward
+
+    def patched(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        stacks.append(traceback.extract_stack()[:-1])
+        backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "backward", patched)
+    quiet = Trainer(max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    quiet.fit(Small(), DataLoader(torch.ones(4, 1), 2))
+    assert len(stacks) == 2
+    for stack in stacks:
+        start = next(i for i, frame in enumerate(stack) if frame.name.startswith("test_backward_is_four")) + 1
+        # Every frame counts, torch's and Python's own too.
+        assert [frame.name for frame in stack[start:]] == ["fit", "_train_epoch", "_train_step", "backward"]
+        names = {Path(frame.filename).resolve().relative_to(ROOT).as_posix() for frame in stack[start:]}
+        assert names == {"trainer/trainer.py", "strategies/base.py"}
+
+
+# -- wiring ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["strategies", "callbacks"])
+def test_the_links_are_there(folder: str) -> None:
+    link = ROOT / "trainer" / folder
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{folder}"
+    package = import_module(f"trainer.{folder}")
+    assert Path(str(package.__file__)).resolve() == ROOT / folder / "__init__.py"
+
+
+LOOK = """
+import importlib, json, sys
+seen = {}
+import trainer
+seen["after import trainer"] = sorted({name.split(".")[0] for name in sys.modules})
+for folder in ("strategies", "callbacks"):
+    try:
+        importlib.import_module(folder)
+    except ImportError as error:
+        seen[folder] = str(error)
+from trainer import Callback, DataModule, Logger, Strategy, Trainer, TrainModule
+Trainer()
+seen["after Trainer()"] = sorted({name.split(".")[0] for name in sys.modules})
+print(json.dumps(seen))
+"""
+HEAVY = {"tensorboard", "torchmetrics", "deepspeed", "torch_xla", "ray", "sklearn", "pydantic", "pandas", "matplotlib"}
+
+
+def test_the_second_name_of_a_folder_is_refused_and_heavy_packages_wait_until_they_are_needed() -> None:
+    seen = json.loads(run_python(LOOK).check().stdout)
+    assert "trainer.strategies" in seen["strategies"]
+    assert "trainer.callbacks" in seen["callbacks"]
+    assert "torch" not in seen["after import trainer"]
+    assert "torch" in seen["after Trainer()"]
+    assert not HEAVY & set(seen["after Trainer()"])
+
+
+def test_the_wheel_has_both_folders_under_the_package(tmp_path: Path) -> None:
+    pytest.importorskip("build")
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path / "source"
+    source.mkdir()
+    for folder in ("trainer", "strategies", "callbacks"):
+        copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        copy(ROOT / name, source)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    expected = {"trainer/" + _slashed(name, path) for name, path in FILES.items()}
+    assert names == expected | {"trainer/py.typed"}
+
+
+def _slashed(name: str, path: Path) -> str:
+    parts = [*name.split("."), "__init__"] if path.name == "__init__.py" else name.split(".")
+    return "/".join(part for part in parts if part) + ".py"
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_module_says_its_job_in_one_sentence(name: str) -> None:
+    text = ast.get_docstring(ast.parse(FILES[name].read_text()))
+    assert text
+    first = text.split("\n\n")[0]
+    assert first.endswith(".")
+
+
+def public_names() -> dict[str, Any]:
+    """What users see: the three packages' names, and the public methods of their classes."""
+    found = {}
+    for package in (trainer, trainer.strategies, trainer.callbacks):
+        for name in package.__all__:
+            thing = getattr(package, name)
+            if isinstance(thing, (dict, str)):
+                continue
+            found[name] = thing
+            if isclass(thing):
+                found |= {
+                    f"{name}.{method}": value for method, value in vars(thing).items() if not method.startswith("_")
+                }
+    return found
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    hooks = {*HOOKS, "on_validation_model_zero_grad"}
+    hooks |= {f"on_{stage}_model_{mode}" for stage in ("validation", "test", "predict") for mode in ("eval", "train")}
+    without = []
+    for name, thing in public_names().items():
+        owner, _, method = name.partition(".")
+        callable_or_property = (
+            isclass(thing) or callable(thing) or isinstance(thing, (property, classmethod, staticmethod))
+        )
+        if method in hooks or not callable_or_property:
+            continue
+        inherited = getdoc(
+            getattr(getattr(trainer, owner, None) or getattr(trainer.callbacks, owner, None), method, None)
+        )
+        if not (getdoc(thing) or (method and inherited)):
+            without.append(name)
+    assert without == []

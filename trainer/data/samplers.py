@@ -1,0 +1,160 @@
+"""PlannedSampler: the order of torch's own samplers, computed at any position instead of iterated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from trainer.data.order import Permutation, uniform, uniform_floats
+from trainer.data.randomness import mix
+from trainer.errors import ConfigError
+
+Order = Callable[[NDArray[np.int64]], list[Any]]
+"""The indices at some positions of an epoch."""
+
+
+class PlannedSampler:
+    """What a sampler of torch yields, as a function of (seed, epoch, position).
+
+    torch makes a list or a tensor of a whole epoch for most of them. Here nothing is as long as an epoch; but the
+    user's weights are summed up (8 bytes each), and drawing weighted without replacement sorts them.
+
+    Args:
+        length: samples of an epoch.
+        shuffled: whether the order is random.
+        straight: without shuffling it goes through the dataset from the first to the last.
+        draw: makes the shuffled order of (seed, epoch).
+    """
+
+    def __init__(
+        self, length: int, shuffled: bool, straight: bool, size: int, draw: Callable[[int, int], Order] | None = None
+    ) -> None:
+        self.length = length
+        self.shuffled = shuffled
+        self.straight = straight
+        self._size = size
+        self._draw = draw
+
+    def order(self, seed: int, epoch: int, shuffled: bool) -> Order:
+        """The order of one epoch.
+
+        Raises:
+            ConfigError: the weights of a WeightedRandomSampler cannot be drawn by.
+        """
+        if not self.length:
+            return lambda positions: []
+        if not shuffled and self.straight:
+            return lambda positions: _listed(positions % self._size)
+        return (self._draw or _permuted(self._size))(seed, epoch)
+
+
+def planned(sampler: Any) -> PlannedSampler | None:
+    """The plan of a sampler; None if it is not exactly one of torch's own and has to be iterated."""
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        size = len(sampler.data_source)
+        return PlannedSampler(size, False, True, size)
+    if kind is DistributedSampler:
+        size = len(sampler.dataset)
+        return PlannedSampler(size, sampler.shuffle, True, size)
+    if kind is RandomSampler:
+        size, length = len(sampler.data_source), sampler.num_samples
+        if sampler.replacement:
+            return PlannedSampler(length, True, False, size, _with_replacement(size))
+        return PlannedSampler(length, True, True, size)
+    if kind is SubsetRandomSampler:
+        size = len(sampler.indices)
+        return PlannedSampler(size, True, False, size, _subset(sampler.indices))
+    if kind is WeightedRandomSampler:
+        return PlannedSampler(sampler.num_samples, True, False, len(sampler.weights), _weighted(sampler))
+    return None
+
+
+def _permuted(size: int) -> Callable[[int, int], Order]:
+    """Every index once, in random order; then, if more are asked for, again in another order."""
+
+    def draw(seed: int, epoch: int) -> Order:
+        first = Permutation(size, seed, epoch)
+
+        def at(positions: NDArray[np.int64]) -> list[Any]:
+            rounds = positions // size
+            if not rounds.any():
+                return _listed(first.at(positions))
+            indices = np.empty_like(positions, dtype=np.uint64)
+            for number in np.unique(rounds).tolist():
+                there = rounds == number
+                permutation = first if number == 0 else Permutation(size, seed, mix(epoch, number))
+                indices[there] = permutation.at(positions[there] % size)
+            return _listed(indices)
+
+        return at
+
+    return draw
+
+
+def _with_replacement(size: int) -> Callable[[int, int], Order]:
+    def draw(seed: int, epoch: int) -> Order:
+        return lambda positions: _listed(uniform(positions, seed, epoch) % np.uint64(size))
+
+    return draw
+
+
+def _subset(indices: Any) -> Callable[[int, int], Order]:
+    def draw(seed: int, epoch: int) -> Order:
+        permutation = Permutation(len(indices), seed, epoch)
+        return lambda positions: [indices[place] for place in permutation.at(positions).tolist()]
+
+    return draw
+
+
+def _weighted(sampler: WeightedRandomSampler) -> Callable[[int, int], Order]:
+    """The weights are read anew in every epoch: they may have been changed."""
+
+    def draw(seed: int, epoch: int) -> Order:
+        weights = np.asarray(sampler.weights, dtype=np.float64)
+        if not np.isfinite(weights).all() or (weights < 0).any() or not (weights > 0).any():
+            raise ConfigError(
+                "the weights of the WeightedRandomSampler must be finite, not negative, and not all 0: "
+                f"they go from {weights.min()} to {weights.max()}."
+            )
+        if not sampler.replacement:
+            return _weighted_without_replacement(weights, sampler.num_samples, seed, epoch)
+        sums = np.cumsum(weights)
+        last = np.flatnonzero(weights)[-1]
+
+        def at(positions: NDArray[np.int64]) -> list[Any]:
+            points = uniform_floats(positions, seed, epoch) * sums[-1]
+            return _listed(np.minimum(np.searchsorted(sums, points, side="right"), last))
+
+        return at
+
+    return draw
+
+
+def _weighted_without_replacement(weights: NDArray[np.float64], length: int, seed: int, epoch: int) -> Order:
+    """Each index waits an exponential time with its weight as the rate; the first ones are drawn (Efraimidis and
+    Spirakis, "Weighted random sampling with a reservoir", IPL 2006; torch.multinomial does the same)."""
+    possible = np.flatnonzero(weights)
+    if length > possible.size:
+        raise ConfigError(
+            f"the WeightedRandomSampler shall draw {length} samples without replacement, but only {possible.size} "
+            "weights are above 0. Lower num_samples, or set replacement=True."
+        )
+    times = -np.log1p(-uniform_floats(possible, seed, epoch)) / weights[possible]
+    indices = possible[np.argsort(times, kind="stable")[:length]]
+    return lambda positions: _listed(indices[positions])
+
+
+def _listed(indices: NDArray[Any]) -> list[Any]:
+    numbers: list[Any] = indices.tolist()
+    return numbers

@@ -1,0 +1,85 @@
+"""The launcher's elastic agent: which failures start the processes again, and how long the others have to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+
+from trainer.runtime.restart import STOPPED
+
+_PATIENCE_S = 8
+"""How long the other processes of a failed one have to end by themselves."""
+_PATIENCE_AFTER_STOP_S = 30
+"""The same after an agreed stop, when all has been saved and only the script's own last lines remain."""
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent for the processes of one machine."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+        store: Any = spec.rdzv_handler.next_rendezvous().store
+        self._stops = store.underlying_store
+        self.signalled: signal.Signals | None = None
+        """The latest signal that the launcher has got: nothing is started again after it."""
+        self.fallen: dict[int, int] = {}
+        """Exit codes, by rank, of the processes that were the first to fail; not of those ended because of them."""
+
+    def tell_signals(self) -> None:
+        """Print which processes were ended by a signal: they could not say so themselves."""
+        for rank, code in sorted(self.fallen.items()):
+            if code < 0 and code != -signal.SIGTERM and self.signalled is None:
+                _say(f"rank {rank} was ended by {signal.Signals(-code).name}")
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert isinstance(context, SubprocessContext)
+        close = context.close
+
+        def close_soon(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+            if not self.fallen:
+                codes = {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
+                self.fallen = {rank: code for rank, code in codes.items() if code}
+            close(death_sig, _PATIENCE_AFTER_STOP_S if self._stopped() else _PATIENCE_S)
+
+        context.close = close_soon  # type: ignore[method-assign]
+        self.fallen = {}
+        if self.signalled is not None:  # while nobody was there to hear it
+            context.close(self.signalled)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            if self.signalled is not None or self._stopped():
+                self._remaining_restarts = 0
+            elif self._remaining_restarts > 0:
+                self.tell_signals()
+                most = worker_group.spec.max_restarts
+                _say(f"starting all processes again ({most - self._remaining_restarts + 1} of {most})")
+        return result
+
+    def _stopped(self) -> bool:
+        """Whether the processes have said that they stop by agreement."""
+        return bool(self._stops.check([STOPPED]))
+
+
+def silence_elastic() -> None:
+    """The processes have said what went wrong; the agent's own lines would only bury it. LOGLEVEL=INFO shows them."""
+    if "LOGLEVEL" not in os.environ:
+        elastic = logging.getLogger("torch.distributed.elastic")
+        elastic.addHandler(logging.NullHandler())
+        elastic.propagate = False
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,85 @@
+"""Restarts: what the processes of one attempt leave in the launcher's store for the next one, and for the launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+log = logging.getLogger("trainer")
+
+STOPPED = "trainer/stopped"
+"""Key in the launcher's store: the processes have stopped by agreement with this exit code, and are not restarted."""
+LAUNCHED = "TRAINER_LAUNCHED"
+"""Environment variable in the processes that our launcher starts: its process id."""
+_TIMEOUT = timedelta(seconds=30)
+
+
+def agent_store(timeout: timedelta = _TIMEOUT) -> Store | None:
+    """The store that the launcher or torchrun's agent holds, which outlives the processes; None without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+
+
+def attempt_store(timeout: timedelta) -> Store | None:
+    """The agent's store, with keys of this attempt alone, to join a process group with; None without one.
+
+    torch itself would give the processes of a second attempt the addresses of the dead ones of the first.
+    """
+    store = agent_store(timeout)
+    if store is None:
+        return None
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(f"trainer/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+class FitRecord:
+    """One `fit` of the script over all attempts: where it writes. The n-th fits of all attempts are the same one.
+
+    For rank 0. Without restarts it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._store = agent_store() if max_restarts() else None
+        self.former: str | None = None
+        """The run directory of this fit in a former attempt; None in the first."""
+        if self._store is not None:
+            number = self._store.add(f"trainer/fits/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)
+            self._key = f"trainer/run_dir/{number}"
+            if self._store.check([self._key]):
+                self.former = self._store.get(self._key).decode()
+
+    def remember(self, run_dir: str) -> None:
+        """For the next attempt."""
+        if self._store is not None:
+            self._store.set(self._key, run_dir)
+
+
+def agreed_exit(code: int) -> int:
+    """The code with which to exit after an agreed stop, so that nobody starts the processes again: 0 means done.
+
+    torchrun starts its processes again whenever one of them exits with another code than 0, and its own exit code
+    carries nothing of theirs; so under `torchrun --max-restarts` an agreed stop exits with 0.
+    """
+    if os.environ.get(LAUNCHED):
+        store = agent_store()
+        if store is not None:
+            store.set(STOPPED, str(code))
+        return code
+    if code != 0 and max_restarts():
+        log.info("exit code 0 instead of %d: with another one torchrun --max-restarts would start again", code)
+        return 0
+    return code
+
+
+def max_restarts() -> int:
+    """How often whoever started this process starts it again."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -1,0 +1,121 @@
+"""Comparing what two runs left behind, bit by bit."""
+
+from __future__ import annotations
+
+import csv
+import struct
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.format import is_committed, read_checkpoint
+from trainer.checkpoint.store import CheckpointStore
+
+IGNORED = (
+    "run_dir",
+    "config",
+    "versions*",
+    "callbacks.ModelCheckpoint*",
+    "callbacks.Timer*",
+    "metrics.csv.*_per_s",
+    "metrics.csv.throughput/*",
+)
+"""What legitimately differs: names of places, and clocks."""
+
+
+def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGNORED) -> list[str]:
+    """Every difference between the last checkpoints of two runs, and between their `metrics.csv`; empty: same bits.
+
+    Compared are weights, optimizers, schedulers, loss scale, progress, the place in the data, the random state of every
+    process, half-finished means, and the states of callbacks.
+
+    Args:
+        one: a run directory, or a checkpoint (then there is no log to compare).
+        other: the same.
+        ignore: patterns (as of `fnmatch`) of the paths that are left out, such as "callbacks.MyClock*" or
+            "metrics.csv.seconds".
+
+    Raises:
+        CheckpointError: one of them has no whole checkpoint.
+    """
+    patterns = tuple(ignore)
+    found = _differences("", _last_checkpoint(Path(one)), _last_checkpoint(Path(other)), patterns)
+    return [*found, *_log_differences(Path(one) / "metrics.csv", Path(other) / "metrics.csv", patterns)]
+
+
+def _last_checkpoint(path: Path) -> dict[str, Any]:
+    if not is_committed(path):
+        path = CheckpointStore(path / "checkpoints").resolve("last")
+    return read_checkpoint(path)
+
+
+def _differences(where: str, one: Any, other: Any, ignore: tuple[str, ...]) -> Iterator[str]:
+    if any(fnmatchcase(where, pattern) for pattern in ignore):
+        return
+    if type(one) is not type(other):
+        yield f"{where}: {type(one).__name__} and {type(other).__name__}"
+    elif isinstance(one, dict):
+        for key in [*one, *(key for key in other if key not in one)]:
+            inside = f"{where}.{key}" if where else str(key)
+            if key in one and key in other:
+                yield from _differences(inside, one[key], other[key], ignore)
+            elif not any(fnmatchcase(inside, pattern) for pattern in ignore):
+                yield f"{inside}: only in the {'first' if key in one else 'second'}"
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            yield f"{where}: {len(one)} and {len(other)} entries"
+        for index, pair in enumerate(zip(one, other, strict=False)):
+            yield from _differences(f"{where}.{index}", *pair, ignore)
+    elif isinstance(one, torch.Tensor):
+        yield from _tensor_differences(where, one, other)
+    elif isinstance(one, float):
+        if struct.pack("<d", one) != struct.pack("<d", other):
+            yield f"{where}: {one!r} and {other!r}"
+    elif one != other:
+        yield f"{where}: {one!r} and {other!r}"
+
+
+def _tensor_differences(where: str, one: torch.Tensor, other: torch.Tensor) -> Iterator[str]:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        yield f"{where}: {one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}"
+        return
+    bits = [tensor.contiguous().reshape(-1, 1).view(torch.uint8) for tensor in (one, other)]
+    if torch.equal(*bits):
+        return
+    different = (bits[0] != bits[1]).any(1)
+    text = f"{where}: {int(different.sum())} of {one.numel()} values differ"
+    if one.is_floating_point():
+        largest = (one.double() - other.double()).abs().max().item()
+        text += f", by up to {largest:.3g}"
+    yield text
+
+
+def _log_differences(one: Path, other: Path, ignore: tuple[str, ...]) -> Iterator[str]:
+    if not one.is_file() and not other.is_file():
+        return
+    for path in (one, other):
+        if not path.is_file():
+            yield f"metrics.csv: there is no {path}"
+            return
+    tables = [_rows(path) for path in (one, other)]
+    steps = [[row["step"] for row in rows] for rows in tables]
+    if steps[0] != steps[1]:
+        strays = sorted({*steps[0]} ^ {*steps[1]}, key=lambda step: (len(step), step))
+        only = f"; steps in one of them only: {', '.join(strays[:5])}" if strays else ""
+        yield f"metrics.csv: {len(steps[0])} and {len(steps[1])} rows{only}"
+        return
+    for first, second in zip(*tables, strict=True):
+        for column in [*first, *(column for column in second if column not in first)]:
+            if any(fnmatchcase(f"metrics.csv.{column}", pattern) for pattern in ignore):
+                continue
+            values = [row.get(column, "") or "empty" for row in (first, second)]
+            if values[0] != values[1]:
+                yield f"metrics.csv, step {first['step']}: {column} is {values[0]} and {values[1]}"
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

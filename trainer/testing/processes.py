@@ -1,0 +1,285 @@
+"""Scripts in processes of their own: started, watched, signalled, killed at random."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a process of a run would read as its place in it, and what tears its lines apart: never inherited.
+_DROPPED = (
+    "PYTHONUNBUFFERED",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TRAINER_LAUNCHED",
+    "TRAINER_FAULT",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a process ended."""
+
+    returncode: int
+    """Negative: the number of the signal that ended it."""
+    stdout: str
+    stderr: str
+
+    def check(self, returncode: int = 0) -> Result:
+        """This result, if it ended with `returncode`.
+
+        Raises:
+            AssertionError: it did not; with its whole output.
+        """
+        if self.returncode != returncode:
+            raise AssertionError(
+                f"ended with {self.returncode}, not {returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+            )
+        return self
+
+
+class Running:
+    """A started process. Its output goes to files, so that it can be read at any time and never blocks."""
+
+    def __init__(self, command: list[str], cwd: Path, env: Mapping[str, str]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="output-", dir=cwd))
+        with open(self._folder / "stdout", "wb") as out, open(self._folder / "stderr", "wb") as err:
+            self.process = subprocess.Popen(
+                command, cwd=cwd, env=dict(env), stdin=subprocess.DEVNULL, stdout=out, stderr=err
+            )
+        self.pid = self.process.pid
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return (self._folder / "stdout").read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        """The same of its errors."""
+        return (self._folder / "stderr").read_text(errors="replace")
+
+    def send(self, number: signal.Signals, rank: int | None = None) -> None:
+        """Deliver a signal: to the process itself, or to one rank of those that it has started."""
+        os.kill(self.pid if rank is None else rank_of(self.pid, rank), number)
+
+    def wait_for(self, text: str, count: int = 1, timeout: float = 60) -> None:
+        """Until `text` stands `count` times in stdout.
+
+        Raises:
+            AssertionError: it ended before, or the time is over.
+        """
+        wait_until(lambda: self.stdout.count(text) >= count or self.process.poll() is not None, timeout, str(self))
+        if self.stdout.count(text) < count:
+            raise AssertionError(f"ended without printing {text!r} {count} times\n{self}")
+
+    def wait(self, timeout: float = 120) -> Result:
+        """Until it has ended.
+
+        Raises:
+            AssertionError: the time is over. It, and all that it started, is killed then.
+        """
+        try:
+            returncode = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {timeout} s\n{self}") from None
+        return Result(returncode, self.stdout, self.stderr)
+
+    def kill(self) -> None:
+        """End it and its descendants."""
+        for pid in [self.pid, *descendants(self.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+    def __str__(self) -> str:
+        return f"--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def start_python(
+    source_or_path: str | Path,
+    *args: str,
+    nproc: int | None = None,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Running:
+    """Start a script; see `run_python`."""
+    cwd = Path.cwd() if cwd is None else cwd
+    if isinstance(source_or_path, str) and "\n" in source_or_path:
+        path = Path(tempfile.mkdtemp(prefix="script-", dir=cwd)) / "script.py"
+        path.write_text(source_or_path)
+    else:
+        path = Path(source_or_path)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc else []
+    return Running([sys.executable, *torchrun, str(path), *args], cwd, clean_environment(env))
+
+
+def run_python(
+    source_or_path: str | Path,
+    *args: str,
+    nproc: int | None = None,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> Result:
+    """Run a script in a process of its own, to its end.
+
+    Args:
+        source_or_path: the script's text if it has several lines, else its path.
+        args: its command line.
+        nproc: start so many processes of it with torchrun.
+        cwd: where it runs; the current directory if not given.
+        env: variables added to the environment; `fault(...)` gives one.
+        timeout: seconds, after which it is killed.
+
+    Raises:
+        AssertionError: it did not end in time.
+    """
+    return start_python(source_or_path, *args, nproc=nproc, cwd=cwd, env=env).wait(timeout)
+
+
+@dataclass(frozen=True)
+class Storm:
+    """What `kill_at_random` did."""
+
+    kills: int
+    starts: int
+    result: Result
+    """Of the last start, which ended by itself."""
+
+
+def kill_at_random(
+    script: str | Path,
+    *args: str,
+    kills: int,
+    longest: float,
+    ready: str,
+    seed: int = 0,
+    early: float = 0.1,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> Storm:
+    """Start a script again and again, and each time kill it with SIGKILL at a random moment; then let it end.
+
+    Args:
+        script: its path. It has to go on where it was, as with `fit(..., ckpt_path="last")`.
+        args: its command line.
+        kills: how often; fewer when the script ends by itself before.
+        longest: seconds; most kills come at some time from when the script is ready to so much later.
+        ready: what it prints when it has begun to work.
+        seed: of the random moments.
+        early: the share of the kills that come before it is ready.
+        cwd: where it runs.
+        env: variables added to the environment.
+        timeout: seconds for one start.
+
+    Raises:
+        AssertionError: a start ended with an error by itself; with its output.
+    """
+    rng = random.Random(seed)
+    done = starts = 0
+    until_ready = 2.0
+    while True:
+        starts += 1
+        running = start_python(script, *args, cwd=cwd, env=env)
+        began = time.monotonic()
+        if done < kills and rng.random() < early:
+            _sleep_or_end(running, rng.uniform(0, until_ready))
+        elif done < kills:
+            wait_until(lambda run=running: ready in run.stdout or run.process.poll() is not None, timeout, str(running))  # type: ignore[misc]
+            until_ready = time.monotonic() - began
+            _sleep_or_end(running, rng.uniform(0, longest))
+        if done < kills and running.process.poll() is None:
+            running.process.kill()
+        result = running.wait(timeout)
+        if result.returncode != -signal.SIGKILL:
+            return Storm(done, starts, result.check())
+        done += 1
+
+
+def _sleep_or_end(running: Running, seconds: float) -> None:
+    try:
+        running.process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 60, what: object = "") -> None:
+    """Poll until it is true; the time only ends what would hang.
+
+    Raises:
+        AssertionError: it is not true in time; `what` says more.
+    """
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not true after {timeout} s {what}")
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that `pid` has started, and those that they have started, parents before children (Linux)."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        below = children.get(queue.pop(0), [])
+        found += below
+        queue += below
+    return found
+
+
+def rank_of(pid: int, rank: int) -> int:
+    """The process of a rank among those that `pid` has started, or `pid` itself if it is that one (Linux).
+
+    Raises:
+        AssertionError: there is none, or not yet.
+    """
+    wanted = f"RANK={rank}".encode()
+    for candidate in [pid, *descendants(pid)]:
+        try:
+            variables = Path(f"/proc/{candidate}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if wanted in variables:
+            return candidate
+    raise AssertionError(f"process {pid} has started no process of rank {rank}")
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (one that has ended and is only not yet collected does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def clean_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without its place in a run, with one thread, and with `added`."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _DROPPED and not name.startswith(("TORCHELASTIC_", "PYTEST_"))
+    }
+    return {**env, "OMP_NUM_THREADS": "1", **(added or {})}
