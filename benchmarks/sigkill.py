@@ -18,7 +18,7 @@ from trainer.checkpoint.format import verify_checkpoint
 from trainer.checkpoint.store import CheckpointStore
 from trainer.testing import compare_runs, kill_at_random, run_python
 
-SCRIPT = Path(__file__).resolve().parent / "sigkill_training.py"
+SCRIPT = Path(__file__).resolve().parent / "_sigkill_training.py"
 ROOT = SCRIPT.parent.parent
 
 
@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         arguments = ("--epochs", str(options.epochs), "--workers", workers)
         outcome = disturbed(folder / f"run-{run}", whole, kills, seed, options.longest, *arguments)
         done, run, bad = done + outcome.kills, run + 1, bad + bool(outcome.problems)
-        verdict = "same bits" if not outcome.problems else "; ".join(outcome.problems[:5])
+        verdict = "the same" if not outcome.problems else "; ".join(outcome.problems[:5])
         print(
             f"run {run}: killed {outcome.kills} times in {outcome.starts} starts, {outcome.seconds:.0f} s, "
             f"{workers} workers, checkpoints passed over: {outcome.passed_over}; {verdict}",

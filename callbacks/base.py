@@ -1,7 +1,7 @@
 """Callback: what happens beside the loop, and when.
 
-A run, with every moment in place. Each line `on_x` is a method that a callback may define (it is given the trainer and the
-module first) and, unless marked (callbacks), that a module may define too (without those two). At each moment the
+A run, with every moment in place. Each line `on_x` is a method that a callback may define (it is given the trainer and
+the module first) and, unless marked (callbacks), that a module may define too (without those two). At each moment the
 callbacks go first, in the order of the list; then the module; then the callbacks with `after_module = True`, which read
 what the others logged (early stopping, then checkpoints).
 
@@ -30,7 +30,7 @@ what the others logged (early stopping, then checkpoints).
                         loss.backward()
                     on_after_backward
                     on_train_batch_end(outputs, batch, batch_idx)    the last one of a window: after the update
-                on_before_optimizer_step(optimizer)     for each optimizer; gradients complete, unscaled, not yet clipped
+                on_before_optimizer_step(optimizer)     for each optimizer; gradients complete, unscaled, unclipped
                 configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)    module
                     optimizer.step()
                 lr_scheduler_step(scheduler, metric)    module; schedulers with interval="step"
@@ -63,15 +63,16 @@ what the others logged (early stopping, then checkpoints).
         on_predict_start
         on_predict_epoch_start
         for each loader, for each batch:
-            transfer hooks; on_predict_batch_start; predict_step; on_predict_batch_end(outputs, batch, batch_idx, dataloader_idx)
+            transfer hooks; on_predict_batch_start; predict_step
+            on_predict_batch_end(outputs, batch, batch_idx, dataloader_idx)
         on_predict_epoch_end
         on_predict_end
         on_predict_model_train                          module
 
-    on_exception(exception)                             (callbacks) whatever went wrong, before teardown; no collectives here
+    on_exception(exception)                             (callbacks) whatever it is, before teardown; no collectives here
     on_save_checkpoint(checkpoint)                      each time a checkpoint is written
-    on_checkpoint_committed(path)                       (callbacks) rank 0 only: it is whole and durable, and "last" is it;
-                                                        if it is written asynchronously, at the end of a later step
+    on_checkpoint_committed(path)                       (callbacks) rank 0 only: it is whole, on the disk, and the
+                                                        last; of an asynchronous write: at the end of a later step
 
 With manual optimization a window is one batch, and between `on_train_batch_start` and `on_train_batch_end` there is
 `training_step` alone. It calls backward and the optimizers itself; what it calls brings `on_before_backward`,
@@ -265,8 +266,8 @@ def callback_problems(callback: Callback) -> list[str]:
 class CallbackList(Callback):
     """The callbacks of a run as one callback: each moment calls, in order, those callbacks that override it.
 
-    The calls are bound once, in the constructor, so a moment that nobody uses costs one loop over an empty tuple. A hook
-    that is set on an instance (`callback.on_fit_start = f`) counts as overridden.
+    The calls are bound once, in the constructor, so a moment that nobody uses costs one call of nothing. A hook that is
+    set on an instance (`callback.on_fit_start = f`) counts as overridden.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:

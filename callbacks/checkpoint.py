@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -34,8 +33,8 @@ class ModelCheckpoint(Callback):
     kept too, and the best of them is called "best": `fit(..., ckpt_path="last")`, `test(..., ckpt_path="best")`.
 
     Args:
-        dirpath: folder of the checkpoints, or a URL that fsspec understands (s3://bucket/run). Default: `checkpoints` in
-            the run directory.
+        dirpath: folder of the checkpoints, or a URL that fsspec understands (s3://bucket/run). Default: `checkpoints`
+            in the run directory.
         filename: name of a checkpoint; `{epoch}`, `{step}` and logged names are filled in, as in
             "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17". Default: "{epoch}-{step}".
         monitor: logged name that decides which checkpoints are the best. Default: the newest are.
@@ -43,7 +42,7 @@ class ModelCheckpoint(Callback):
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
         save_last: keep the newest one, whatever its value.
         every_n_train_steps: write after every so many steps.
-        every_n_epochs: write at the end of every so many epochs (and after validations inside an epoch). The default, 1.
+        every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch. Default: 1.
         train_time_interval: write after so much time; checked every `log_every_n_steps` steps on several processes.
         asynchronous: training waits only until the state is copied in memory (which takes as much memory as the state);
             a thread writes it. One is written at a time. The end of training, a stop and an error wait for it.
@@ -187,6 +186,9 @@ class ModelCheckpoint(Callback):
         if self._writer is not None:
             self._writer.wait()
             self._hear(trainer)
+            if self._error not in (None, exception):
+                log.error("%s", self._error)
+            self._error = None
         if not self.save_on_exception or trainer.global_step == self.saved_step:
             return
         if trainer.world_size > 1:
@@ -217,8 +219,8 @@ class ModelCheckpoint(Callback):
         value = metrics.get(self.monitor) if self.monitor is not None else None
         if value is None and self.monitor is not None and must_know:
             raise ConfigError(
-                f"ModelCheckpoint monitors {self.monitor!r}, which was not logged.{did_you_mean(self.monitor, metrics)} "
-                f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}."
+                f"ModelCheckpoint monitors {self.monitor!r}, which was not logged."
+                f"{did_you_mean(self.monitor, metrics)} Logged so far: {', '.join(sorted(metrics)) or 'nothing'}."
             )
         values = {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         name = fill_in(self.filename, values, self.auto_insert_metric_name)
@@ -345,7 +347,7 @@ def _check_arguments(
     problems = []
     if sum(trigger is not None for trigger in (steps, epochs, interval)) > 1:
         problems.append(
-            "give one of every_n_train_steps, every_n_epochs, train_time_interval; for several add several ModelCheckpoints."
+            "give one of every_n_train_steps, every_n_epochs, train_time_interval; for several give several callbacks."
         )
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and (type(value) is not int or value < 1):

@@ -26,7 +26,7 @@ class CSVLogger(Logger):
     """Writes `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
 
     Everything that is logged at one step goes into one row. A new name adds a column to the whole file. A resumed run
-    continues the file: rows of steps that are made again are dropped first. Numbers are written with all their digits.
+    continues the file: what was logged after its checkpoint is dropped first. Numbers are written with all their digits.
     When the file cannot be written (disk full), that is said once, and the rows are kept and written as soon as it can.
 
     Args:
@@ -56,9 +56,9 @@ class CSVLogger(Logger):
     # -- state: the newest row, which may not be on the disk when the run is killed ------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        if self._file is None or self._file.row is None:
+        if self._file is None:
             return {}
-        return {"step": self._file.step, "row": dict(self._file.row)}
+        return {"step": self._file.step, "row": dict(self._file.row or {}), "columns": list(self._file.columns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._resumed = state
@@ -107,16 +107,18 @@ class CSVLogger(Logger):
             self._file = None
 
     def _open(self, continue_from: int | None) -> None:
-        """Open the file as this run finds it; `continue_from`: the step after which all rows are dropped."""
+        """Open the file as this run finds it; `continue_from`: the step at which training goes on."""
         path = self.path
         assert path is not None
         path.parent.mkdir(parents=True, exist_ok=True)
         columns, rows = _read(path)
         if continue_from is not None:
-            rows = [(step, row) for step, row in rows if step <= continue_from]
-            if self._resumed.get("step") == continue_from:
-                on_disk = rows.pop()[1] if rows and rows[-1][0] == continue_from else {}
-                rows.append((continue_from, {**on_disk, **self._resumed["row"]}))
+            last = self._resumed.get("step", continue_from)
+            columns = self._resumed.get("columns", columns)
+            rows = [(step, row) for step, row in rows if step <= last]
+            if self._resumed.get("row"):
+                # As it was then: cells that came later come again.
+                rows = [*(one for one in rows if one[0] < last), (last, self._resumed["row"])]
         self._file = _File(path, columns, rows)
         self._flushed_at = time.monotonic()
 

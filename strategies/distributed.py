@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from trainer.precision import Precision
 from trainer.runtime.environment import detect_environment
-from trainer.runtime.restart import attempt_store
+from trainer.runtime.restart import attempt_store, leave_together
 from trainer.strategies.base import Strategy
 
 T = TypeVar("T")
@@ -117,4 +117,5 @@ def _leave() -> None:
     # A DDP wrapper that is still alive keeps gloo's thread running into the interpreter's end, which then may abort.
     gc.collect()
     if dist.is_initialized():
+        leave_together(dist.distributed_c10d._get_default_store(), dist.get_world_size())
         dist.destroy_process_group()

@@ -89,7 +89,7 @@ class Gan(TrainModule):
         return [SGD(self.discriminator.parameters(), lr=0.1), AdamW(self.generator.parameters(), lr=1e-2)]
 
 
-KEPT = ("weights", "optimizer", "scheduler", "progress", "callback metrics", "callback steps", "rows")
+KEPT = ("weights", "optimizer", "scheduler", "progress", "callback metrics", "callback steps", "validations", "rows")
 """What must be the same after a break."""
 
 
@@ -104,7 +104,7 @@ class Remember(Callback):
 
     def __init__(self) -> None:
         self.batches: list[list[float]] = []
-        self.steps = 0
+        self.steps = self.validations = 0
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         self.batches.append(batch[0][:, 0].tolist())
@@ -112,11 +112,14 @@ class Remember(Callback):
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.steps += 1
 
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.validations += not trainer.sanity_checking
+
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
+        return {"steps": self.steps, "validations": self.validations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        self.steps, self.validations = state["steps"], state["validations"]
 
 
 def train(
@@ -150,6 +153,7 @@ def train(
         "progress": trainer.progress.state_dict(),
         "callback metrics": dict(trainer.callback_metrics),
         "callback steps": remember.steps,
+        "validations": remember.validations,
         "batches": remember.batches,
         "rows": rows,
         "run directory": str(trainer.run_dir),

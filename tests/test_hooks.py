@@ -100,6 +100,7 @@ EPOCH = f"""
     module: lr_scheduler_step interval=epoch
     on_train_epoch_end
     on_save_checkpoint
+    callbacks: on_checkpoint_committed
 """
 
 FIT = f"""
@@ -141,7 +142,10 @@ def test_the_order_of_fit(tmp_path: Path) -> None:
         num_sanity_val_steps=1,
         more=[ModelCheckpoint()],
     )
-    assert journal == happened(FIT)
+    committed = "on_checkpoint_committed"
+    assert [re.sub(f"{committed} .*", committed, line) for line in journal] == happened(FIT)
+    epochs = [f"{tmp_path}/version_0/checkpoints/epoch={epoch}-step={2 * epoch + 2}" for epoch in range(2)]
+    assert [line.split()[-1] for line in journal if f"early {committed}" in line] == epochs
 
 
 def test_validation_inside_the_epoch_comes_after_the_step_is_done(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint", "checkpoint.*"),
     ("data", "data.*", "metrics", "module"),
     ("strategies.base", "callbacks.base"),
-    ("strategies.distributed", "module_check", "testing", "testing.*", "windows"),
+    ("strategies.distributed", "metric_state", "module_check", "windows"),
     ("strategies.*", "callbacks.*", "checkpoint.content"),
     ("strategies", "callbacks"),
     ("settings",),

@@ -140,6 +140,7 @@ def evaluate(
         if trainer.stage == "fit" and keep:
             trainer.progress.validated_step = trainer.progress.step
         moments.end(trainer, module)
+        results.update(trainer.publish(metrics.read_epoch(metrics.hooks), keep))
     moments.model_train()
     metrics.section = before
     return results

@@ -87,6 +87,7 @@ def _train_feed(trainer: Trainer, loader: Any) -> Feed:
         training=True,
         limit=_limit(trainer, settings.overfit_batches or settings.limit_train_batches),
         shuffle=False if settings.overfit_batches else None,
+        seed_per_sample=settings.seed_per_sample,
     )
     if feed.note is not None:
         log.info("%s", feed.note)
@@ -126,6 +127,7 @@ def _evaluation_feeds(trainer: Trainer, loaders: Any, limit: int | float) -> dic
             training=False,
             limit=limit,
             shuffle=False if trainer.settings.overfit_batches else None,
+            seed_per_sample=trainer.settings.seed_per_sample,
         )
         for name, loader in named_loaders(loaders).items()
     }

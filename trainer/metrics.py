@@ -56,6 +56,20 @@ class Accumulator:
         else:
             self.on_device.add_(value, alpha=weight)
 
+    def merge(self, other: Accumulator) -> None:
+        """Take in what another process has added up of the same name."""
+        if other.on_host is not None:
+            on_host = self.on_host
+            self.on_host = other.on_host if on_host is None else _COMBINE_HOST[self.reduction](on_host, other.on_host)
+        if other.on_device is not None:
+            on_device = self.on_device
+            combine = _COMBINE.get(self.reduction, torch.add)
+            self.on_device = other.on_device if on_device is None else combine(on_device, other.on_device)
+        self.weight_on_host += other.weight_on_host
+        if other.weight_on_device is not None:
+            weight = self.weight_on_device
+            self.weight_on_device = other.weight_on_device if weight is None else weight + other.weight_on_device
+
     def tensors(self) -> list[torch.Tensor]:
         """The device values to read; `host_value` takes their numbers in the same order."""
         return [tensor for tensor in (self.on_device, self.weight_on_device) if tensor is not None]
@@ -300,6 +314,11 @@ class MetricLog:
         section.entries.clear()
         return values
 
+    def peek_epoch(self, section: Section) -> Values:
+        """The reductions so far over what was logged in `section`, which goes on; without torchmetrics objects, because
+        to compute one means to start it afresh."""
+        return self._read_entries({name: e for name, e in section.entries.items() if e.options.metric is None})
+
     def read_overall(self, section: Section) -> Values:
         """The reductions over all loaders of an evaluation; empty when there is one."""
         return self._read_entries(section.overall)
@@ -348,23 +367,6 @@ class MetricLog:
                 "Compute it in an epoch-end hook and log its parts one by one."
             )
         return float(value)
-
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a half-finished training epoch has added up so far, on this process."""
-        return {
-            name: {"options": vars(entry.options), "epoch": vars(entry.epoch)}
-            for name, entry in self.train.entries.items()
-            if entry.options.on_epoch
-        }
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self.train.entries.clear()
-        for name, saved in state.items():
-            entry = self.train.entries[name] = Entry(name, Options(**saved["options"]))
-            for key, value in saved["epoch"].items():
-                setattr(entry.epoch, key, value.to(device) if isinstance(value, torch.Tensor) else value)
 
 
 def is_torchmetric(value: Any) -> bool:

@@ -16,7 +16,7 @@ from trainer.advice import advised
 from trainer.callbacks.base import in_calling_order
 from trainer.checkpoint.content import restore_training
 from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.place import place_of
+from trainer.checkpoint.place import Place, place_of
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.loaders import make_feeds
@@ -81,7 +81,7 @@ def running(
     finally:
         _tear_down(trainer)
     if trainer.stop_reason is not None and exit_code(trainer.stop_reason) and not _interactive():
-        sys.exit(agreed_exit(exit_code(trainer.stop_reason)))
+        sys.exit(agreed_exit(exit_code(trainer.stop_reason), trainer.strategy.store))
 
 
 def _leave_no_empty_run_dir(trainer: Trainer) -> None:
@@ -227,7 +227,7 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     _start_watching(trainer)
 
 
-def _places(trainer: Trainer, ckpt_path: Any) -> tuple[Path | None, Path]:
+def _places(trainer: Trainer, ckpt_path: Any) -> tuple[Place | None, Path]:
     """On rank 0: the checkpoint to begin with, and the run directory. After a restart the run goes on with its own."""
     record = FitRecord() if trainer.stage == "fit" else None
     path = find_after_restart(trainer, record.former) if record is not None and record.former is not None else None

@@ -53,8 +53,13 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Place | N
     for folder in folders:
         try:
             return CheckpointStore(folder).resolve(ckpt_path)
-        except CheckpointError:
-            continue
+        except CheckpointError as error:
+            if ckpt_path == "last" and (lost := CheckpointStore(folder).lost()):
+                # Neither an older run nor a fresh start is what was meant.
+                raise CheckpointError(
+                    f"ckpt_path='last': {error}, but there was one: {'; '.join(lost)}. "
+                    "To start anew, leave out ckpt_path or remove that folder."
+                ) from None
     if ckpt_path == "last" and trainer.stage == "fit":
         return None
     looked = ", ".join(str(folder) for folder in folders) or str(trainer.settings.default_root_dir)
@@ -64,9 +69,9 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Place | N
     )
 
 
-def find_after_restart(trainer: Trainer, former: str) -> Path | None:
+def find_after_restart(trainer: Trainer, former: str) -> Place | None:
     """The newest checkpoint that a former attempt at this very run wrote, in the run directory `former`, if it did."""
-    folders = [Path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+    folders = [place_of(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
     for folder in [*folders, Path(former) / CHECKPOINTS]:
         try:
             found = CheckpointStore(folder).resolve("last")

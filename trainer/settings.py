@@ -104,6 +104,8 @@ class Settings:
 
     seed: int | None = None
     """Seed of everything random: weights, dropout, order of the data. Default: one is drawn, and logged."""
+    seed_per_sample: bool = False
+    """Seed random augmentation for each sample, not each micro-batch: the same on any number of processes. Slower."""
     deterministic: bool | Literal["warn"] = False
     """Use only deterministic algorithms (torch.use_deterministic_algorithms)."""
     benchmark: bool | None = None
@@ -226,6 +228,7 @@ _FLAGS = (
     "enable_model_summary",
     "detect_anomaly",
     "inference_mode",
+    "seed_per_sample",
 )
 
 

@@ -25,6 +25,7 @@ from trainer.plan import make_plan
 from trainer.progress import Progress
 from trainer.runtime.deadline import Deadline
 from trainer.runtime.lock import FolderLock
+from trainer.runtime.seed import set_rng_state
 from trainer.runtime.stop import StopSwitch
 from trainer.runtime.watchdog import Watchdog
 from trainer.settings import Settings
@@ -177,6 +178,12 @@ class RunState:
         data = self.datamodule.hparams if self.datamodule is not None else {}
         return {"module": dict(self.module.hparams), "data": dict(data)}
 
+    def restore_rng(self) -> None:
+        """Go on with the checkpoint's random numbers, if this is a resumed run that has not done so yet."""
+        if self.rng_to_restore is not None:
+            set_rng_state(self.rng_to_restore, self.device)
+            self.rng_to_restore = None
+
     # -- logging -------------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Any, **options: Any) -> None:
@@ -184,9 +191,16 @@ class RunState:
         self.module.log(name, value, **options)
 
     def read_metrics(self) -> dict[str, float]:
-        """Everything logged that can be known now, reduced over processes. Collective: every process must call it."""
+        """Everything logged that can be known now, reduced over processes. Collective: every process must call it.
+
+        At the end of an epoch or an evaluation that is final, and goes to the loggers. In the middle of an epoch it is
+        looked at only: the epoch's value does not depend on who has looked, when.
+        """
         self._remember(self.metrics.read_step())
-        self.publish(self.metrics.read_epoch(self.metrics.hooks))
+        if (self.progress.epoch_ended or self.evaluating) and not self.sanity_checking:
+            self.publish(self.metrics.read_epoch(self.metrics.hooks))
+        else:
+            self._remember(self.metrics.peek_epoch(self.metrics.hooks))
         return self.callback_metrics
 
     def publish(self, values: Values, keep: bool = True) -> dict[str, float]:

@@ -26,10 +26,11 @@ from trainer.evaluation import (
     validate_during_fit,
     validation_moments,
 )
+from trainer.metrics import Section
 from trainer.module import TrainModule
 from trainer.optimizers import monitored
 from trainer.run import running
-from trainer.runtime.seed import seed_everything, set_rng_state
+from trainer.runtime.seed import seed_everything
 from trainer.runtime.stop import exit_code
 from trainer.settings import Settings, takes
 from trainer.state import RunState
@@ -155,6 +156,9 @@ class Trainer(RunState):
         """
         if "module" not in vars(self):
             raise ConfigError("save_checkpoint: nothing has run yet, so there is nothing to save: call fit first.")
+        if self.stage == "fit":
+            # What was logged until now belongs to this step, not to the one after a resume.
+            self.read_metrics()
         self.save_with(lambda state, about: write_checkpoint(path, state, info=about), info or {})
         if self.is_global_zero:
             self.hooks.on_checkpoint_committed(self, self.module, str(path))
@@ -186,7 +190,7 @@ class Trainer(RunState):
         self.hooks.on_train_start(self, self.module)
 
     def _train_epoch(self) -> None:
-        self.hooks.on_train_epoch_start(self, self.module)
+        self._start_epoch()
         if self.validation_due() and self.progress.validated_step != self.progress.step:
             validate_during_fit(self)
         for window in self._windows():
@@ -202,13 +206,21 @@ class Trainer(RunState):
                 return
         self._end_epoch()
 
+    def _start_epoch(self) -> None:
+        """The first hook of an epoch; also where a resumed run goes on with its random numbers."""
+        resumed = self.progress.batch > 0
+        if not resumed:
+            self.restore_rng()
+        # In the middle of an epoch the hook is called a second time: what it logs and draws has been done before.
+        self.metrics.section = Section(batches=False, steps=False) if resumed else self.metrics.hooks
+        self.hooks.on_train_epoch_start(self, self.module)
+        self.metrics.section = self.metrics.hooks
+        self.restore_rng()
+
     def _windows(self) -> Iterator[list[Batch]]:
         """The epoch's batches, a step's worth at a time; shorter at the end. All processes get the same number."""
         assert self.train_feed is not None
         batches = self.train_feed.iterate(self.progress.epoch, self.progress.batch)
-        if self.rng_to_restore is not None:
-            set_rng_state(self.rng_to_restore, self.device)
-            self.rng_to_restore = None
         uneven = self.world_size > 1 and self.train_feed.samples_per_epoch is None
         while True:
             window = list(islice(batches, self.accumulate_grad_batches))
@@ -329,9 +341,10 @@ class Trainer(RunState):
 
     def _end_training(self) -> None:
         self.stop_reason = self.stop_reason or self.stop_switch.finish(self.progress.step)
-        self.metrics.section = self.metrics.hooks
+        # Not among the values of an unfinished epoch, which a resumed run goes on with.
+        self.metrics.section = closing = Section(batches=False, steps=False)
         self.hooks.on_train_end(self, self.module)
-        self.publish(self.metrics.read_epoch(self.metrics.hooks))
+        self.publish(self.metrics.read_epoch(closing))
         self.training = False
         self.hooks.on_fit_end(self, self.module)
 

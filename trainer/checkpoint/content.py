@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,13 @@ from torch.optim import Optimizer
 
 from trainer.callbacks.base import Callback
 from trainer.errors import CheckpointError
+from trainer.metric_state import load_metrics_state, metrics_state
 from trainer.runtime.seed import rng_state
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
 
 
 def collect(trainer: Trainer) -> dict[str, Any]:
@@ -25,7 +29,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
     own = {
         "rng": rng_state(trainer.device),
         "loader": trainer.train_feed.state_dict() if trainer.train_feed else {},
-        "metrics": trainer.metrics.state_dict(),
+        "metrics": metrics_state(trainer.metrics),
     }
     per_rank = strategy.gather_objects(own)
     return {
@@ -37,6 +41,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "schedulers": [config.scheduler.state_dict() for config in trainer.scheduler_configs],
         "scaler": strategy.scaler.state_dict() if strategy.scaler is not None else {},
         "progress": trainer.progress.state_dict(),
+        "global_micro_batch": _global_micro_batch(trainer),
         "rng": [state["rng"] for state in per_rank],
         "loader": [state["loader"] for state in per_rank],
         "metrics": [state["metrics"] for state in per_rank],
@@ -58,6 +63,7 @@ def hand_over(
     trainer: Trainer, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]
 ) -> None:
     """See `Trainer.save_with`."""
+    begun = trainer.begin_save()
     state = collect(trainer)
     trainer.hooks.on_save_checkpoint(trainer, trainer.module, state)
     problem = None
@@ -69,6 +75,7 @@ def hand_over(
         except Exception as error:
             problem = error
     problem = trainer.strategy.broadcast_object(problem)
+    trainer.end_save(begun)
     if problem is not None:
         raise problem
 
@@ -92,15 +99,43 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     trainer.callback_metrics.update(checkpoint["callback_metrics"])
     if trainer.progress.epoch_ended:
         trainer.progress.next_epoch()
+    # On another number of processes a process takes over the sums of several, or of none.
+    load_metrics_state(trainer.metrics, checkpoint["metrics"][rank :: strategy.world_size], trainer.device)
     if checkpoint["world_size"] == strategy.world_size:
-        trainer.metrics.load_state_dict(checkpoint["metrics"][rank], trainer.device)
         if trainer.train_feed and checkpoint["loader"][rank]:
             trainer.train_feed.load_state_dict(checkpoint["loader"][rank])
+    else:
+        _move_cursor(trainer, checkpoint["global_micro_batch"])
     for key, callback in keyed(trainer.callbacks).items():
         if key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][key])
     if trainer.datamodule is not None and checkpoint["data"]:
         trainer.datamodule.load_state_dict(checkpoint["data"])
+
+
+def _global_micro_batch(trainer: Trainer) -> int | None:
+    """Samples of a micro-batch over all processes; None: unknown."""
+    size = trainer.train_feed.batch_size if trainer.train_feed is not None else None
+    return None if size is None else size * trainer.world_size
+
+
+def _move_cursor(trainer: Trainer, before: int | None) -> None:
+    """The place in the epoch, which was counted in micro-batches of `before` samples, in those of this run."""
+    feed, now = trainer.train_feed, _global_micro_batch(trainer)
+    if feed is None or before is None or now is None or before == now:
+        return
+    consumed = trainer.progress.batch * before
+    if feed.samples_per_epoch is not None and feed.max_length is not None and consumed >= feed.samples_per_epoch:
+        trainer.progress.batch = feed.max_length
+        return
+    trainer.progress.batch, again = divmod(consumed, now)
+    if again:
+        log.warning(
+            "the checkpoint lies inside one of this run's batches of %d samples (over all processes): %d samples of "
+            "this epoch are used a second time",
+            now,
+            again,
+        )
 
 
 def keyed(callbacks: list[Callback]) -> dict[str, Callback]:

@@ -62,7 +62,7 @@ def remove_folder(folder: Place, mark: str) -> None:
 def occupied(path: Place, mark: str) -> bool:
     """Whether something is there; what an interrupted write left in an object store is nothing."""
     if isinstance(path, RemotePath):
-        return path.exists() and not remote.is_leftover(path, mark)
+        return remote.occupied(path, mark)
     return path.exists() or path.is_symlink()
 
 

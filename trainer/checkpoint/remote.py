@@ -191,6 +191,11 @@ def is_leftover(folder: RemotePath, mark: str) -> bool:
     return bool(names) and mark not in names and all(name.endswith(_SUFFIXES) for name in names)
 
 
+def occupied(folder: RemotePath, mark: str) -> bool:
+    """Whether something is there that a new checkpoint would harm."""
+    return folder.is_file() or (any(folder.iterdir()) and not is_leftover(folder, mark))
+
+
 def remove_leftovers(folder: RemotePath, mark: str, max_age: float) -> list[RemotePath]:
     """Delete the unfinished checkpoints below, to which nothing was added for `max_age` seconds; returns them.
 

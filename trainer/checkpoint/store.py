@@ -17,6 +17,7 @@ from trainer.errors import CheckpointError, did_you_mean
 Pointer = Literal["last", "best"]
 POINTERS: tuple[Pointer, ...] = ("last", "best")
 
+_Problems: TypeAlias = "list[str]"
 _Paths: TypeAlias = "list[Place]"  # inside the class, `list` is the method
 _DAY = 24 * 3600.0
 _log = logging.getLogger("trainer")
@@ -28,8 +29,8 @@ class CheckpointStore:
     Several processes may read it while one writes. It need not exist.
 
     Args:
-        folder: where the checkpoints of a run are: a path, or a URL of an object store (s3://...). There nothing keeps two
-            processes from writing at the same time.
+        folder: where the checkpoints of a run are: a path, or a URL of an object store (s3://...). There nothing keeps
+            two processes from writing at one time.
     """
 
     def __init__(self, folder: str | Place) -> None:
@@ -97,6 +98,12 @@ class CheckpointStore:
         Damaged ones that are passed over are named in a logged warning.
         """
         return next((path for path in reversed(self.list()) if self._is_whole(path)), None)
+
+    def lost(self) -> _Problems:
+        """What is wrong with the checkpoints here, when none is whole; empty when there never was one."""
+        problems = [problem for path in checkpoints_in(self.folder) for problem in find_damage(path)]
+        pointed = [file for pointer in POINTERS if (file := self._pointer_file(pointer)).exists()]
+        return problems or [f"{file} points to one that is gone or not whole" for file in pointed]
 
     def resolve(self, wanted: str | Place) -> Place:
         """The checkpoint meant by "last", "best", a path, or a name in this folder.

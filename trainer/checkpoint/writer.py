@@ -110,7 +110,7 @@ class HostMemory:
         self._pending: list[torch.cuda.Event] = []
 
     def copy(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors, by the same two names, in this memory: contiguous, on the CPU. Ends the life of the last copy."""
+        """The tensors, by the same two names, in this memory, contiguous. Ends the life of the last copy."""
         every = [tensor for group in tensors.values() for tensor in group.values()]
         devices = {tensor.device for tensor in every if tensor.is_cuda}
         self._reserve(sum(_padded(tensor) for tensor in every), pinned=bool(devices))

@@ -93,7 +93,7 @@ def _file(key: str, manifest: Manifest, tensors: list[TensorInfo], every: bool) 
     name = f"{key}.safetensors"
     entry = manifest.files.get(name)
     total = entry.bytes if entry is not None else 0
-    yield f"{name}: {len(tensors)} tensors, {size(total)}"
+    yield f"{name}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {size(total)}"
     shown = tensors if every or len(tensors) <= TENSORS_SHOWN + 2 else tensors[:TENSORS_SHOWN]
     rows = [(plain(t.name), str(t.dtype).removeprefix("torch."), str(list(t.shape)), size(bytes_of(t))) for t in shown]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -201,7 +201,7 @@ class SeededDataset(Dataset[Any]):
 class LoadedHere(SeededDataset):
     """The same for the main process, whose own random numbers are set aside meanwhile.
 
-    It collates, too, since that may draw as well: the DataLoader around it has nothing more to do, `collate_fn=as_it_is`.
+    It collates, too, since that may draw as well: the DataLoader around it has no more to do, `collate_fn=as_it_is`.
     `random`, which is slow to seed, is only watched until a batch is seen to draw from it; that one is loaded again,
     and from then on `random` is seeded and put back each time. The numbers are those that seeding it always would give.
     """

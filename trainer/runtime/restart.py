@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ STOPPED = "trainer/stopped"
 """Key in the launcher's store: the processes have stopped by agreement with this exit code, and are not restarted."""
 LAUNCHED = "TRAINER_LAUNCHED"
 """Environment variable in the processes that our launcher starts: its process id."""
+_TOGETHER = "trainer/together"
 _TIMEOUT = timedelta(seconds=30)
 
 
@@ -63,21 +66,44 @@ class FitRecord:
             self._store.set(self._key, run_dir)
 
 
-def agreed_exit(code: int) -> int:
+def agreed_exit(code: int, store: Store | None) -> int:
     """The code with which to exit after an agreed stop, so that nobody starts the processes again: 0 means done.
 
     torchrun starts its processes again whenever one of them exits with another code than 0, and its own exit code
     carries nothing of theirs; so under `torchrun --max-restarts` an agreed stop exits with 0.
+
+    Args:
+        code: what the user is to see; 0 for a run that is done.
+        store: shared by the processes of the run; None for a single one.
     """
+    if code == 0:
+        return 0
+    if store is not None:
+        store.set(_TOGETHER, "1")
     if os.environ.get(LAUNCHED):
-        store = agent_store()
-        if store is not None:
-            store.set(STOPPED, str(code))
+        launcher = agent_store()
+        if launcher is not None:
+            launcher.set(STOPPED, str(code))
         return code
-    if code != 0 and max_restarts():
-        log.info("exit code 0 instead of %d: with another one torchrun --max-restarts would start again", code)
+    if max_restarts():
+        if os.environ["RANK"] == "0":
+            log.info("exit code 0 instead of %d: with another one torchrun --max-restarts would start again", code)
         return 0
     return code
+
+
+def leave_together(store: Store, world_size: int) -> None:
+    """At the very end of a process, after an agreed stop: wait for the others, for ten seconds at most.
+
+    The first process that exits with another code than 0 has the others ended, in the middle of what the script still
+    does.
+    """
+    with suppress(Exception):  # the process that holds the store may be the first to leave
+        if store.check([_TOGETHER]):
+            left, deadline = store.add(f"{_TOGETHER}/left", 1), time.monotonic() + 10.0
+            while left < world_size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                left = store.add(f"{_TOGETHER}/left", 0)
 
 
 def max_restarts() -> int:

@@ -127,6 +127,7 @@ class _Watch:
 
     def _end(self) -> None:
         """Show where this process stands, wait until all have done so, and leave."""
+        faulthandler.cancel_dump_traceback_later()
         try:
             rank, limit = self._store.get(_EXPIRED).decode().split()
             silent = time.monotonic() - self._since

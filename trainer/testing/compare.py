@@ -47,9 +47,8 @@ def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGN
 
 
 def _last_checkpoint(path: Path) -> dict[str, Any]:
-    if not is_committed(path):
-        path = CheckpointStore(path / "checkpoints").resolve("last")
-    return read_checkpoint(path)
+    whole = path if is_committed(path) else CheckpointStore(path / "checkpoints").resolve("last")
+    return read_checkpoint(whole)
 
 
 def _differences(where: str, one: Any, other: Any, ignore: tuple[str, ...]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,13 @@ class Net(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warmup, "interval": "step"}}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--width", type=int, default=64)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     data = Noisy()
     trainer = Trainer(

@@ -1,0 +1,250 @@
+"""How long training is blocked by a checkpoint: in the foreground, in the background, and beside what else there is.
+
+All ways save the same state of the same run, in turn, round after round. "Blocked" is the time until the loop goes on,
+"on disk" until the checkpoint is flushed to the disk. Ours has a SHA-256 of every file; DCP's has no checksums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import async_save
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from trainer import Callback, Trainer, TrainModule, __version__
+from trainer.checkpoint.format import write_checkpoint
+from trainer.checkpoint.writer import BackgroundWriter
+
+WIDTH = 1024
+
+
+class Model(TrainModule):
+    """Blocks as in a transformer; AdamW has seen one step, so that all its state is there."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        block = 8 * WIDTH * WIDTH
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(max(1, round(parameters / block)))
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return sum(parameter.mean() for parameter in self.parameters())  # type: ignore[return-value]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@dataclass
+class Times:
+    """What one way took, round by round, in seconds; and memory in bytes."""
+
+    blocked: list[float] = field(default_factory=list)
+    on_disk: list[float] = field(default_factory=list)
+    peak: int = 0
+
+
+Way = Callable[[Trainer, Path], "Callable[[], None] | None"]
+"""Saves the state and returns when the loop may go on; what it returns waits until all is on the disk."""
+
+
+def nothing() -> None:
+    """There is nothing to wait for."""
+
+
+def foreground(trainer: Trainer, path: Path) -> Callable[[], None]:
+    trainer.save_with(lambda state, info: write_checkpoint(path, state, info=info), {})
+    return nothing
+
+
+class Background:
+    """`ModelCheckpoint(asynchronous=True)`: the memory is used again."""
+
+    def __init__(self) -> None:
+        self.writer = BackgroundWriter()
+
+    def __call__(self, trainer: Trainer, path: Path) -> Callable[[], None]:
+        trainer.save_with(lambda state, info: self.writer.start(path, state, info, afterwards=nothing), {})
+        return self._finish
+
+    def _finish(self) -> None:
+        self.writer.wait()
+        _, error = self.writer.result()
+        if error is not None:
+            raise error
+
+
+class DCP:
+    """torch.distributed.checkpoint's `async_save` in a thread; `stager`: keep its memory from save to save."""
+
+    def __init__(self, keep_stager: bool) -> None:
+        self.stager = DefaultStager(StagingOptions(False, False, False, False)) if keep_stager else None
+
+    def __call__(self, trainer: Trainer, path: Path) -> Callable[[], None]:
+        futures: list[Any] = []
+
+        def save(state: dict[str, Any], info: dict[str, Any]) -> None:
+            futures.append(async_save(state, checkpoint_id=path, async_stager=self.stager))
+
+        trainer.save_with(save, {})
+        return lambda: futures[0].result() and None
+
+
+class Copy:
+    """One plain copy of all tensors of model and optimizer, into the same memory each time or into fresh one."""
+
+    def __init__(self, fresh: bool) -> None:
+        self.fresh = fresh
+        self.copies: list[torch.Tensor] = []
+
+    def __call__(self, trainer: Trainer, path: Path) -> None:
+        optimizer = trainer.optimizers[0]
+        tensors = [*trainer.module.state_dict().values()]
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+        if not self.copies:
+            self.copies = [tensor.detach().clone() for tensor in tensors]
+        else:
+            for copy, tensor in zip(self.copies, tensors, strict=True):
+                copy.copy_(tensor.detach())
+        if self.fresh:
+            self.copies = []
+
+
+class Rounds(Callback):
+    """After the first step: every way in turn, as often as wanted, starting with another one each time."""
+
+    def __init__(self, ways: dict[str, Way], rounds: int, folder: Path) -> None:
+        self.ways = ways
+        self.rounds = rounds
+        self.folder = folder
+        self.times = {name: Times() for name in ways}
+        self.size = 0
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        names = list(self.ways)
+        for number in range(self.rounds + 1):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                self._once(trainer, name)
+
+    def _once(self, trainer: Trainer, name: str) -> None:
+        times, path = self.times[name], self.folder / "checkpoint"
+        os.sync()  # what the former one left to be written is not this one's
+        with peak_memory() as peak:
+            start = time.perf_counter()
+            finish = self.ways[name](trainer, path)
+            times.blocked.append(time.perf_counter() - start)
+            if finish is not None:
+                finish()
+                times.on_disk.append(time.perf_counter() - start)
+        times.peak = max(times.peak, peak[0])
+        if path.exists():
+            self.size = sum(file.stat().st_size for file in path.iterdir())
+            shutil.rmtree(path)
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """By how many bytes this process's resident memory rises at most, looked at every few milliseconds (Linux)."""
+    peak, done = [0], threading.Event()
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def resident() -> int:
+        with suppress(OSError):
+            return int(Path("/proc/self/statm").read_text().split()[1]) * page
+        return 0
+
+    before = resident()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak[0] = max(peak[0], resident() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def table(rounds: Rounds) -> str:
+    """The figures in Markdown; the first save of each way stands apart, since it gets its memory then."""
+    lines = [
+        "| | blocked, first save | blocked, median (least - most) | on disk, median | memory on top |",
+        "|---|---|---|---|---|",
+    ]
+    for name, times in rounds.times.items():
+        later = times.blocked[1:]
+        on_disk = f"{statistics.median(times.on_disk[1:]):.2f} s" if times.on_disk else "-"
+        lines.append(
+            f"| {name} | {times.blocked[0]:.3f} s | {statistics.median(later):.3f} s "
+            f"({min(later):.3f} - {max(later):.3f}) | {on_disk} | {times.peak / 1e6:.0f} MB |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Run it and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__)
+    parser.add_argument("--params", type=float, default=100e6, help="parameters of the model (default: 100e6)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after a first one (default: 5)")
+    parser.add_argument("--dir", type=Path, default=None, help="where to write (default: a folder here, then removed)")
+    options = parser.parse_args(arguments)
+    for noisy in ("torch.distributed.checkpoint", "trainer"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+    if not dist.is_initialized():
+        # DCP wants a process group, of one.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as folder:
+        ways: dict[str, Way] = {
+            "foreground": foreground,
+            "background (asynchronous=True)": Background(),
+            "DCP async_save": DCP(keep_stager=False),
+            "DCP async_save, stager kept": DCP(keep_stager=True),
+            "plain copy, into the same memory": Copy(fresh=False),
+            "plain copy, into fresh memory": Copy(fresh=True),
+        }
+        rounds = Rounds(ways, options.rounds, Path(folder))
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=rounds,
+        )
+        model = Model(int(options.params))
+        trainer.fit(model, [torch.zeros(1)])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    size = f"{parameters / 1e6:.1f} M parameters with AdamW, {rounds.size / 1e6:.0f} MB"
+    print(f"\n{size}; {options.rounds} rounds, each way in turn.")
+    print(
+        f"exact-trainer {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.system()} {platform.release()}.\n"
+    )
+    print(table(rounds))
+    dist.destroy_process_group()
+    return 0

@@ -1,0 +1,326 @@
+"""Checkpoints where there is no rename: fsspec's memory, and a folder that behaves like an object store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.format import (
+    is_committed,
+    read_checkpoint,
+    read_metadata,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from trainer.checkpoint.place import place_of
+from trainer.checkpoint.remote import RemotePath
+from trainer.checkpoint.store import CheckpointStore
+from trainer.errors import CheckpointError, ConfigError
+
+
+class Objects(LocalFileSystem):
+    """Files that can be written, read and deleted; nothing can be renamed, and nobody makes folders."""
+
+    protocol = "objects"
+
+    def mv(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("an object store has no rename")
+
+    mv_file = cp_file = mkdir = mv
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        raise PermissionError("not allowed")
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if "w" in mode:
+            os.makedirs(os.path.dirname(self._strip_protocol(path)), exist_ok=True)
+        return super().open(path, mode, **kwargs)
+
+
+@pytest.fixture(params=["memory", "objects"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
+    fsspec.register_implementation("objects", Objects, clobber=True)
+    # Its contents are one for the whole process.
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    return RemotePath(f"objects://{tmp_path}/run" if request.param == "objects" else "memory://bucket/run")
+
+
+def objects(folder: RemotePath) -> list[str]:
+    """Everything that is there, by the path below the folder."""
+    with folder._open_store() as (store, path):
+        found = store.find(path)
+    return sorted(str(entry)[len(path) + 1 :] for entry in found)
+
+
+def state(number: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((300,), number)}, "optimizers": [torch.ones(2)], "step": number}
+
+
+def add(folder: RemotePath, name: str, step: int) -> RemotePath:
+    write_checkpoint(folder / name, state(step), info={"step": step})
+    return folder / name
+
+
+def change(path: RemotePath, edit: Callable[[bytes], bytes]) -> None:
+    with path._open_store() as (store, place):
+        store.pipe_file(place, edit(store.cat_file(place)))
+
+
+def test_what_is_written_is_read(
+    folder: RemotePath, random_state: Callable[[int], dict[str, Any]], assert_same: Callable[[Any, Any], None]
+) -> None:
+    for seed in range(3):
+        given = random_state(seed)
+        write_checkpoint(f"{folder}/{seed}/", given, info={"step": seed})
+        assert_same(read_checkpoint(folder / str(seed)), given)
+        assert verify_checkpoint(f"{folder}/{seed}") == []
+    assert read_metadata(f"{folder}/2").keys() == given.keys()
+
+
+def test_the_manifest_comes_last_and_goes_first(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, list[str]]] = []
+    store_class = type(fsspec.core.url_to_fs(str(folder))[0])
+    open_, remove = store_class.open, store_class.rm_file
+
+    def spy_open(self: Any, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode == "wb":
+            seen.append((path.rpartition("/")[2], [one.name for one in CheckpointStore(folder).list()]))
+        return open_(self, path, mode, **kwargs)
+
+    def spy_remove(self: Any, path: str) -> None:
+        remove(self, path)
+        seen.append((path.rpartition("/")[2], [one.name for one in CheckpointStore(folder).list()]))
+
+    monkeypatch.setattr(store_class, "open", spy_open)
+    monkeypatch.setattr(store_class, "rm_file", spy_remove)
+    add(folder, "a", 1)
+    names = ["model.safetensors", "optimizers.safetensors", "checkpoint.json", "manifest.json"]
+    assert seen == [(name, []) for name in names]
+    add(folder, "b", 2)
+    seen.clear()
+    CheckpointStore(folder).remove("a")
+    assert seen[0] == ("manifest.json", ["b"])
+    assert not [name for name in objects(folder) if name.startswith("a")]
+
+
+def test_a_store_lists_points_resolves_and_removes(folder: RemotePath, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(str(folder))
+    assert store.list() == []
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        store.resolve("last")
+    for name, step in (("c", 2), ("b", 10), ("a", 30)):
+        add(folder, name, step)
+    store.set_pointer("last", "a")
+    store.set_pointer("best", folder / "c")
+    assert store.list() == [folder / "c", folder / "b", folder / "a"]
+    assert store.info(f"{folder}/b") == {"step": 10}
+    assert store.resolve("last") == folder / "a"
+    assert store.resolve("best") == folder / "c"
+    assert store.resolve("b") == store.resolve(f"{folder}/b") == folder / "b"
+    change(folder / "a" / "model.safetensors", lambda data: data[:-1] + b"x")
+    assert store.resolve("last") == folder / "b"
+    assert f"{folder}/a/model.safetensors is damaged" in caplog.text
+    for name in ("missing", "../x", "memory://elsewhere/b"):
+        with pytest.raises(CheckpointError):
+            store.remove(name)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*/bb\. Did you mean 'b'"):
+        store.resolve(f"{folder}/bb")
+    for name in ("a", "c"):
+        store.remove(name)
+    with pytest.raises(CheckpointError, match="only whole checkpoint"):
+        store.remove("b")
+
+
+def test_a_folder_without_a_manifest_counts_for_nothing(folder: RemotePath) -> None:
+    add(folder, "whole", 1)
+    add(folder, "half", 2)
+    with (folder / "half" / "manifest.json")._open_store() as (store, path):
+        store.rm_file(path)
+    assert CheckpointStore(folder).list() == [folder / "whole"]
+    assert not is_committed(folder / "half")
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        read_checkpoint(folder / "half")
+    # The same name is free, and nothing of the former write stays.
+    write_checkpoint(folder / "half", {"x": 1})
+    assert verify_checkpoint(folder / "half") == []
+
+
+def test_leftovers_go_when_they_are_old(folder: RemotePath) -> None:
+    add(folder, "whole", 1)
+    for name in ("half/model.safetensors", "half/checkpoint.json", "notes/text.txt"):
+        with folder._open_store() as (store, path), store.open(f"{path}/{name}", "wb") as file:
+            file.write(b"x")
+    CheckpointStore(folder).set_pointer("last", "whole")
+    before = objects(folder)
+    assert CheckpointStore(folder).clean() == []
+    assert objects(folder) == before
+    assert CheckpointStore(folder).clean(max_age=-1) == [folder / "half"]
+    assert objects(folder) == [name for name in before if not name.startswith("half")]
+    assert CheckpointStore(folder / "none").clean() == []
+
+
+def test_what_cannot_be_replaced_stays(folder: RemotePath) -> None:
+    add(folder, "a", 1)
+    with pytest.raises(CheckpointError, match="exists"):
+        add(folder, "a", 2)
+    with pytest.raises(WriteError, match="cannot replace it in one step"):
+        write_checkpoint(folder / "a", state(2), overwrite=True)
+    with folder._open_store() as (store, path), store.open(f"{path}/mine/notes.txt", "wb") as file:
+        file.write(b"x")
+    for overwrite, message in ((False, "exists"), (True, "is not a checkpoint, so it is not overwritten")):
+        with pytest.raises(CheckpointError, match=message):
+            write_checkpoint(folder / "mine", state(2), overwrite=overwrite)
+    assert read_checkpoint(folder / "a")["step"] == 1
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), RuntimeError("a client library's own")])
+def test_a_store_that_refuses_leaves_the_earlier_checkpoint(
+    folder: RemotePath, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(folder)
+    add(folder, "old", 1)
+    store.set_pointer("last", "old")
+    store_class = type(fsspec.core.url_to_fs(str(folder))[0])
+    with monkeypatch.context() as patch:
+        open_ = store_class.open
+
+        def refuse(self: Any, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+            if mode == "wb" and path.endswith("checkpoint.json"):
+                raise error
+            return open_(self, path, mode, **kwargs)
+
+        def refuse_pipe(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
+            raise error
+
+        patch.setattr(store_class, "open", refuse)
+        patch.setattr(store_class, "pipe_file", refuse_pipe)
+        with pytest.raises(WriteError, match=rf"cannot write the checkpoint {folder}/new: .*{error}"):
+            add(folder, "new", 2)
+        with pytest.raises(WriteError, match=r"cannot write .*best\.json"):
+            store.set_pointer("best", "old")
+    assert store.resolve("last") == folder / "old"
+    assert store.list() == [folder / "old"]
+    add(folder, "new", 3)
+    assert read_checkpoint(folder / "new")["step"] == 3
+
+
+def test_a_network_that_fails_while_reading_is_reported(folder: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(folder, "a", 1)
+    store_class = type(fsspec.core.url_to_fs(str(folder))[0])
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(store_class, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read: RuntimeError: timed out"):
+        read_checkpoint(folder / "a")
+
+
+KILLED = """
+import os, sys
+from tests.checkpoint.test_remote import Objects, RemotePath, add, fsspec
+from trainer.checkpoint.store import CheckpointStore
+
+fsspec.register_implementation("objects", Objects)
+for fault in sys.argv[2:]:
+    folder = RemotePath(f"objects://{sys.argv[1]}/{fault.replace('=', '_').replace(':', '_')}")
+    add(folder, "old", 1)
+    CheckpointStore(folder).set_pointer("last", "old")
+    child = os.fork()
+    if child == 0:
+        os.environ["TRAINER_FAULT"] = fault
+        add(folder, "new", 2)
+        CheckpointStore(folder).set_pointer("last", "new")
+        CheckpointStore(folder).remove("old")
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), fault
+"""
+
+FAULTS = {
+    "in_file:1=kill": ["old"],
+    "after_file:2=kill": ["old"],
+    "before_manifest:1=kill": ["old"],
+    "after_file:4=kill": ["old", "new"],
+    "before_pointer:1=kill": ["old", "new"],
+    "after_pointer:1=kill": ["old", "new"],
+    "in_removal:1=kill": ["new"],
+}
+
+
+def test_a_killed_writer_leaves_whole_checkpoints_or_nothing(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), *FAULTS],
+        check=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    fsspec.register_implementation("objects", Objects, clobber=True)
+    for fault, there in FAULTS.items():
+        folder = RemotePath(f"objects://{tmp_path}/{fault.replace('=', '_').replace(':', '_')}")
+        store = CheckpointStore(folder)
+        assert [path.name for path in store.list()] == there, fault
+        assert store.newest_valid() == folder / there[-1]
+        expected = "new" if fault.startswith(("after_pointer", "in_removal")) else "old"
+        assert json.loads((folder / "last.json").read_bytes()) == {"checkpoint": expected}, fault
+        if "new" not in there:
+            add(folder, "new", 2)  # a run that goes on comes to the same name
+        assert verify_checkpoint(folder / "new") == []
+
+
+def test_places(tmp_path: Path) -> None:
+    assert place_of("runs/x") == place_of(Path("runs/x")) == Path("runs/x")
+    assert place_of(f"file://{tmp_path}/x") == place_of(f"local://{tmp_path}/x") == tmp_path / "x"
+    remote = place_of("memory://bucket/x/")
+    assert remote == place_of(remote) == RemotePath("memory://bucket/x")
+    assert (remote.name, remote.parent, remote / "y") == ("x", place_of("memory://bucket"), RemotePath(f"{remote}/y"))
+    root = RemotePath("memory://bucket").parent
+    assert root == root.parent == RemotePath("memory://")
+    assert root / "bucket" == RemotePath("memory://bucket")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Path("s3://bucket/run"), r"was a URL before it became a Path: give it as a text"),
+        ("nosuch://bucket/run", r"'nosuch://bucket/run': fsspec cannot open it: Protocol not known: nosuch"),
+    ],
+)
+def test_places_that_cannot_be(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        place_of(given)
+
+
+def test_a_scheme_without_its_package_names_the_package() -> None:
+    missing = [name for name in ("s3", "gs", "abfs") if _missing(name)]
+    if not missing:
+        pytest.skip("all of them are installed")
+    with pytest.raises(ConfigError, match=r"(?i)install"):
+        place_of(f"{missing[0]}://bucket/run")
+
+
+def _missing(scheme: str) -> bool:
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError:
+        return True
+    return False
+
+
+def test_times_are_those_of_the_store(folder: RemotePath) -> None:
+    written = (add(folder, "a", 1) / "manifest.json").modified()
+    assert written is not None
+    assert abs(written - time.time()) < 60

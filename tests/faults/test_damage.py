@@ -1,0 +1,214 @@
+"""Damaged and hostile checkpoints at the level of `fit`, `validate` and `load_from_checkpoint`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks._sigkill_training import Net, main
+from benchmarks.sigkill import problems
+from tests.checkpoint.conftest import reseal
+from trainer import Trainer
+from trainer.checkpoint.format import verify_checkpoint
+from trainer.checkpoint.store import CheckpointStore
+from trainer.errors import CheckpointError, TrainerError
+from trainer.testing import compare_runs, each_damage
+
+FILES = ["manifest.json", "checkpoint.json", "model.safetensors", "optimizers.safetensors", "rng.safetensors"]
+
+
+def train(folder: Path, epochs: int) -> Path:
+    main([str(folder), "--epochs", str(epochs), "--width", "4"])
+    return folder / "version_0"
+
+
+@pytest.fixture(scope="module")
+def runs(memory_folder: Path) -> dict[str, Path]:
+    """One that was stopped after two epochs, and one that went on to three without a break."""
+    return {"stopped": train(memory_folder / "stopped", 2), "whole": train(memory_folder / "whole", 3)}
+
+
+@pytest.fixture
+def stopped(runs: dict[str, Path], memory_folder: Path) -> Path:
+    """A copy of the stopped run."""
+    folder = memory_folder / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(runs["stopped"].parent, folder)
+    return folder / "version_0"
+
+
+def last(run: Path) -> Path:
+    path = CheckpointStore(run / "checkpoints").pointer("last")
+    assert isinstance(path, Path)
+    return path
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_damage_of_the_last_checkpoint_is_named_and_the_one_before_is_taken(
+    runs: dict[str, Path], memory_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each way of damage of each file; in the end the bits are those of the run without a break."""
+    original = runs["stopped"]
+    seen = set()
+    target = last(original)
+    for what in each_damage(target):
+        seen.add(what.partition(":")[0])
+        copy = memory_folder / "damaged"
+        shutil.copytree(original.parent, copy)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="trainer"):
+            main([str(copy), "--epochs", "3", "--width", "4"])
+        told = [record.getMessage() for record in caplog.records]
+        assert any(target.name in message for message in told), (what, told)
+        assert compare_runs(runs["whole"], copy / "version_0") == [], what
+        assert [path.name for path in copy.iterdir()] == ["version_0"], what
+        shutil.rmtree(copy)
+    assert seen == {path.name for path in target.iterdir()} >= set(FILES)
+    assert verify_checkpoint(target) == []
+
+
+@pytest.mark.parametrize("pointer", ["last.json", "best.json"])
+def test_a_damaged_pointer_is_passed_over(pointer: str, runs: dict[str, Path], memory_folder: Path) -> None:
+    for content in (b"", b"{", b"[]", b'{"checkpoint": 3}', b'{"checkpoint": "../../whole"}', b"\xff\xfe", None):
+        copy = memory_folder / "pointer"
+        shutil.copytree(runs["stopped"].parent, copy)
+        file = copy / "version_0" / "checkpoints" / pointer
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        main([str(copy), "--epochs", "3", "--width", "4"])
+        assert problems(copy, runs["whole"]) == [], content
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("how", ["flipped", "without manifest"])
+def test_when_none_is_left_nothing_is_trained(how: str, stopped: Path) -> None:
+    """Neither from the start again, nor from an older run beside it."""
+    shutil.copytree(stopped, stopped.with_name("version_1"))
+    for path in (stopped.with_name("version_1") / "checkpoints").glob("*/"):
+        if how == "flipped":
+            (path / "model.safetensors").write_bytes(b"\0" * (path / "model.safetensors").stat().st_size)
+        else:
+            (path / "manifest.json").unlink()
+    before = sorted(stopped.parent.rglob("*"))
+    with pytest.raises(CheckpointError, match="no whole checkpoint") as caught:
+        train(stopped.parent, 3)
+    assert ("model.safetensors" if how == "flipped" else "last.json") in str(caught.value)
+    assert "To start anew, leave out ckpt_path or remove that folder" in str(caught.value)
+    assert sorted(stopped.parent.rglob("*")) == before
+
+
+# -- hostile content ---------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def refused(path: Path, names: str = "") -> None:
+    """Nothing takes this checkpoint, and each says so in words."""
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+        "max_steps": 99,
+    }
+    batches = [torch.ones(4, 8)]
+    calls: list[Callable[[], Any]] = [
+        lambda: Net.load_from_checkpoint(path),
+        lambda: Trainer(accelerator="cpu", **quiet).fit(Net(4), batches, ckpt_path=path),
+        lambda: Trainer(accelerator="cpu", **quiet).validate(Net(4), batches, ckpt_path=path),
+    ]
+    for call in calls:
+        with pytest.raises(TrainerError, match=names):
+            call()
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one", "all"])
+def test_pickles_are_not_executed(name: str, everywhere: bool, stopped: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    data = pickle.dumps(Payload(marker))
+    pickle.loads(data)
+    marker.unlink()  # the payload works; now it must not
+    path = last(stopped)
+    (path / name).write_bytes(data)
+    if everywhere:
+        for other in ("data.pkl", "model.pt", "__init__.py", ".metadata", "pytorch_model.bin"):
+            (path / other).write_bytes(data)
+    if name != "manifest.json":
+        reseal(path)
+    if name in ("model.safetensors", "checkpoint.json", "manifest.json"):
+        refused(path)
+    with pytest.raises(CheckpointError):
+        Trainer(accelerator="cpu", max_steps=99, logger=False).fit(Net(4), [torch.ones(4, 8)], ckpt_path=path)
+    assert not marker.exists()
+
+
+BOMBS: dict[str, Callable[[Any], Any]] = {
+    "a million lists": lambda data: "[" * 1_000_000 + "]" * 1_000_000,
+    "a million objects": lambda data: '{"a":' * 1_000_000 + "1" + "}" * 1_000_000,
+    "a number with a million digits": lambda data: '{"model": ' + "9" * 1_000_000 + "}",
+    "half of a document": lambda data: json.dumps(data)[:-40],
+    "not an object": lambda data: "[]",
+    "nothing": lambda data: "{}",
+    "a shape without bounds": lambda data: json.dumps(data).replace(
+        '"shape": [4, 8]', '"shape": [4, 8, 1000000000000]'
+    ),
+    "another tensor": lambda data: json.dumps(data).replace('"$tensor": "net.0.weight"', '"$tensor": "../../secret"'),
+    "an object of Python": lambda data: json.dumps({**data, "model": {"$python": "os.system"}}),
+    "no weights": lambda data: json.dumps({**data, "model": None}),
+    "weights of another model": lambda data: json.dumps({**data, "model": {}}),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_hostile_json_is_refused(bomb: str, stopped: Path) -> None:
+    path = last(stopped)
+    file = path / "checkpoint.json"
+    file.write_text(BOMBS[bomb](json.loads(file.read_text())))
+    reseal(path)
+    refused(path)
+
+
+def test_a_header_that_claims_more_than_there_is_is_refused(stopped: Path) -> None:
+    path = last(stopped)
+    for claimed in (2**63, 10**8, 2**20):
+        (path / "model.safetensors").write_bytes(claimed.to_bytes(8, "little") + b"{}")
+        reseal(path)
+        refused(path, "model.safetensors")
+
+
+def test_names_of_kept_checkpoints_cannot_lead_outside(stopped: Path, tmp_path: Path) -> None:
+    """A checkpoint counts those that it will delete: only those of its own folder can be meant."""
+    victim = tmp_path / "victim"
+    shutil.copytree(last(stopped), victim)
+    path = last(stopped)
+    data = json.loads((path / "checkpoint.json").read_text())
+    for name in (str(victim), f"../../../../../../../..{victim}"):
+        data["callbacks"]["ModelCheckpoint"]["kept"] = {name: 9.0, path.name: 1.0}
+        (path / "checkpoint.json").write_text(json.dumps(data))
+        reseal(path)
+        try:
+            train(stopped.parent, 3)
+        except TrainerError:
+            pass
+        assert verify_checkpoint(victim) == []
+        shutil.rmtree(stopped / "checkpoints")
+        shutil.copytree(victim.parent / "victim", path)
+        CheckpointStore(stopped / "checkpoints").set_pointer("last", path.name)

@@ -1,0 +1,170 @@
+"""Trouble on rank 0, on rank 1, or on both, under DDP: how all processes end, and what is left to go on from."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.trouble import STEPS, TROUBLE
+from tests.harness import Result, run_python, start_python
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.store import CheckpointStore
+from trainer.testing.compare import IGNORED, compare_runs
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+
+SCRIPT = Path(__file__).with_name("trouble.py")
+WHO = ("0", "1", "both")
+CODES = {"error": 1, "SIGKILL": 137, "hang": 1}
+WATCHDOG_S = 4.0
+
+
+def arguments(*runs: dict[str, Any]) -> list[str]:
+    return [json.dumps(run) for run in runs]
+
+
+def go(*runs: dict[str, Any], nproc: int | None = None) -> Result:
+    return run_python(SCRIPT, *arguments(*runs), nproc=nproc)
+
+
+def lines(result: Result) -> set[str]:
+    """What the ranks printed: the same on both, so each line twice."""
+    printed = result.stdout.splitlines()
+    assert sorted(printed) == sorted(list(set(printed)) * 2), result.stdout
+    return set(printed)
+
+
+def left_behind(text: str) -> list[str]:
+    """The command lines of running processes that contain `text`."""
+    return [line for line in command_lines() if text in line]
+
+
+def command_lines() -> Iterator[str]:
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            yield file.read_text(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("undisturbed")
+    run_python(SCRIPT, *arguments({"root": str(root)}), cwd=root).check(0)
+    return root / "version_0"
+
+
+def test_graceful_stops_on_any_rank_go_on_to_the_same_bits(undisturbed: Path) -> None:
+    """Many runs in one start of two processes: SystemExit is caught there, and its code printed."""
+    stops = {
+        "term-0": ({"how": "SIGTERM", "who": "0"}, "SIGTERM 143"),
+        "term-1": ({"how": "SIGTERM", "who": "1"}, "SIGTERM 143"),
+        "term-both": ({"how": "SIGTERM", "who": "both"}, "SIGTERM 143"),
+        "usr1-1": ({"how": "SIGUSR1", "who": "1"}, "SIGUSR1 75"),
+        "int-1": ({"how": "SIGINT", "who": "1"}, "SIGINT 130"),
+        "deadline-1": ({"how": "slow", "who": "1", "deadline": 2.0}, "deadline 75"),
+        "max_time": (
+            {"how": "slow", "who": "0", "max_time": "00:00:00:02"},
+            "the time is used up: 0:00:02 of training None",
+        ),
+    }
+    again = [{"root": name} for name in stops]
+    result = go(*({"root": name, **run} for name, (run, _) in stops.items()), *again).check(0)
+    assert "Traceback" not in result.stderr
+    printed = lines(result)
+    for name, (_, reason) in stops.items():
+        (step,) = [line.split()[1] for line in printed if line.startswith(f"{name} ") and line.endswith(reason)]
+        # The step in progress is finished; the other rank may have begun the next one.
+        assert TROUBLE < int(step) < STEPS, printed
+        assert f"{name} {STEPS} None None" in printed
+        differences = compare_runs(undisturbed, Path(name) / "version_0", [*IGNORED, "callbacks.Timer*"])
+        assert [d for d in differences if "follows" not in d] == [], name
+
+
+@pytest.mark.parametrize(("how", "code"), [("SIGTERM", 143), ("SIGUSR1", 75)])
+def test_exit_codes_of_stops(how: str, code: int) -> None:
+    result = go({"root": how, "how": how, "who": "1", "max_restarts": 1}).check(code)
+    assert "Traceback" not in result.stderr
+    assert len(lines(result)) == 1  # and nothing was started again
+
+
+def check_failure(result: Result, how: str, who: str, root: Path, seconds: float, code: int) -> None:
+    result.check(code)
+    errors = result.stderr
+    assert seconds < 10 + (WATCHDOG_S if how == "hang" else 0), errors
+    assert not left_behind(str(root))
+    if how == "error":
+        assert errors.count("ValueError: deliberate") == 1, errors
+        first = errors.index("failed:\nTraceback (most recent call last):")
+        assert who == "both" or errors[:first].endswith(f"rank {who} of 2 "), errors
+    elif how == "SIGKILL" and who != "both":
+        assert f"rank {who} of 2 is gone" in errors
+        assert "ValueError" not in errors
+        assert "Connection" not in errors
+    elif how == "hang":
+        for rank in "01":
+            assert f"rank {rank} of 2, " in errors
+        assert errors.count("in training_step") >= (2 if who == "both" else 1)
+        assert "the run hangs: no progress for 4 s" in errors
+        assert (f"rank {who} is behind" if who != "both" else "No rank is behind") in errors
+    assert read_checkpoint(CheckpointStore(root / "version_0" / "checkpoints").resolve("last"))["progress"]["step"] == 5
+
+
+def failing(how: str, who: str, nproc: int | None = None) -> dict[str, Any]:
+    root = Path(f"{how}-{who}").absolute()
+    return {"root": str(root), "how": how, "who": who, "watchdog_seconds": WATCHDOG_S}
+
+
+@pytest.mark.parametrize("how", CODES)
+def test_failures_end_all_and_leave_a_checkpoint(undisturbed: Path, how: str) -> None:
+    runs = [failing(how, who) for who in WHO]
+    started = [start_python(SCRIPT, *arguments(run)) for run in runs]
+    for run, running in zip(runs, started, strict=True):
+        result = running.wait(120)
+        root = Path(run["root"])
+        check_failure(result, how, run["who"], root, seconds_since_trouble(root), CODES[how])
+    go(*({"root": run["root"]} for run in runs)).check(0)
+    for run in runs:
+        assert compare_runs(undisturbed, Path(run["root"]) / "version_0") == [], run["who"]
+
+
+def seconds_since_trouble(root: Path) -> float:
+    return time.time() - min(mark.stat().st_mtime for mark in root.glob("trouble*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", CODES)
+def test_failures_under_torchrun(how: str) -> None:
+    run = failing(how, "1")
+    result = go(run, nproc=2)
+    check_failure(result, how, "1", Path(run["root"]), seconds_since_trouble(Path(run["root"])), 1)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("hang", marks=pytest.mark.slow)])
+def test_max_restarts_goes_on_from_the_last_checkpoint_of_this_run(undisturbed: Path, how: str) -> None:
+    # Older runs in the same place must not be taken for this one.
+    go({"root": "r", "max_steps": 2}, {"root": "r", "max_steps": 4, "seed": 9, "ckpt_path": None}).check(0)
+    run = {**failing(how, "1"), "root": "r", "ckpt_path": None, "max_restarts": 1}
+    result = go(run).check(0)
+    assert "starting all processes again (1 of 1)" in result.stderr
+    assert sorted(path.name for path in Path("r").glob("version_*")) == ["version_0", "version_1", "version_2"]
+    assert compare_runs(undisturbed, Path("r/version_2")) == []
+
+
+@pytest.mark.slow
+def test_restarts_by_torchrun(undisturbed: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    script = Path("start.py")
+    script.write_text(f"import os, sys\nos.execv(sys.executable, [sys.executable, *{command}, *sys.argv[1:]])\n")
+    run = {"root": "r", "how": "SIGKILL", "who": "1", "ckpt_path": None}
+    run_python(script, str(SCRIPT), *arguments(run)).check(0)
+    assert compare_runs(undisturbed, Path("r/version_0")) == []
+    # Another exit code than 0 would have torchrun start it again.
+    run_python(script, str(SCRIPT), *arguments({"root": "s", "how": "SIGTERM", "who": "1"})).check(0)
+    assert compare_runs(undisturbed, Path("s/version_0")) != []

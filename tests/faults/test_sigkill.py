@@ -1,0 +1,20 @@
+"""The short version of `python -m benchmarks sigkill`: processes of their own, killed at random moments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.sigkill import disturbed, undisturbed
+
+KILLS = 9
+
+
+@pytest.mark.slow
+def test_a_training_that_is_killed_at_random_ends_with_the_same_bits(memory_folder: Path) -> None:
+    epochs = ("--epochs", "60")
+    whole = undisturbed(memory_folder / "whole", *epochs)
+    outcome = disturbed(memory_folder / "killed", whole, KILLS, 5, 0.5, *epochs)
+    assert outcome.problems == []
+    assert outcome.kills >= KILLS - 2  # the last starts may come to the end before they are killed

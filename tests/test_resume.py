@@ -1,0 +1,102 @@
+"""The contract "Exact resume": broken anywhere and resumed, a run ends with the same bits."""
+
+from __future__ import annotations
+
+import csv
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.harness import run_distributed, start_python
+from tests.resume_runs import EPOCHS, PLACES, SAMPLES, differences, matrix, plain, plain_on_two, stateful
+
+CELLS = [f"{optimizer}-{workers}workers" for optimizer in ("adamw", "sgd") for workers in (0, 2)]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The whole matrix on one or two processes, in one start: what is different, by cell and place."""
+    folder = tmp_path_factory.mktemp("matrix")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        results: list[dict[str, list[str]]] = run_distributed(matrix, request.param, str(folder), timeout=280)
+    return {key: sum((rank[key] for rank in results), []) for key in results[0]}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_broken_run_ends_with_the_same_bits(found: dict[str, list[str]], cell: str, place: str) -> None:
+    different = found[f"{cell}, {place}"]
+    assert not different, "\n".join(different)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_number_of_workers_changes_nothing(found: dict[str, list[str]], optimizer: str) -> None:
+    different = found[f"{optimizer}: with and without workers"]
+    assert not different, "\n".join(different)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_torchdatas_stateful_loader(world: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    for result in run_distributed(stateful, world, str(tmp_path), timeout=280):
+        assert len(result) == 10
+        assert not any(result.values()), "\n".join(f"{key}: {line}" for key, lines in result.items() for line in lines)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sigkill(world: int, tmp_path: Path) -> None:
+    """Real processes, killed for good: in a window, and in a validation."""
+
+    def run(name: str, moment: str = "on_fit_end", step: int = -1) -> int:
+        script = f"from tests.resume_runs import killed_for_good\nkilled_for_good({name!r}, {moment!r}, {step})\n"
+        return start_python(script, nproc=world if world > 1 else None).wait().returncode
+
+    assert run("whole") == 0
+    expected = -signal.SIGKILL if world == 1 else 1
+    assert run("broken", "on_before_backward", 1) == expected
+    assert run("broken", "on_validation_batch_start", 2) == expected
+    assert run("broken") == 0
+    assert differences(tmp_path / "whole", tmp_path / "broken") == []
+
+
+def test_another_number_of_processes_goes_on_with_the_same_global_batches(tmp_path: Path) -> None:
+    one = plain(f"{tmp_path}/one", 8, 2)
+    begun = plain(f"{tmp_path}/one to two", 8, 2, stop_at=4)
+    two = run_distributed(plain_on_two, 2, str(tmp_path))
+    ended = plain(f"{tmp_path}/two to one", 8, 2)
+
+    assert len(one) == SAMPLES * EPOCHS
+    # Per-sample seeds: the augmented samples are the same to the last bit, on whatever process.
+    assert sorted(one) == sorted(two[0]["whole"] + two[1]["whole"])
+    assert sorted(one) == sorted(begun + two[0]["one to two"] + two[1]["one to two"])
+    assert sorted(one) == sorted(two[0]["two to one"] + two[1]["two to one"] + ended)
+    rows = losses(tmp_path / "one")
+    assert {"loss_step", "loss_epoch", "largest", "accuracy", "val_loss", "rate", "step"} <= set(rows[-1])
+    for other in ("two", "one to two", "two to one"):
+        for row, theirs in zip(rows, losses(tmp_path / other), strict=True):
+            assert row.keys() == theirs.keys()
+            for name in row:
+                # A maximum of micro-batches depends on how they are cut.
+                if name != "largest":
+                    assert row[name] == pytest.approx(theirs[name], abs=1e-5), (other, row["step"], name)
+
+
+def losses(folder: Path) -> list[dict[str, float]]:
+    with open(folder / "version_0" / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 7)]
+    drawn: Any = ("epochs_begun", "python", "val_hook")
+    return [{name: float(value) for name, value in row.items() if value and name not in drawn} for row in rows]
+
+
+def test_loading_leaves_the_models_random_numbers_alone(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    plain(str(tmp_path), 8, 2, stop_at=1)
