@@ -121,6 +121,6 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
             flush=True,
         )
     print(
-        f"{done} kills in {run} runs, {time.monotonic() - began:.0f} s: {run - bad} of {run} ended with the same bits"
+        f"{done} kills in {run} runs, {time.monotonic() - began:.0f} s: {run - bad} of {run} ended like the undisturbed one"
     )
     return 1 if bad else 0

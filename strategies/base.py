@@ -36,6 +36,7 @@ class Strategy:
     precision: Precision
     module: TrainModule
     scaler: torch.amp.GradScaler | None = None
+    moves_batches: bool = True
     device_ids: list[int] | None = None
     """Which accelerators of this machine to use, by local rank; None: the first ones."""
     gradient_average: int = 1
@@ -62,6 +63,8 @@ class Strategy:
         self.precision = precision
         self.device = self.choose_device(device_type)
         self.scaler = precision.make_scaler(self.device)
+        # On a machine without an accelerator every tensor is where it has to be.
+        self.moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch
 
     def choose_device(self, device_type: str) -> torch.device:
         """The device of this process; for accelerators the one with the number of the local rank."""
@@ -89,6 +92,8 @@ class Strategy:
 
     def to_device(self, batch: Any) -> Any:
         """The batch on this process's device, floating tensors cast if the precision says so."""
+        if not self.moves_batches:
+            return batch
         batch = move_to(batch, self.device)
         return move_to(batch, self.precision.convert_batch) if self.precision.casts_batch else batch
 

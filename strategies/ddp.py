@@ -33,8 +33,8 @@ class DDPStrategy(DistributedStrategy):
         comm_hook_state: the state given to a `comm_hook` function.
         timeout_seconds: after which a collective that does not end raises.
 
-    With manual optimization there is no wrapper: `manual_backward` averages the gradients when it is done, so any subset
-    of parameters may be used, in any order.
+    With manual optimization there is no wrapper: `manual_backward` averages the gradients when it is done, so any
+    subset of parameters may be used, in any order.
     """
 
     name: ClassVar[str] = "ddp"
@@ -73,7 +73,8 @@ class DDPStrategy(DistributedStrategy):
         problems = super().problems(precision, device_type, num_processes)
         if self.comm_hook == "bf16_compress" and device_type != "cuda":
             problems.append(
-                f"comm_hook='bf16_compress' needs NCCL, but the device is {device_type!r}: use 'fp16_compress' or a function."
+                f"comm_hook='bf16_compress' needs NCCL, but the device is {device_type!r}: "
+                "use 'fp16_compress' or a function."
             )
         if device_type == "mps" and num_processes > 1:
             problems.append("strategy 'ddp' cannot run several processes on MPS: use devices=1.")

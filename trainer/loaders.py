@@ -41,7 +41,7 @@ def refuse_data(loaders: Any, stage: str) -> None:
 
 
 def make_feeds(trainer: Trainer, given: dict[str, Any]) -> None:
-    """Make the feeds of the stage: `train_feed` and `val_feeds` for fit, else `val_feeds`, `test_feeds` or `predict_feeds`.
+    """Make the feeds of the stage: training and validation for fit, else the stage's own.
 
     Raises:
         ConfigError: there is no loader, or an empty one.
@@ -104,13 +104,13 @@ def _check_intervals(trainer: Trainer, feed: Feed) -> None:
     interval, length = trainer.settings.val_check_interval, feed.length
     if length is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
-            f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not tell its length: "
-            "give a number of batches (an int)."
+            f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not tell its "
+            "length: give a number of batches (an int)."
         )
     if length is not None and isinstance(interval, int) and interval > length > 0:
         raise ConfigError(
-            f"val_check_interval={interval} is more than the {length} training batches of an epoch, so validation would "
-            "never run. Give a smaller number, or use check_val_every_n_epoch."
+            f"val_check_interval={interval} is more than the {length} training batches of an epoch, so validation "
+            "would never run. Give a smaller number, or use check_val_every_n_epoch."
         )
 
 

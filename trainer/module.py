@@ -31,8 +31,8 @@ READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch")
 class TrainModule(nn.Module):
     """Subclass it, define `training_step` and `configure_optimizers`, and give it to `Trainer.fit`.
 
-    Every other method has a default. The moments `on_...` that a module may also define, and the order in which everything
-    is called, stand at the top of `trainer/callbacks/base.py`.
+    Every other method has a default. The moments `on_...` that a module may also define, and the order in which
+    everything is called, stand at the top of `trainer/callbacks/base.py`.
     """
 
     automatic_optimization: bool = True
@@ -81,8 +81,9 @@ class TrainModule(nn.Module):
         """The optimizers, and how their learning rates go.
 
         Returns one of: an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); a dict with
-        `"optimizer"` and optionally `"lr_scheduler"`; a tuple of such dicts. A scheduler is a torch scheduler, or a dict
-        with `"scheduler"` and optionally `"interval"` ("epoch" or "step"), `"frequency"`, `"monitor"`, `"strict"`, `"name"`.
+        `"optimizer"` and optionally `"lr_scheduler"`; a tuple of such dicts. A scheduler is a torch scheduler, or a
+        dict with `"scheduler"` and optionally `"interval"` ("epoch" or "step"), `"frequency"`, `"monitor"`, `"strict"`,
+        `"name"`.
         """
         raise ConfigError(
             f"{type(self).__name__} has no configure_optimizers: define it and return an optimizer, "
@@ -90,19 +91,20 @@ class TrainModule(nn.Module):
         )
 
     def configure_model(self) -> None:
-        """Build layers here instead of in `__init__` to have them created in the right dtype and, for sharded strategies,
-        without ever holding the whole model. Called once per process before training, and by `load_from_checkpoint`; it
-        must do nothing when the layers exist already."""
+        """Build layers here instead of in `__init__` to have them created in the right dtype and, for sharded
+        strategies, without ever holding the whole model. Called once per process before a run, and by
+        `load_from_checkpoint`; it must do nothing when the layers exist already."""
 
     def configure_callbacks(self) -> list[Callback]:
-        """Callbacks that belong to this module. One of a class that the trainer has too replaces the trainer's."""
+        """Callbacks that belong to this module; asked for before `configure_model`. One of a class that the trainer has
+        too replaces the trainer's."""
         return []
 
     def num_items(self, batch: Any) -> int | torch.Tensor | None:
         """Over how many items (tokens, boxes, ...) the loss of this micro-batch is a mean.
 
-        None, the default: over its samples. With a number, a step's loss is the mean over all items of the window on all
-        processes, however unevenly they are spread. Given the batch before it is moved to the device.
+        None, the default: over its samples. With a number, a step's loss is the mean over all items of the window on
+        all processes, however unevenly they are spread. Given the batch before it is moved to the device.
         """
         return None
 

@@ -52,15 +52,16 @@ def make_plan(settings: Settings) -> Plan:
     if environment.source != "single process":
         if settings.devices != "auto" and devices != environment.local_world_size:
             problems.append(
-                f"devices={settings.devices!r}, but {environment.source} started {environment.local_world_size} processes "
-                f"on this machine: give devices='auto', or --nproc-per-node {devices}."
+                f"devices={settings.devices!r}, but {environment.source} started {environment.local_world_size} "
+                f"processes on this machine: give devices='auto', or --nproc-per-node {devices}."
             )
         devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
         num_nodes = environment.num_nodes
     elif num_nodes > 1:
         problems.append(
             f"num_nodes={num_nodes}, but this process was not started on several machines. Start it on each one with: "
-            f"torchrun --nnodes {num_nodes} --nproc-per-node {devices} --rdzv-backend c10d --rdzv-endpoint HOST:29500 ..."
+            f"torchrun --nnodes {num_nodes} --nproc-per-node {devices} --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:29500 ..."
         )
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes)
     strategy.device_ids = device_ids

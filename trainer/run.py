@@ -15,8 +15,8 @@ import torch
 from trainer.advice import advised
 from trainer.callbacks.base import in_calling_order
 from trainer.checkpoint.content import restore_training
-from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.place import Place, place_of
+from trainer.checkpoint.run_state import read_run
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.loaders import make_feeds
@@ -205,7 +205,7 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     lock_folders(trainer)
     _write_config(trainer)
     # "last" has been verified when it was found.
-    checkpoint = read_checkpoint(path, verify=ckpt_path != "last") if path is not None else None
+    checkpoint = read_run(path, verify=ckpt_path != "last") if path is not None else None
     _seed(trainer, checkpoint)
     _prepare_data(trainer)
     if trainer.datamodule is not None:
@@ -274,8 +274,8 @@ def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> Non
             trainer.rng_to_restore = checkpoint["rng"][strategy.rank]
         else:
             log.info(
-                "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the same, "
-                "dropout and the like differ",
+                "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
+                "same, dropout and the like differ",
                 checkpoint["world_size"],
                 strategy.world_size,
             )

@@ -151,6 +151,8 @@ def _lock(trainer: Trainer, folder: Path) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         holder = lock.acquire()
+    except FileExistsError:
+        return None  # a file; ModelCheckpoint says so
     except OSError as error:
         return f"{folder} cannot be written to ({error.strerror}). Give another folder: default_root_dir=, or dirpath=."
     if holder is None:

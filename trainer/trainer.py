@@ -42,8 +42,8 @@ log = logging.getLogger("trainer")
 class Trainer(RunState):
     """Runs a `TrainModule`: `Trainer(max_epochs=3).fit(module, train_loader, val_loader)`.
 
-    The arguments are the fields of `trainer.settings.Settings`, by keyword. The loop has no branch on strategy, device or
-    precision; `trainer.describe()` prints what was chosen and why.
+    The arguments are the fields of `trainer.settings.Settings`, by keyword. The loop has no branch on strategy, device
+    or precision; `trainer.describe()` prints what was chosen and why.
 
     Raises:
         ConfigError: listing everything that is wrong with the arguments.
@@ -72,8 +72,8 @@ class Trainer(RunState):
             train_dataloaders: a DataLoader or any iterable of batches; default: the data module's or the module's.
             val_dataloaders: one, a list, or a dict of them by name.
             datamodule: gives the loaders instead.
-            ckpt_path: go on from a checkpoint: a folder, "best", or "last", which starts afresh if there is none yet, so
-                that a job is restarted by the same command.
+            ckpt_path: go on from a checkpoint: a folder, "best", or "last", which starts afresh if there is none yet,
+                so that a job is restarted by the same command.
 
         Raises:
             ConfigError: before the first step, wherever it can be known.
@@ -96,7 +96,8 @@ class Trainer(RunState):
     ) -> dict[str, float]:
         """Run `validation_step` over the validation loaders; returns what was logged, reduced over all processes.
 
-        Every sample counts exactly once, on any number of processes. `ckpt_path` as in `fit`; None: the weights as they are.
+        Every sample counts exactly once, on any number of processes. `ckpt_path` as in `fit`; None: the weights as they
+        are.
         """
         with running(self, "validate", module, {"val": dataloaders}, datamodule, ckpt_path):
             self.validating = True

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from trainer.checkpoint.format import _sealed, write_checkpoint
+from trainer.checkpoint.tensorfile import flat_bytes
 from trainer.checkpoint.tree import DTYPES
 
 
 def raw(tensor: torch.Tensor) -> list[int]:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous()).tolist()
 
 
 def check_same(one: Any, other: Any, where: str = "") -> None:

@@ -69,7 +69,9 @@ def test_every_kind_of_tensor_is_copied_exactly(
 ) -> None:
     writer = BackgroundWriter()
     for seed in range(10):
-        given = {**random_state(seed), "conj": torch.tensor([1 + 2j]).conj(), "neg": torch.tensor([2j]).conj().imag}
+        pair = torch.tensor([1 + 2j, 3 + 4j])
+        odd = {"conj": pair.conj(), "neg": pair.conj().imag, "one": pair.real[:1], "none": pair.real[:0]}
+        given = {**random_state(seed), "odd": odd}
         writer.start(tmp_path / str(seed), given, {}, nothing)
         end(writer)
         assert_same(read_checkpoint(tmp_path / str(seed)), given)

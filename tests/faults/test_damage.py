@@ -7,6 +7,7 @@ import logging
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class Payload:
         return Path.touch, (self.marker,)
 
 
-def refused(path: Path, names: str = "") -> None:
+def refused(path: Path, names: str | None = None) -> None:
     """Nothing takes this checkpoint, and each says so in words."""
     quiet: dict[str, Any] = {
         "logger": False,
@@ -186,6 +187,25 @@ def test_hostile_json_is_refused(bomb: str, stopped: Path) -> None:
     refused(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"seed": "1; import os"}, "'seed' is a str"),
+        ({"world_size": 10**9}, "'rng' has 1 entries for 1000000000 processes"),
+        ({"progress": {"step": 3}}, "no 'epoch' that is a number"),
+        ({"progress": {"step": -5, "epoch": 0}}, "no 'step' that is a number"),
+        ({"callbacks": None, "run_dir": None}, "'run_dir' is a NoneType"),
+    ],
+)
+def test_what_no_training_writes_is_refused(change: dict[str, Any], names: str, stopped: Path) -> None:
+    path = last(stopped)
+    data = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps({**data, **change}))
+    reseal(path)
+    with pytest.raises(CheckpointError, match=names):
+        train(stopped.parent, 3)
+
+
 def test_a_header_that_claims_more_than_there_is_is_refused(stopped: Path) -> None:
     path = last(stopped)
     for claimed in (2**63, 10**8, 2**20):
@@ -204,10 +224,8 @@ def test_names_of_kept_checkpoints_cannot_lead_outside(stopped: Path, tmp_path: 
         data["callbacks"]["ModelCheckpoint"]["kept"] = {name: 9.0, path.name: 1.0}
         (path / "checkpoint.json").write_text(json.dumps(data))
         reseal(path)
-        try:
+        with suppress(TrainerError):
             train(stopped.parent, 3)
-        except TrainerError:
-            pass
         assert verify_checkpoint(victim) == []
         shutil.rmtree(stopped / "checkpoints")
         shutil.copytree(victim.parent / "victim", path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.trouble import STEPS, TROUBLE
+from tests.faults.trouble import STEPS, TROUBLE, fit
 from tests.harness import Result, run_python, start_python
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.store import CheckpointStore
@@ -87,7 +87,7 @@ def test_graceful_stops_on_any_rank_go_on_to_the_same_bits(undisturbed: Path) ->
         assert [d for d in differences if "follows" not in d] == [], name
 
 
-@pytest.mark.parametrize(("how", "code"), [("SIGTERM", 143), ("SIGUSR1", 75)])
+@pytest.mark.parametrize(("how", "code"), [("SIGTERM", 143), pytest.param("SIGUSR1", 75, marks=pytest.mark.slow)])
 def test_exit_codes_of_stops(how: str, code: int) -> None:
     result = go({"root": how, "how": how, "who": "1", "max_restarts": 1}).check(code)
     assert "Traceback" not in result.stderr
@@ -149,7 +149,8 @@ def test_failures_under_torchrun(how: str) -> None:
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("hang", marks=pytest.mark.slow)])
 def test_max_restarts_goes_on_from_the_last_checkpoint_of_this_run(undisturbed: Path, how: str) -> None:
     # Older runs in the same place must not be taken for this one.
-    go({"root": "r", "max_steps": 2}, {"root": "r", "max_steps": 4, "seed": 9, "ckpt_path": None}).check(0)
+    fit("r", devices=1, max_steps=2)
+    fit("r", devices=1, max_steps=4, seed=9, ckpt_path=None)
     run = {**failing(how, "1"), "root": "r", "ckpt_path": None, "max_restarts": 1}
     result = go(run).check(0)
     assert "starting all processes again (1 of 1)" in result.stderr

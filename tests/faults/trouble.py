@@ -6,6 +6,7 @@ deadline. Trouble comes once: what goes on from a checkpoint is left in peace.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ class Net(TrainModule):
         return loss
 
     def trouble(self) -> None:
-        mark = self.root / f"trouble{os.environ['RANK']}"
+        mark = self.root / f"trouble{os.environ.get('RANK')}"
         if mark.exists():
             return
         mark.touch()
@@ -48,6 +49,8 @@ class Net(TrainModule):
             raise ValueError("deliberate")
         if self.how == "hang":
             time.sleep(600)
+        if self.how == "locked":  # as a C extension that hangs without giving the interpreter's lock away
+            ctypes.PyDLL(None).sleep(600)
         if self.how == "slow":
             time.sleep(2.5)
         if self.how.startswith("SIG"):
@@ -80,9 +83,10 @@ def fit(root: str, how: str = "none", who: str = "none", deadline: float | None 
             ckpt_path=ckpt_path,
         )
     finally:
-        code = getattr(sys.exc_info()[1], "code", None)
-        sys.stdout.write(f"{root} {trainer.global_step} {trainer.stop_reason} {code}\n")
-        sys.stdout.flush()
+        if rank is not None:
+            code = getattr(sys.exc_info()[1], "code", None)
+            sys.stdout.write(f"{root} {trainer.global_step} {trainer.stop_reason} {code}\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
@@ -91,5 +95,5 @@ if __name__ == "__main__":
         try:
             fit(**run)
         except SystemExit:
-            if len(runs) == 1:
+            if len(runs) == 1 or "RANK" not in os.environ:
                 raise

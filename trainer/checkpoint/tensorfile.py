@@ -156,9 +156,16 @@ def _size(info: TensorInfo) -> int:
     return size
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as uint8, of one dimension; nothing is copied."""
+    flat = tensor.reshape(-1)
+    # A single element counts as contiguous whatever its stride is, but cannot be viewed as bytes then.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    return flat_bytes(plain).numpy().data
 
 
 def _error(where: str, problem: str) -> CheckpointError:

@@ -13,6 +13,7 @@ import torch
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import Prepared, prepare, write_prepared
 from trainer.checkpoint.place import Place
+from trainer.checkpoint.tensorfile import flat_bytes
 from trainer.errors import CheckpointError
 
 log = logging.getLogger("trainer")
@@ -145,7 +146,7 @@ def _copy_into(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     copy = place.view(tensor.dtype).reshape(tensor.shape)
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # As bytes: torch cannot copy some of the small dtypes.
-        place.copy_(tensor.reshape(-1).view(torch.uint8), non_blocking=tensor.is_cuda)
+        place.copy_(flat_bytes(tensor), non_blocking=tensor.is_cuda)
     else:
         copy.copy_(tensor, non_blocking=tensor.is_cuda)
     return copy

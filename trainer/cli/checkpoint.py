@@ -57,6 +57,8 @@ def run(arguments: list[str]) -> int:
     try:
         options = parser.parse_args(arguments)
         code: int = {"ls": _ls, "show": _show, "verify": _verify, "export": _export}[options.verb](options)
+    except SystemExit as end:  # of --help
+        return int(end.code or 0)
     except ConfigError as error:
         return refuse(str(error))
     except TrainerError as error:

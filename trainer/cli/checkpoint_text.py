@@ -77,11 +77,12 @@ def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float 
         yield f"versions        {', '.join(plain(f'{name} {value}') for name, value in versions.items())}"
     yield f"size            {size(sum(entry.bytes for entry in manifest.files.values()))}"
     for title, content in (("metrics", manifest.info.get("metrics")), ("hyperparameters", data.get("hyperparameters"))):
-        lines = [f"  {plain(name)}  {plain(value)}" for name, value in _flat("", content)]
-        if lines:
+        rows = [(plain(name), plain(value)) for name, value in _flat("", content)]
+        if rows:
             yield ""
             yield f"{title}:"
-            yield from lines
+            width = max(len(name) for name, _ in rows)
+            yield from (f"  {name:<{width}}  {value}" for name, value in rows)
     for key, content in data.items():
         tensors = list({info.name: info for info in tensors_in(content)}.values())
         if tensors:

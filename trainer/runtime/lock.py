@@ -13,7 +13,7 @@ from pathlib import Path
 
 NAME = ".lock"
 
-_PATIENCE_S = 3.0
+_PATIENCE_S = 2.0
 """A process that was just killed may need a moment until the system has taken its locks away."""
 
 

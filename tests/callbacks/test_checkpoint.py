@@ -1,0 +1,329 @@
+"""ModelCheckpoint: when checkpoints are written, what they are called, and which are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.toy import Toy, loader, quiet
+from trainer import Callback, ConfigError, Trainer
+from trainer.callbacks import ModelCheckpoint
+from trainer.checkpoint.format import read_checkpoint, read_manifest
+from trainer.checkpoint.store import CheckpointStore
+
+
+class Scored(Toy):
+    """Logs one value of a list in each validation."""
+
+    def __init__(self, values: Sequence[float], name: str = "val_loss") -> None:
+        super().__init__()
+        self.values, self.name = values, name
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self.current_epoch < len(self.values):
+            self.log(self.name, self.values[self.current_epoch])
+
+
+def fit(
+    checkpoint: ModelCheckpoint | list[Callback],
+    module: Toy | None = None,
+    batches: int = 4,
+    ckpt_path: str | None = None,
+    **settings: Any,
+) -> Trainer:
+    trainer = quiet(**{"max_epochs": 1, "enable_checkpointing": True, "callbacks": checkpoint, **settings})
+    trainer.fit(module or Toy(), loader(batches), loader(2), ckpt_path=ckpt_path)
+    return trainer
+
+
+def there(folder: Path) -> list[str]:
+    """The checkpoints, by step."""
+    return [path.name for path in CheckpointStore(folder).list()]
+
+
+def pointers(folder: Path) -> list[str | None]:
+    files = [folder / f"{name}.json" for name in ("last", "best")]
+    return [json.loads(file.read_bytes())["checkpoint"] if file.exists() else None for file in files]
+
+
+class Saved(Callback):
+    """The steps at which checkpoints were written."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_checkpoint_committed(self, trainer: Trainer, module: Any, path: str) -> None:
+        assert read_manifest(path).info["step"] == trainer.global_step
+        assert path == trainer.checkpoint_callbacks[0].last_model_path
+        self.steps.append(trainer.global_step)
+
+
+# -- when --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("trigger", "epochs", "steps"),
+    [
+        ({}, 3, [4, 8, 12]),
+        ({"every_n_epochs": 2}, 5, [8, 16, 20]),
+        ({"every_n_train_steps": 3}, 2, [3, 6, 8]),
+        ({"every_n_train_steps": 4}, 2, [4, 8]),
+        ({"train_time_interval": timedelta(hours=1)}, 2, [8]),
+        ({"train_time_interval": 1e-9}, 1, [1, 2, 3, 4]),
+        ({"every_n_epochs": 2, "save_top_k": 0, "save_last": False}, 1, []),
+    ],
+)
+def test_the_moments(trigger: dict[str, Any], epochs: int, steps: list[int]) -> None:
+    saved = Saved()
+    fit([ModelCheckpoint(**trigger), saved], max_epochs=epochs)
+    assert saved.steps == steps
+
+
+def test_time_is_counted_from_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("trainer.callbacks.checkpoint.time.monotonic", lambda: clock[0])
+
+    class Slow(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            clock[0] += 10
+            return super().training_step(batch, batch_idx)
+
+    saved = Saved()
+    fit([ModelCheckpoint(train_time_interval=25), saved], Slow(), batches=8)
+    assert saved.steps == [3, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("trigger", "steps"),
+    [
+        ({"every_n_train_steps": 2, "monitor": "val_loss"}, [2, 4, 6, 8]),
+        ({"every_n_epochs": 1, "monitor": "val_loss"}, [2, 4, 6, 8]),
+        ({"every_n_train_steps": 3, "monitor": "val_loss"}, [3, 6, 8]),
+    ],
+)
+def test_validation_inside_an_epoch_comes_first(trigger: dict[str, Any], steps: list[int]) -> None:
+    saved = Saved()
+    fit([ModelCheckpoint(**trigger, save_top_k=-1), saved], batches=8, val_check_interval=2)
+    assert saved.steps == steps
+
+
+def test_an_end_in_the_middle_of_an_epoch_is_saved() -> None:
+    saved = Saved()
+    trainer = fit([ModelCheckpoint(), saved], max_steps=6, max_epochs=-1)
+    assert saved.steps == [4, 6]
+    assert there(trainer.run_dir / "checkpoints") == ["epoch=1-step=6"]
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_an_exception_is_saved_if_wanted(save: bool, tmp_path: Path) -> None:
+    class Failing(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                raise ZeroDivisionError
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ZeroDivisionError):
+        fit(ModelCheckpoint(tmp_path / "c", save_on_exception=save), Failing())
+    assert there(tmp_path / "c") == (["epoch=0-step=2"] if save else [])
+
+
+# -- which are kept ----------------------------------------------------------------------------------------------------
+
+VALUES = [0.5, 0.3, 0.4, 0.2, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "best"),
+    [
+        ({"save_top_k": 1}, [3, 4], 3),
+        ({"save_top_k": 2}, [1, 3, 4], 3),
+        ({"save_top_k": 2, "mode": "max"}, [0, 4], 4),
+        ({"save_top_k": 2, "save_last": False}, [1, 3], 3),
+        ({"save_top_k": -1}, [0, 1, 2, 3, 4], 3),
+        ({"save_top_k": 0}, [4], 4),
+    ],
+)
+def test_the_best_are_kept(options: dict[str, Any], kept: list[int], best: int, tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="val_loss", **options)
+    fit(checkpoint, Scored(VALUES), max_epochs=5)
+    assert there(tmp_path) == [f"epoch={epoch}" for epoch in kept]
+    assert list(checkpoint.kept) == there(tmp_path)
+    assert pointers(tmp_path) == [f"epoch={kept[-1]}", f"epoch={best}"]
+    assert checkpoint.best_model_path == str(tmp_path / f"epoch={best}")
+    assert checkpoint.best_model_score == VALUES[best]
+    assert checkpoint.last_model_path == str(tmp_path / f"epoch={kept[-1]}")
+
+
+def test_without_monitor_the_newest_are_kept(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=2)
+    fit(checkpoint, max_epochs=4)
+    assert there(tmp_path) == ["epoch=2", "epoch=3"]
+    assert pointers(tmp_path) == ["epoch=3", None]
+    assert checkpoint.best_model_path == checkpoint.last_model_path
+    assert checkpoint.best_model_score is None
+
+
+def test_nan_is_never_the_best(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="val_loss")
+    fit(checkpoint, Scored([math.nan, 0.5, math.nan]), max_epochs=3)
+    assert there(tmp_path) == ["epoch=1", "epoch=2"]
+    assert pointers(tmp_path) == ["epoch=2", "epoch=1"]
+
+
+def test_two_at_once_keep_out_of_each_others_way(tmp_path: Path) -> None:
+    often = ModelCheckpoint(tmp_path / "often", filename="{step}", every_n_train_steps=2)
+    best = ModelCheckpoint(tmp_path / "best", filename="{epoch}", monitor="val_loss", save_last=False)
+    fit([often, best], Scored(VALUES), max_epochs=2)
+    assert there(tmp_path / "often") == ["step=8"]
+    assert there(tmp_path / "best") == ["epoch=1"]
+
+
+def test_the_new_one_is_committed_and_pointed_to_before_an_old_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    remove = CheckpointStore.remove
+
+    def spy(store: CheckpointStore, name: str) -> None:
+        seen.append((there(tmp_path), pointers(tmp_path)[0]))
+        remove(store, name)
+
+    monkeypatch.setattr(CheckpointStore, "remove", spy)
+    fit(ModelCheckpoint(tmp_path, filename="{epoch}"), max_epochs=3)
+    assert seen == [(["epoch=0", "epoch=1"], "epoch=1"), (["epoch=1", "epoch=2"], "epoch=2")]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "epoch=0-step=4"),
+        ({"filename": "{epoch}-{val_loss:.2f}"}, "epoch=0-val_loss=0.12"),
+        ({"filename": "e{epoch:03d} {val_loss:.1e}", "auto_insert_metric_name": False}, "e000 1.2e-01"),
+        ({"filename": "a/b"}, "a_b"),
+    ],
+)
+def test_names_are_filled_in(options: dict[str, Any], name: str, tmp_path: Path) -> None:
+    fit(ModelCheckpoint(tmp_path, **options), Scored([0.123]))
+    assert there(tmp_path) == [name]
+
+
+def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
+    for _ in range(3):
+        fit(ModelCheckpoint(tmp_path, filename="same"))
+    assert sorted(there(tmp_path)) == ["same", "same-v1", "same-v2"]
+    fit(ModelCheckpoint(tmp_path / "own", filename="same"), max_epochs=2)
+    assert there(tmp_path / "own") == ["same-v1"]
+
+
+def test_what_was_not_logged_is_named_with_what_was() -> None:
+    with pytest.raises(ConfigError, match=r"'val_los', which was not logged\. Did you mean 'val_loss'\? Logged so far"):
+        fit(ModelCheckpoint(monitor="val_los", mode="min"), Scored([0.1]))
+    with pytest.raises(ConfigError, match=r"'val_los' was not logged\. Did you mean 'val_loss'"):
+        fit(ModelCheckpoint(filename="{val_los}"), Scored([0.1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_epochs": 1, "every_n_train_steps": 1}, "give one of every_n_train_steps, every_n_epochs"),
+        ({"every_n_epochs": 0}, "every_n_epochs=0: give a whole number from 1"),
+        ({"every_n_train_steps": 1.5}, r"every_n_train_steps=1\.5: give a whole number"),
+        ({"train_time_interval": "1h"}, "train_time_interval='1h': give a timedelta, or seconds"),
+        ({"train_time_interval": timedelta(0)}, "give a time above 0"),
+        ({"save_top_k": -2}, "save_top_k=-2: give a number, 0 for none, or -1 for all"),
+        ({"monitor": "val_loss", "mode": "minimum"}, "mode='minimum': allowed are 'min' and 'max'"),
+        ({"monitor": 3}, "monitor=3: give the name of a logged value"),
+        ({"monitor": "score"}, r"not clear whether smaller or larger is better\. Give mode="),
+        ({"save_last": "link"}, "save_last='link': give True or False"),
+        ({"asynchronous": 1}, "asynchronous=1: give True or False"),
+        ({"on_write_error": "warning"}, r"on_write_error='warning': allowed are .*Did you mean 'warn'"),
+        ({"dirpath": 3}, "dirpath=3: give a folder, or a URL"),
+        ({"dirpath": "nosuch://x"}, "dirpath: 'nosuch://x': fsspec cannot open it"),
+        ({"filename": 3}, "filename=3: give a text"),
+        ({"filename": "{epoch"}, "a brace has no partner"),
+        ({"filename": "{val_loss:.2q}"}, r"'val_loss' cannot be written as '\.2q'"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelCheckpoint(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("val_loss", "min"), ("train/WER", "min"), ("val_acc", "max"), ("top5_accuracy", "max"), ("bbox_mAP", "max")],
+)
+def test_the_better_direction_is_told_by_the_name(name: str, mode: str) -> None:
+    assert ModelCheckpoint(monitor=name).mode == mode
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"dirpath='.*file'\) is a file: give a folder"):
+        fit(ModelCheckpoint(tmp_path / "file"))
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_known_after_a_resume(tmp_path: Path) -> None:
+    def go_on(epochs: int) -> ModelCheckpoint:
+        checkpoint = ModelCheckpoint(filename="{epoch}", monitor="val_loss", save_top_k=2)
+        fit(checkpoint, Scored([*VALUES, 0.9]), max_epochs=epochs, default_root_dir=tmp_path, ckpt_path="last")
+        return checkpoint
+
+    folder = tmp_path / "version_0" / "checkpoints"
+    first = go_on(3)
+    assert first.kept == {"epoch=1": 0.3, "epoch=2": 0.4}
+    second = go_on(5)
+    assert there(folder) == ["epoch=1", "epoch=3", "epoch=4"]
+    assert list(second.kept) == there(folder)
+    assert pointers(folder) == ["epoch=4", "epoch=3"]
+    # One that somebody deleted is not missed.
+    CheckpointStore(folder).remove("epoch=1")
+    third = go_on(6)
+    assert there(folder) == ["epoch=3", "epoch=4", "epoch=5"]
+    assert third.best_model_score == 0.2
+
+
+def test_what_a_dying_process_could_not_delete_goes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(store: CheckpointStore, name: str) -> None:
+        raise KeyboardInterrupt
+
+    def go_on(epochs: int) -> None:
+        fit(ModelCheckpoint(filename="{epoch}"), max_epochs=epochs, default_root_dir=tmp_path, ckpt_path="last")
+
+    folder = tmp_path / "version_0" / "checkpoints"
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "remove", die)
+        with pytest.raises(KeyboardInterrupt):
+            go_on(2)
+    assert there(folder) == ["epoch=0", "epoch=1"]
+    go_on(3)
+    assert there(folder) == ["epoch=2"]
+
+
+def test_a_checkpoint_by_hand_is_told_of_too(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Told(Callback):
+        def on_checkpoint_committed(self, trainer: Trainer, module: Any, path: str) -> None:
+            told.append(path)
+
+        def on_train_step_end(self, trainer: Trainer, module: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "by hand", {"why": "a test"})
+
+    quiet(max_epochs=1, callbacks=Told()).fit(Toy(), loader(4))
+    assert told == [str(tmp_path / "by hand")]
+    assert read_manifest(tmp_path / "by hand").info == {"step": 2, "epoch": 0, "why": "a test"}
+    assert read_checkpoint(tmp_path / "by hand")["progress"]["step"] == 2

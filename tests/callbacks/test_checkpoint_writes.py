@@ -1,0 +1,452 @@
+"""ModelCheckpoint when writing fails, takes long, goes elsewhere, or is somebody else's business."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.callbacks.toy import Toy, loader, quiet
+from tests.harness import run_distributed, start_python
+from trainer import Callback, CheckpointError, ConfigError, Trainer
+from trainer.callbacks import ModelCheckpoint
+from trainer.checkpoint import writer
+from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.format import is_committed, read_checkpoint, read_manifest, verify_checkpoint
+from trainer.checkpoint.store import CheckpointStore
+from trainer.runtime.lock import NAME, FolderLock
+
+
+class At(Callback):
+    """Calls a function after some steps, before checkpoints are written there."""
+
+    def __init__(self, **what: Any) -> None:
+        self.what = {int(name.removeprefix("step")): function for name, function in what.items()}
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step in self.what:
+            self.what[trainer.global_step](trainer)
+
+
+class Told(Callback):
+    """(path's name, step at which it was told), and that it was on the main thread and pointed to."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def on_checkpoint_committed(self, trainer: Trainer, module: Any, path: str) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        store = CheckpointStore(str(path).rpartition("/")[0])
+        assert str(store.pointer("last")) == path
+        self.told.append((path.rpartition("/")[2], trainer.global_step))
+
+
+def steps(**more: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(**{"filename": "{step}", "every_n_train_steps": 1, "save_top_k": 2, **more})
+
+
+def fit(callbacks: list[Callback], batches: int = 6, module: Toy | None = None, **settings: Any) -> Trainer:
+    ckpt_path = settings.pop("ckpt_path", None)
+    trainer = quiet(max_epochs=1, enable_checkpointing=True, callbacks=callbacks, **settings)
+    trainer.fit(module or Toy(), loader(batches), ckpt_path=ckpt_path)
+    return trainer
+
+
+def there(folder: Path | str) -> list[str]:
+    return [path.name for path in CheckpointStore(folder).list()]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The writer begins when it is set."""
+    opened = threading.Event()
+    write = writer.write_prepared
+
+    def wait_and_write(*args: Any) -> None:
+        assert opened.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(writer, "write_prepared", wait_and_write)
+    yield opened
+    opened.set()
+
+
+# -- a disk that refuses -----------------------------------------------------------------------------------------------
+
+
+def limit_files(size: int) -> None:
+    """The kernel refuses to let any file of this process grow beyond it; -1: no limit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def wait_for(checkpoint: ModelCheckpoint) -> None:
+    """Until nothing is being written: what comes now concerns the next one."""
+    if checkpoint._writer is not None:
+        checkpoint._writer.wait()
+
+
+@pytest.fixture
+def unlimited() -> Iterator[None]:
+    yield
+    limit_files(-1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.usefixtures("unlimited")
+def test_a_disk_that_refuses_ends_the_run_and_the_former_checkpoint_stays(asynchronous: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    checkpoint = steps(dirpath=folder, asynchronous=asynchronous)
+    full = At(step3=lambda trainer: (wait_for(checkpoint), limit_files(1000)))
+    with pytest.raises(WriteError, match=r"cannot write the checkpoint .*step=3: File too large\. Earlier checkpoints"):
+        fit([full, checkpoint])
+    assert there(folder) == ["step=1", "step=2"]
+    assert CheckpointStore(folder).resolve("last") == folder / "step=2"
+    assert sorted(path.name for path in folder.iterdir()) == ["last.json", "step=1", "step=2"]
+    assert checkpoint.last_model_path == str(folder / "step=2")
+    limit_files(-1)
+    trainer = fit([steps(dirpath=folder)], ckpt_path="last")
+    assert trainer.global_step == 6
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.usefixtures("unlimited")
+def test_training_goes_on_with_the_former_checkpoint_if_wanted(
+    asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = steps(dirpath=tmp_path, asynchronous=asynchronous, on_write_error="warn")
+    kept: list[list[str]] = []
+    hole = At(
+        step3=lambda trainer: (wait_for(checkpoint), limit_files(1000)),
+        step5=lambda trainer: (wait_for(checkpoint), limit_files(-1)),
+        step6=lambda trainer: kept.append(list(checkpoint.kept)),
+    )
+    told = Told()
+    fit([hole, told, checkpoint])
+    assert kept[0] == ["step=2", "step=5"]
+    assert there(tmp_path) == ["step=5", "step=6"]
+    assert [name for name, _ in told.told] == ["step=1", "step=2", "step=5", "step=6"]
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 2
+    for number, message in zip((3, 4), errors, strict=True):
+        assert "NO CHECKPOINT WAS WRITTEN, and training goes on" in message
+        assert f"step={number}: File too large" in message
+        assert "The last checkpoint is still step=2." in message
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_the_end_tries_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = steps(dirpath=tmp_path, every_n_train_steps=6, on_write_error="warn")
+
+    class Freed(Callback):
+        after_module = True
+
+        def on_train_end(self, trainer: Trainer, module: Any) -> None:
+            limit_files(-1)
+
+    fit([At(step6=lambda trainer: limit_files(1000)), Freed(), checkpoint])
+    assert "There is none yet." in caplog.text
+    assert there(tmp_path) == ["step=6"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk(asynchronous: bool, tmp_path: Path) -> None:
+    """A file system of one megabyte, which is full after a while."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a file system is not allowed here")
+    try:
+        with pytest.raises(WriteError, match=r"No space left on device \(0 MB are free there\)\. Earlier"):
+            fit([steps(dirpath=disk, save_top_k=-1, asynchronous=asynchronous)], 20, Wide())
+        names = there(disk)
+        assert names
+        assert CheckpointStore(disk).resolve("last") == disk / names[-1]
+        assert all(verify_checkpoint(disk / name) == [] for name in names)
+        assert {path.name for path in disk.iterdir()} == {*names, "last.json"}
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+class Wide(Toy):
+    """About 0.2 MB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Parameter(torch.zeros(50_000))
+
+
+def test_what_cannot_be_stored_ends_the_run_whatever_the_policy(tmp_path: Path) -> None:
+    class Odd(Toy):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = {1, 2}
+
+    for asynchronous in (False, True):
+        with pytest.raises(CheckpointError, match="mine: it is a set"):
+            fit([steps(dirpath=tmp_path, asynchronous=asynchronous, on_write_error="warn")], module=Odd())
+
+
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+def test_the_same_checkpoints_in_the_background(tmp_path: Path) -> None:
+    for asynchronous in (False, True):
+        folder = tmp_path / str(asynchronous)
+        told = Told()
+        fit([told, steps(dirpath=folder, save_top_k=-1, asynchronous=asynchronous, monitor="train_loss")])
+        assert [name for name, _ in told.told] == [f"step={number}" for number in range(1, 7)]
+    for number in range(1, 7):
+        one, other = (read_checkpoint(tmp_path / str(which) / f"step={number}") for which in (False, True))
+        assert torch.equal(one["model"]["layer.weight"], other["model"]["layer.weight"])
+        for part in ("progress", "callbacks", "optimizers"):
+            assert one[part] == other[part]
+    infos = [read_manifest(tmp_path / which / "step=6").info for which in ("True", "False")]
+    assert infos[0] == infos[1]
+
+
+def test_training_goes_on_while_one_is_written(
+    gate: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[list[str]] = []
+    told = Told()
+    look = At(step4=lambda trainer: (seen.append(there(tmp_path)), gate.set()))
+    fit([look, told, steps(dirpath=tmp_path, asynchronous=True, every_n_train_steps=2)])
+    assert seen == [[]]  # two steps later
+    assert there(tmp_path) == ["step=4", "step=6"]
+    assert read_checkpoint(tmp_path / "step=4")["progress"]["step"] == 4
+    assert told.told[0] == ("step=2", 4)
+    assert told.told[-1] == ("step=6", 6)
+
+
+def test_a_due_one_waits_for_the_one_before_and_says_so_once(
+    gate: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    timers = [threading.Timer(0.3, gate.set)]
+    fit([At(step2=lambda trainer: timers[0].start()), steps(dirpath=tmp_path, asynchronous=True, save_top_k=-1)])
+    assert there(tmp_path) == [f"step={number}" for number in range(1, 7)]
+    assert caplog.text.count("a checkpoint is due while the one before it is still being written") == 1
+
+
+def test_an_error_of_the_writer_comes_up_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the writer's own mistake")
+
+    monkeypatch.setattr(writer, "write_prepared", fail)
+    checkpoint = steps(dirpath=tmp_path, asynchronous=True, every_n_train_steps=2)
+
+    reached: list[int] = []
+    with pytest.raises(WriteError, match="RuntimeError: the writer's own mistake"):
+        fit([At(step3=lambda trainer: wait_for(checkpoint), step4=lambda trainer: reached.append(4)), checkpoint])
+    assert reached == []
+    assert there(tmp_path) == []
+    assert checkpoint.last_model_path == ""
+
+
+@pytest.mark.parametrize("how", ["stop", "exception", "interrupt", "end"])
+def test_nothing_ends_before_the_commit(how: str, gate: threading.Event, tmp_path: Path) -> None:
+    def end(trainer: Trainer) -> None:
+        threading.Timer(0.3, gate.set).start()
+        if how == "stop":
+            trainer.stop("enough")
+        if how == "exception":
+            raise ZeroDivisionError
+        if how == "interrupt":
+            raise KeyboardInterrupt
+
+    told = Told()
+    callbacks = [At(step3=end), told, steps(dirpath=tmp_path, asynchronous=True, every_n_train_steps=2)]
+    if how in ("exception", "interrupt"):
+        with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
+            fit(callbacks)
+        assert told.told == [("step=2", 3)]
+    else:
+        fit(callbacks)
+    last = {"stop": 3, "end": 6}.get(how, 2)
+    assert CheckpointStore(tmp_path).pointer("last") == tmp_path / f"step={last}"
+    assert verify_checkpoint(tmp_path / f"step={last}") == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]
+
+
+def test_an_error_of_the_writer_is_not_lost_behind_another_one(
+    gate: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(trainer: Trainer) -> None:
+        (tmp_path / "step=2").write_text("in the way")
+        gate.set()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit([At(step3=end), steps(dirpath=tmp_path, asynchronous=True, every_n_train_steps=2)])
+    assert "step=2 exists" in caplog.text
+
+
+SIGNALLED = """
+import os, signal, sys, time
+from tests.callbacks.test_checkpoint_writes import At, fit, steps
+from trainer.checkpoint import writer
+
+write = writer.write_prepared
+def slow(*args):
+    time.sleep(0.5)
+    write(*args)
+writer.write_prepared = slow
+fit([At(step3=lambda trainer: os.kill(os.getpid(), signal.SIGTERM)), steps(dirpath=sys.argv[1], asynchronous=True)])
+"""
+
+
+def test_sigterm_waits_for_the_commit(tmp_path: Path) -> None:
+    start_python(SIGNALLED, str(tmp_path / "c"), cwd=tmp_path).wait().check(143)
+    assert CheckpointStore(tmp_path / "c").resolve("last").name == "step=3"
+
+
+def _two_processes(folder: str) -> Any:
+    torch.set_num_threads(1)
+    checkpoint = steps(dirpath=folder, asynchronous=True, on_write_error="warn")
+    told = Told()
+
+    def fill(trainer: Trainer) -> None:
+        wait_for(checkpoint)
+        limit_files(1000 if trainer.is_global_zero else -1)
+
+    hole = At(step3=fill, step5=lambda trainer: (wait_for(checkpoint), limit_files(-1)))
+    trainer = fit([hole, told, checkpoint], batches=12, devices=2, strategy="ddp", default_root_dir=folder)
+    return trainer.global_step, checkpoint.kept, checkpoint.last_model_path, [name for name, _ in told.told]
+
+
+def test_two_processes_agree_on_what_was_written(tmp_path: Path) -> None:
+    (first, other) = run_distributed(_two_processes, 2, str(tmp_path / "c"))
+    kept = {"step=5": None, "step=6": None}
+    assert first == (6, kept, str(tmp_path / "c" / "step=6"), ["step=1", "step=2", "step=5", "step=6"])
+    assert other == (6, kept, str(tmp_path / "c" / "step=6"), [])
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    return "memory://bucket/run"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_in_an_object_store(asynchronous: bool, memory: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dirpath": memory, "asynchronous": asynchronous, "monitor": "train_loss"}
+    run: dict[str, Any] = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
+    first, told = steps(**options), Told()
+    trainer = fit([told, first], max_steps=4, **run)
+    assert list(first.kept) == there(memory)
+    assert there(memory)[-1] == "step=4"
+    assert first.last_model_path == f"{memory}/step=4"
+    assert [name for name, _ in told.told] == ["step=1", "step=2", "step=3", "step=4"]
+    second = steps(**options)
+    again = fit([second], **run)
+    assert (again.global_step, again.run_dir) == (6, trainer.run_dir)
+    assert again.run_dir.parent == tmp_path / "runs"
+    assert list(second.kept) == there(memory)
+    assert not Path(memory).exists()
+    assert not (trainer.run_dir / "checkpoints").exists()
+    module = Toy.load_from_checkpoint(second.last_model_path)
+    assert torch.equal(module.layer.weight, again.module.layer.weight.detach())  # type: ignore[operator,union-attr]
+    quiet().validate(Toy(), loader(2), ckpt_path=second.best_model_path)
+    with pytest.raises(ConfigError, match=r"does not exist"):
+        quiet().validate(Toy(), loader(2), ckpt_path=f"{memory}/none")
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    checkpoint = steps(dirpath=f"file://{tmp_path}/c")
+    fit([checkpoint])
+    assert checkpoint.last_model_path == str(tmp_path / "c" / "step=6")
+    assert is_committed(tmp_path / "c" / "step=6")
+
+
+# -- somebody else's ---------------------------------------------------------------------------------------------------
+
+LONG = """
+import time
+from tests.callbacks.test_checkpoint_writes import At, fit, steps
+
+def wait(trainer):
+    print("at step", trainer.global_step, flush=True)
+    time.sleep(600)
+
+fit([At(step3=wait), steps()], default_root_dir="runs")
+"""
+
+
+def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    running = start_python(LONG, cwd=tmp_path)
+    try:
+        running.wait_for("at step 3")
+        config = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
+        with pytest.raises(ConfigError) as refused:
+            fit([steps()], **config)
+        assert f"version_0 is in use: process {running.pid} on host " in str(refused.value)
+        assert "is training there" in str(refused.value)
+        assert "leave ckpt_path='last' out, or give another default_root_dir" in str(refused.value)
+        # Beside it there is room, and looking at its checkpoints is allowed.
+        assert fit([steps()], default_root_dir=tmp_path / "runs").run_dir.name == "version_1"
+        quiet().validate(Toy(), loader(2), ckpt_path=tmp_path / "runs/version_0/checkpoints/step=2")
+    finally:
+        running.send(signal.SIGKILL)
+        running.process.wait()
+    rmtree(tmp_path / "runs" / "version_1")
+    trainer = fit([steps()], **config)
+    assert (trainer.run_dir.name, trainer.global_step) == ("version_0", 6)
+    assert not (trainer.run_dir / NAME).exists()
+
+
+def test_a_folder_of_checkpoints_is_for_one_run_too(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def second(trainer: Trainer) -> None:
+        with pytest.raises(ConfigError) as error:
+            fit([steps(dirpath=tmp_path / "shared")], default_root_dir=tmp_path / "other")
+        refused.append(str(error.value))
+
+    folder = tmp_path / "shared"
+    fit([At(step2=second), steps(dirpath=folder), steps(dirpath=folder, filename="also {step}")])
+    assert f"{folder} is in use: process" in refused[0]
+    assert not (folder / NAME).exists()
+    assert list((tmp_path / "other").iterdir()) == []  # nothing stays of the refused run
+
+
+@contextmanager
+def ended(kind: type[BaseException]) -> Iterator[None]:
+    with pytest.raises(kind):
+        yield
+
+
+def test_the_lock_is_given_back_however_a_run_ends(tmp_path: Path) -> None:
+    def fail(trainer: Trainer) -> None:
+        assert FolderLock(trainer.run_dir).acquire(patience=0) is not None
+        raise ZeroDivisionError
+
+    with ended(ZeroDivisionError):
+        fit([At(step2=fail), steps()], default_root_dir=tmp_path)
+    trainer = fit([steps()], default_root_dir=tmp_path, ckpt_path="last")
+    assert trainer.run_dir == tmp_path / "version_0"
+    lock = FolderLock(trainer.run_dir)
+    assert lock.acquire(patience=0) is None
+    lock.release()
+
+
+def test_a_trial_locks_nothing(tmp_path: Path) -> None:
+    quiet(fast_dev_run=True, default_root_dir=tmp_path).fit(Toy(), loader(2))
+    assert list(tmp_path.iterdir()) == []

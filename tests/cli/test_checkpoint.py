@@ -1,0 +1,275 @@
+"""`trainer checkpoint`: ls, show, verify, export."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.harness import run_python
+from trainer.checkpoint.format import write_checkpoint
+from trainer.checkpoint.store import CheckpointStore
+from trainer.cli.checkpoint import EXAMPLES, VERBS
+from trainer.cli.main import main
+from trainer.testing import flip_byte, largest_file, truncate
+
+
+def state(step: int) -> dict[str, object]:
+    embedding = torch.full((5, 3), float(step))
+    return {
+        "model": {
+            "net.embedding.weight": embedding,
+            "net.head.weight": embedding,  # tied
+            "net.head.bias": torch.arange(5.0),
+            "phase": torch.zeros(2, dtype=torch.complex64),
+        },
+        "optimizers": [{"state": {"net.head.bias": {"exp_avg": torch.ones(5)}}}],
+        "progress": {"step": step, "epoch": 1, "batch": 4, "samples": 12},
+        "hyperparameters": {"module": {"lr": 0.01, "name": "x\x1b[31mred"}, "data": {}},
+        "strategy": "single_device",
+        "precision": "32-true",
+        "world_size": 1,
+        "versions": {"torch": "2.9.0"},
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with three checkpoints."""
+    folder = tmp_path / "runs" / "version_0" / "checkpoints"
+    for step, loss in ((10, 0.5), (20, 0.25), (30, 0.75)):
+        info = {"step": step, "epoch": 1, "metrics": {"val_loss": loss, "acc": 1.0}}
+        write_checkpoint(folder / f"step={step}", state(step), info=info)
+    store = CheckpointStore(folder)
+    store.set_pointer("last", "step=30")
+    store.set_pointer("best", "step=20")
+    return folder.parent
+
+
+class Printed:
+    """What a command gave."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def checkpoint(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Runs `trainer checkpoint ...`."""
+
+    def call(*arguments: object) -> Printed:
+        capsys.readouterr()
+        code = main(["checkpoint", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return Printed(code, printed.out, printed.err)
+
+    return call
+
+
+# -- ls ----------------------------------------------------------------------------------------------------------------
+
+
+def test_ls_tells_what_is_there(checkpoint, run: Path) -> None:
+    for path in (run, run / "checkpoints", run.parent):
+        printed = checkpoint("ls", path)
+        assert printed.code == 0
+        lines = printed.out.splitlines()
+        assert lines[0] == str(run / "checkpoints")
+        assert lines[1].split() == ["name", "step", "epoch", "val_loss", "acc", "size", "written", "state"]
+        assert [line.split()[:5] for line in lines[2:]] == [
+            ["step=10", "10", "1", "0.5", "1"],
+            ["step=20", "20", "1", "0.25", "1"],
+            ["step=30", "30", "1", "0.75", "1"],
+        ]
+        assert [line.split()[-2:] for line in lines[3:]] == [["best", "ok"], ["last", "ok"]]
+
+
+def test_ls_names_damage_and_leftovers(checkpoint, run: Path) -> None:
+    folder = run / "checkpoints"
+    truncate(folder / "step=10" / "model.safetensors", -1)
+    flip_byte(folder / "step=20" / "model.safetensors", -1)
+    (folder / "step=30" / "manifest.json").unlink()
+    (folder / ".tmp-step=40-1-0123abcd").mkdir()
+    (folder / "notes").mkdir()
+    printed = checkpoint("ls", run)
+    states = {line.split()[0]: line.split()[-1] for line in printed.out.splitlines()[2:5]}
+    assert states == {"step=10": "damaged", "step=20": "ok", "step=30": "damaged"}
+    assert "model.safetensors has" in printed.out
+    assert "has no manifest.json" in printed.out
+    assert ".tmp-step=40-1-0123abcd: being written, or left by a process that was killed" in printed.out
+    assert "notes" not in printed.out
+    assert "step=20" in [
+        line.split()[0] for line in checkpoint("ls", run, "--verify").out.splitlines() if "damaged" in line
+    ]
+
+
+def test_ls_as_json_and_with_a_metric(checkpoint, run: Path) -> None:
+    rows = json.loads(checkpoint("ls", run, "--json").out)
+    assert [row["info"]["step"] for row in rows] == [10, 20, 30]
+    assert [row["pointers"] for row in rows] == [[], ["best"], ["last"]]
+    assert "val_loss" not in checkpoint("ls", run, "--metric", "acc").out
+    one = json.loads(checkpoint("ls", run / "checkpoints" / "step=10", "--json").out)
+    assert [row["bytes"] > 0 and row["damage"] for row in one] == [[]]
+
+
+# -- show --------------------------------------------------------------------------------------------------------------
+
+
+def test_show_tells_what_a_checkpoint_holds(checkpoint, run: Path) -> None:
+    printed = checkpoint("show", run)
+    assert printed.code == 0
+    words = [" ".join(line.split()) for line in printed.out.splitlines()]
+    for line in (
+        f"checkpoint {run / 'checkpoints' / 'step=30'}",
+        *("step 30", "epoch 1", "batch 4", "samples 12", "strategy single_device", "precision 32-true", "world size 1"),
+        *("versions torch 2.9.0", "val_loss 0.75", "module.lr 0.01"),
+        *("net.embedding.weight float32 [5, 3] 60 B", "phase complex64 [2] 16 B"),
+    ):
+        assert line in words, (line, words)
+    assert "model.safetensors: 3 tensors, " in printed.out
+    assert "\x1b" not in printed.out  # a checkpoint may come from anybody; a terminal obeys such characters
+    assert r"x\x1b[31mred" in printed.out
+
+
+@pytest.mark.parametrize(("wanted", "step"), [("last", 30), ("best", 20), ("step=10", 10), (None, 30)])
+def test_one_of_a_run_is_chosen(checkpoint, run: Path, wanted: str | None, step: int) -> None:
+    printed = checkpoint("show", run, "--json", *(["--ckpt", wanted] if wanted else []))
+    found = json.loads(printed.out)
+    assert found["data"]["progress"]["step"] == step
+    assert found["data"]["model"]["phase"] == {"tensor": "phase", "dtype": "complex64", "shape": [2]}
+
+
+def test_long_lists_of_tensors_are_cut_unless_all_are_asked_for(checkpoint, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", {"model": {f"w{i:03}": torch.ones(1) for i in range(100)}})
+    assert "... 80 more; --all shows them" in checkpoint("show", tmp_path / "c").out
+    assert "w099" in checkpoint("show", tmp_path / "c", "--all").out
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_yes_or_names_the_file(checkpoint, run: Path) -> None:
+    assert checkpoint("verify", run).code == 0
+    flip_byte(run / "checkpoints" / "step=20" / "optimizers.safetensors", -3, mask=1)
+    printed = checkpoint("verify", run)
+    assert printed.code == 1
+    assert "step=20: DAMAGED" in printed.out
+    assert "optimizers.safetensors is damaged: its checksum differs" in printed.out
+    assert "2 of 3 checkpoints are whole" in printed.out
+    assert checkpoint("verify", run, "--ckpt", "last").code == 0
+    assert checkpoint("verify", run, "--ckpt", "best").code == 1
+    assert checkpoint("verify", run / "checkpoints" / "step=20").code == 1
+
+
+def test_verify_looks_at_pointers_and_manifests_too(checkpoint, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run / "checkpoints" / "best.json").write_text("{}")
+    printed = checkpoint("verify", run)
+    assert printed.code == 1
+    assert "best.json points to no checkpoint" in printed.out
+    CheckpointStore(run / "checkpoints").set_pointer("best", "step=20")
+    (run / "checkpoints" / "step=10" / "manifest.json").unlink()
+    printed = checkpoint("verify", run)
+    assert printed.code == 1
+    assert "manifest.json" in printed.out
+    assert [record for record in caplog.records if record.levelno > logging.WARNING] == []
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def test_export_writes_what_the_safetensors_library_reads(checkpoint, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "weights.safetensors"
+    printed = checkpoint("export", run, out, "--ckpt", "best")
+    assert printed.code == 0, printed.err
+    assert "'net.head.weight' is tied to 'net.embedding.weight' and written once; --expand-tied" in printed.err
+    assert "'phase' is torch.complex64, which safetensors lacks: its bytes are written, as uint8" in printed.err
+    weights = load_file(out)
+    assert sorted(weights) == ["net.embedding.weight", "net.head.bias", "phase"]
+    assert torch.equal(weights["net.embedding.weight"], torch.full((5, 3), 20.0))
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_export_under_every_name_and_without_a_prefix(checkpoint, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "weights.safetensors"
+    assert checkpoint("export", run, out, "--expand-tied", "--prefix", "net.").code == 0
+    weights = load_file(out)
+    assert sorted(weights) == ["embedding.weight", "head.bias", "head.weight"]
+    assert torch.equal(weights["head.weight"], weights["embedding.weight"])
+    module = torch.nn.Module()
+    module.head = torch.nn.Linear(3, 5)
+    module.embedding = torch.nn.Embedding(5, 3)
+    module.load_state_dict(weights)
+    printed = checkpoint("export", run, tmp_path / "other.safetensors", "--prefix", "nett.")
+    assert printed.code == 2
+    assert "no weight's name begins with 'nett.'. Did you mean 'net.'?" in printed.err
+    assert not (tmp_path / "other.safetensors").exists()
+
+
+def test_export_replaces_only_when_told_and_only_as_a_whole(checkpoint, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "weights.safetensors"
+    out.write_text("precious")
+    printed = checkpoint("export", run, out)
+    assert printed.code == 2
+    assert "exists: give another name, or --force to replace it" in printed.err
+    with largest_file(200):
+        printed = checkpoint("export", run, out, "--force")
+    assert printed.code == 1
+    assert "File too large" in printed.err
+    assert out.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "weights.safetensors"]
+    flip_byte(run / "checkpoints" / "step=30" / "model.safetensors", -1)
+    printed = checkpoint("export", run, out, "--force")
+    assert printed.code == 1
+    assert "model.safetensors is damaged" in printed.err
+    assert out.read_text() == "precious"
+    assert checkpoint("export", run, out, "--force", "--ckpt", "best").code == 0
+    assert len(load_file(out)) == 3
+
+
+# -- help and mistakes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS])
+def test_help_has_examples_and_does_not_import_torch(verb: str | None) -> None:
+    result = run_python(
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from trainer.__main__ import main\n"
+        "sys.exit(main(['checkpoint', *sys.argv[1:]]))\n",
+        *([verb] if verb else []),
+        "--help",
+    ).check()
+    assert (EXAMPLES[verb] if verb else "export") in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([], 2, "usage: trainer checkpoint"),
+        (["list", "x"], 2, "invalid choice: 'list'"),
+        (["ls"], 2, "required: PATH"),
+        (["ls", "nowhere"], 1, "there is no nowhere"),
+        (["show", "runs/version_O"], 1, "Did you mean 'version_0'?"),
+        (["show", "runs/version_0", "--ckpt", "bets"], 1, "Did you mean 'best'? There are: step=10, step=20, step=30"),
+        (
+            ["show", "runs/version_0/checkpoints/step=10", "--ckpt", "best"],
+            2,
+            "is itself a checkpoint: leave out --ckpt",
+        ),
+        (["verify", "empty"], 1, "empty is no checkpoint, and there is none in it. Give a checkpoint, a run directory"),
+        (["export", "runs/version_0", "empty"], 2, "empty is a folder"),
+        (["export", "runs/version_0", "no/such.safetensors"], 2, "there is no folder no"),
+        (["ls", "runs", "--jsno"], 2, "unrecognized arguments: --jsno"),
+    ],
+)
+def test_mistakes_are_answered(checkpoint, run: Path, arguments: list[str], code: int, says: str) -> None:
+    Path("empty").mkdir()
+    printed = checkpoint(*arguments)
+    assert printed.code == code
+    assert says in printed.err

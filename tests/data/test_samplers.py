@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from trainer.data.samplers import planned
+from trainer.errors import ConfigError
+
+BILLION = range(1_000_000_000)
+
+
+def draw(sampler: Any, seed: int = 1, epoch: int = 0, start: int = 0, stop: int | None = None) -> list[Any]:
+    plan = planned(sampler)
+    assert plan is not None
+    assert plan.length == len(sampler)
+    stop = plan.length if stop is None else stop
+    return plan.order(seed, epoch, plan.shuffled)(np.arange(start, stop))
+
+
+SAMPLERS = {
+    "plain": RandomSampler(range(5000)),
+    "fewer": RandomSampler(range(5000), num_samples=37),
+    "more": RandomSampler(range(50), num_samples=130),
+    "replacement": RandomSampler(range(5000), replacement=True, num_samples=3000),
+    "subset": SubsetRandomSampler(list(range(0, 600, 3))),
+    "weighted": WeightedRandomSampler([0.0, 1.0, 2.0, 0.0, 5.0, 0.0], 400),
+    "weighted once": WeightedRandomSampler([0.0, 1.0, 2.0, 0.0, 5.0, 4.0], 3, replacement=False),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_any_part_is_a_part_of_the_whole(name: str) -> None:
+    sampler = SAMPLERS[name]
+    whole = draw(sampler)
+    assert whole == draw(sampler)
+    for start, stop in [(0, 1), (1, len(whole)), (len(whole) // 3, len(whole) // 2)]:
+        assert draw(sampler, start=start, stop=stop) == whole[start:stop]
+    others = [draw(sampler, seed, epoch) for seed, epoch in [(1, 1), (2, 0), (1, 2), (7, 9)]]
+    assert any(other != whole for other in others)
+
+
+def test_without_replacement_every_index_comes_once_a_round() -> None:
+    whole = draw(SAMPLERS["more"])
+    rounds = [whole[:50], whole[50:100]]
+    assert [sorted(one) for one in rounds] == [list(range(50))] * 2
+    assert rounds[0] != rounds[1]
+    assert len(set(whole[100:])) == 30
+    assert whole[:50] == draw(RandomSampler(range(50)))
+    assert sorted(draw(SAMPLERS["subset"])) == list(range(0, 600, 3))
+    assert sorted(draw(SubsetRandomSampler(torch.tensor([4, 8, 15])))) == [4, 8, 15]
+
+
+def test_with_replacement_all_are_equally_likely() -> None:
+    counts = np.bincount(draw(RandomSampler(range(10), replacement=True, num_samples=100_000)), minlength=10)
+    # Ten times the standard deviation, which is 95.
+    assert abs(counts - 10_000).max() < 950
+
+
+def test_weights_are_kept() -> None:
+    weights = np.array([0.0, 1.0, 2.0, 0.0, 5.0, 0.0])
+    counts = np.bincount(draw(WeightedRandomSampler(weights.tolist(), 80_000)), minlength=6)
+    assert abs(counts - 10_000 * weights).max() < 1500
+    assert (counts[weights == 0] == 0).all()
+
+
+def test_weights_without_replacement() -> None:
+    firsts = Counter()
+    for epoch in range(4000):
+        three = draw(SAMPLERS["weighted once"], epoch=epoch)
+        assert len(set(three)) == 3
+        assert not {0, 3} & set(three)
+        firsts[three[0]] += 1
+    for index, weight in {1: 1.0, 2: 2.0, 4: 5.0, 5: 4.0}.items():
+        assert firsts[index] == pytest.approx(4000 * weight / 12, rel=0.25)
+
+
+def test_weights_that_change_between_epochs_count() -> None:
+    sampler = WeightedRandomSampler([1.0, 1.0, 1.0], 20)
+    plan = planned(sampler)
+    assert plan is not None
+    plan.order(1, 0, True)
+    sampler.weights = torch.tensor([0.0, 0.0, 1.0], dtype=torch.double)
+    assert plan.order(1, 1, True)(np.arange(20)) == [2] * 20
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
+def test_weights_that_mean_nothing(weights: list[float]) -> None:
+    with pytest.raises(ConfigError, match="finite, not negative, and not all 0"):
+        draw(WeightedRandomSampler(weights, 4))
+
+
+def test_too_few_weights_without_replacement() -> None:
+    with pytest.raises(ConfigError, match=r"3 samples .* only 1 weights are above 0"):
+        draw(WeightedRandomSampler([0.0, 0.0, 2.0], 3, replacement=False))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(BILLION),
+        RandomSampler(BILLION, replacement=True),
+        RandomSampler(range(1000), replacement=True, num_samples=len(BILLION)),
+        RandomSampler(BILLION, num_samples=len(BILLION) // 2),
+        SubsetRandomSampler(BILLION),
+        WeightedRandomSampler([1.0, 2.0, 3.0], len(BILLION)),
+    ],
+    ids=["shuffle", "replacement", "few with replacement", "half", "subset", "weighted"],
+)
+def test_a_billion_take_neither_memory_nor_time(sampler: Any) -> None:
+    tracemalloc.start()
+    begun = time.perf_counter()
+    indices = draw(sampler, start=10_000_000, stop=10_004_096)
+    seconds, (_, most) = time.perf_counter() - begun, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(indices) == 4096
+    # A list of a billion numbers would take 8 GB, and minutes.
+    assert most < 3e6
+    assert seconds < 5
+
+
+def test_others_are_not_planned() -> None:
+    class Mine(RandomSampler):
+        pass
+
+    for sampler in (Mine(range(3)), [1, 2], BatchSampler(SequentialSampler(range(3)), 2, False)):
+        assert planned(sampler) is None

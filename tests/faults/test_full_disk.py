@@ -1,0 +1,72 @@
+"""A disk that is full: the run says so, the former checkpoint stays, and with room again it goes on."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from benchmarks._sigkill_training import main
+from benchmarks.sigkill import SCRIPT, problems, python_path
+from trainer.checkpoint.format import verify_checkpoint
+from trainer.checkpoint.store import CheckpointStore
+from trainer.errors import CheckpointError
+from trainer.testing import fault, largest_file, run_python, small_disk
+
+OPTIONS = ("--epochs", "3", "--width", "4")
+
+
+@pytest.fixture(scope="module")
+def whole(memory_folder: Path) -> Path:
+    main([str(memory_folder / "whole"), *OPTIONS])
+    return memory_folder / "whole" / "version_0"
+
+
+def assert_the_former_stays(run: Path) -> None:
+    store = CheckpointStore(run / "checkpoints")
+    assert store.list()
+    assert [problem for path in store.list() for problem in verify_checkpoint(path)] == []
+    assert store.pointer("last") == store.list()[-1]
+    assert [path.name for path in store.folder.iterdir() if path.name.startswith(".tmp")] == []
+
+
+def test_a_small_disk(whole: Path, tmp_path: Path) -> None:
+    """A real one, and a process of its own."""
+    with ExitStack() as stack:
+        try:
+            disk = stack.enter_context(small_disk(tmp_path / "disk", size=130_000))
+        except PermissionError as error:
+            pytest.skip(str(error))
+        result = run_python(SCRIPT, str(disk), *OPTIONS, cwd=tmp_path, env=python_path()).check(1)
+        assert "No space left on device (0 MB are free there)" in result.stderr
+        assert "Earlier checkpoints are unchanged; the partial one was removed" in result.stderr
+        assert_the_former_stays(disk / "version_0")
+        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+        main([str(disk), *OPTIONS])
+        assert problems(disk, whole) == []
+
+
+@pytest.mark.parametrize(
+    ("point", "count"), [("in_file", 61), ("after_file", 45), ("before_rename", 7), ("before_pointer", 9)]
+)
+def test_full_at_any_point(
+    point: str, count: int, whole: Path, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = memory_folder / point
+    for name, value in fault(point, "full", count).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        main([str(folder), *OPTIONS])
+    assert_the_former_stays(folder / "version_0")
+    main([str(folder), *OPTIONS])
+    assert problems(folder, whole) == []
+
+
+def test_files_that_may_not_grow(memory_folder: Path) -> None:
+    """As under a quota: not even the first checkpoint can be written."""
+    folder = memory_folder / "quota"
+    with largest_file(6_000), pytest.raises(CheckpointError, match="File too large"):
+        main([str(folder), *OPTIONS])
+    assert CheckpointStore(folder / "version_0" / "checkpoints").list() == []
