@@ -7,6 +7,8 @@ All ways save the same state of the same run, in turn, round after round. "Block
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import logging
 import os
 import platform
@@ -146,6 +148,9 @@ class Rounds(Callback):
 
     def _once(self, trainer: Trainer, name: str) -> None:
         times, path = self.times[name], self.folder / "checkpoint"
+        first = not times.blocked
+        if first:
+            give_memory_back()  # or it would find what the others have used
         os.sync()  # what the former one left to be written is not this one's
         with peak_memory() as peak:
             start = time.perf_counter()
@@ -154,10 +159,18 @@ class Rounds(Callback):
             if finish is not None:
                 finish()
                 times.on_disk.append(time.perf_counter() - start)
-        times.peak = max(times.peak, peak[0])
+        if first:
+            times.peak = peak[0]
         if path.exists():
             self.size = sum(file.stat().st_size for file in path.iterdir())
             shutil.rmtree(path)
+
+
+def give_memory_back() -> None:
+    """The allocator's free memory goes back to the system (glibc)."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
@@ -187,7 +200,7 @@ def peak_memory() -> Iterator[list[int]]:
 
 
 def table(rounds: Rounds) -> str:
-    """The figures in Markdown; the first save of each way stands apart, since it gets its memory then."""
+    """The figures in Markdown. The first save of each way stands apart: it gets its memory then, which is measured."""
     lines = [
         "| | blocked, first save | blocked, median (least - most) | on disk, median | memory on top |",
         "|---|---|---|---|---|",
@@ -243,7 +256,8 @@ def main(arguments: list[str]) -> int:
     print(f"\n{size}; {options.rounds} rounds, each way in turn.")
     print(
         f"exact-trainer {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.system()} {platform.release()}.\n"
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.system()} {platform.release()}; "
+        f"load average {os.getloadavg()[0]:.1f} (an otherwise idle machine: about 1).\n"
     )
     print(table(rounds))
     dist.destroy_process_group()

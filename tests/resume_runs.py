@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -51,7 +52,7 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    "end of step": Place("on_train_step_end", 2, "stop", resumes_at=(2,)),
+    "end of step": Place("on_train_step_end", 1, "stop", every=2, resumes_at=(1,)),
     "mid-epoch": Place("on_train_batch_start", 3, resumes_at=(1,)),
     "inside a window": Place("on_before_backward", 4, resumes_at=(1,)),
     "inside validation": Place("on_validation_batch_end", 2, resumes_at=(2, 3)),
@@ -274,6 +275,7 @@ def differences(whole: Path, resumed: Path) -> list[str]:
 
 def matrix(folder: str) -> dict[str, list[str]]:
     """Every cell at every place, in this process (with others, if there are several)."""
+    faulthandler.dump_traceback_later(250, exit=True)
     found = {}
     for cell in [Cell(optimizer, workers) for optimizer in ("adamw", "sgd") for workers in (0, 2)]:
         whole = Path(folder) / str(cell)
@@ -287,6 +289,7 @@ def matrix(folder: str) -> dict[str, list[str]]:
             found[f"{cell.optimizer}: with and without workers"] = differences(
                 Path(folder) / str(cell._replace(workers=0)), whole
             )
+    faulthandler.cancel_dump_traceback_later()
     return found
 
 

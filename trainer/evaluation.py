@@ -113,8 +113,8 @@ def evaluate(
     """One pass of validation or test over all loaders.
 
     Every sample counts once, on any number of processes. Returns the reductions over the pass by name; with several
-    loaders `name/loader` for each, and `name` over all of them. `keep=False` leaves no trace of them. `max_batches`: of
-    each loader.
+    loaders `name/loader` for each, and `name` over all of them (not for torchmetrics objects, which start afresh with
+    each loader). `keep=False` leaves no trace of them. `max_batches`: of each loader.
     """
     module, metrics = trainer.module, trainer.metrics
     section = Section(batches=True, steps=False)

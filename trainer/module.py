@@ -20,7 +20,7 @@ from trainer.log_arguments import refuse_options
 from trainer.weights import load_weights
 
 if TYPE_CHECKING:
-    from trainer.callbacks.base import Callback
+    from trainer.callbacks.base import Callback, Logger
     from trainer.optimizers import ManualOptimizer
     from trainer.trainer import Trainer
 
@@ -347,6 +347,11 @@ class TrainModule(nn.Module):
                 "work inside trainer.fit, validate, test and predict."
             )
         return trainer
+
+    @property
+    def logger(self) -> Logger | None:
+        """The trainer's first logger."""
+        return self.trainer.logger
 
     @property
     def device(self) -> torch.device:

@@ -296,6 +296,12 @@ def _seed(trainer: Trainer, checkpoint: dict[str, Any] | None) -> None:
         trainer.seed = trainer.strategy.broadcast_object(int.from_bytes(os.urandom(4), "little"))
     else:
         trainer.seed = given
+        if checkpoint is not None and trainer.stage == "fit" and checkpoint["seed"] != given:
+            log.warning(
+                "the checkpoint was written with seed=%s, this run has seed=%d: the order of the samples changes here",
+                checkpoint["seed"],
+                given,
+            )
     if given is not None and trainer.rank > 0:
         # Rank 0 goes on with the numbers of Trainer(seed=...), like a single process would.
         seed_everything(derive_seed(trainer.seed, trainer.rank))

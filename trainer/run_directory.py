@@ -96,8 +96,9 @@ def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: P
 
     Validate, test and predict write beside the checkpoint that they look at, or where this trainer's `fit` did.
     """
-    if checkpoint is not None and (ckpt_path == "last" or trainer.stage != "fit"):
-        return _run_dir_of(checkpoint)
+    goes_on = checkpoint is not None and (ckpt_path == "last" or trainer.stage != "fit")
+    if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint)) is not None:
+        return known
     if trainer.fitted and trainer.stage != "fit":
         return trainer.run_dir
     root = Path(trainer.settings.default_root_dir)
@@ -120,10 +121,16 @@ def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: P
             return path
 
 
-def _run_dir_of(checkpoint: Place) -> Path:
+def _run_dir_of(checkpoint: Place) -> Path | None:
+    """Where the run wrote that wrote this; None if that is no run directory here.
+
+    A checkpoint may come from another machine, or from anybody: it must not name the place where files are written.
+    """
     if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
         return checkpoint.parent.parent
-    return Path(read_metadata(checkpoint)["run_dir"])
+    named = read_metadata(checkpoint).get("run_dir")
+    path = Path(named) if isinstance(named, str) else None
+    return path if path is not None and path in versions(path.parent) and path.is_dir() else None
 
 
 def lock_folders(trainer: Trainer) -> None:

@@ -1,70 +1,27 @@
-"""ModelCheckpoint when writing fails, takes long, goes elsewhere, or is somebody else's business."""
+"""ModelCheckpoint when writing fails, or takes long."""
 
 from __future__ import annotations
 
 import logging
 import resource
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.callbacks.saving import At, Told, fit, steps, there
+from tests.callbacks.toy import Toy
 from tests.harness import run_distributed, start_python
-from trainer import Callback, CheckpointError, ConfigError, Trainer
+from trainer import Callback, CheckpointError, Trainer
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint import writer
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import is_committed, read_checkpoint, read_manifest, verify_checkpoint
+from trainer.checkpoint.format import read_checkpoint, read_manifest, verify_checkpoint
 from trainer.checkpoint.store import CheckpointStore
-from trainer.runtime.lock import NAME, FolderLock
-
-
-class At(Callback):
-    """Calls a function after some steps, before checkpoints are written there."""
-
-    def __init__(self, **what: Any) -> None:
-        self.what = {int(name.removeprefix("step")): function for name, function in what.items()}
-
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step in self.what:
-            self.what[trainer.global_step](trainer)
-
-
-class Told(Callback):
-    """(path's name, step at which it was told), and that it was on the main thread and pointed to."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-
-    def on_checkpoint_committed(self, trainer: Trainer, module: Any, path: str) -> None:
-        assert threading.current_thread() is threading.main_thread()
-        store = CheckpointStore(str(path).rpartition("/")[0])
-        assert str(store.pointer("last")) == path
-        self.told.append((path.rpartition("/")[2], trainer.global_step))
-
-
-def steps(**more: Any) -> ModelCheckpoint:
-    return ModelCheckpoint(**{"filename": "{step}", "every_n_train_steps": 1, "save_top_k": 2, **more})
-
-
-def fit(callbacks: list[Callback], batches: int = 6, module: Toy | None = None, **settings: Any) -> Trainer:
-    ckpt_path = settings.pop("ckpt_path", None)
-    trainer = quiet(max_epochs=1, enable_checkpointing=True, callbacks=callbacks, **settings)
-    trainer.fit(module or Toy(), loader(batches), ckpt_path=ckpt_path)
-    return trainer
-
-
-def there(folder: Path | str) -> list[str]:
-    return [path.name for path in CheckpointStore(folder).list()]
 
 
 @pytest.fixture
@@ -297,7 +254,7 @@ def test_an_error_of_the_writer_is_not_lost_behind_another_one(
 
 SIGNALLED = """
 import os, signal, sys, time
-from tests.callbacks.test_checkpoint_writes import At, fit, steps
+from tests.callbacks.saving import At, fit, steps
 from trainer.checkpoint import writer
 
 write = writer.write_prepared
@@ -316,7 +273,7 @@ def test_sigterm_waits_for_the_commit(tmp_path: Path) -> None:
 
 def _two_processes(folder: str) -> Any:
     torch.set_num_threads(1)
-    checkpoint = steps(dirpath=folder, asynchronous=True, on_write_error="warn")
+    checkpoint = steps(dirpath=folder, asynchronous=True, on_write_error="warn", save_top_k=-1)
     told = Told()
 
     def fill(trainer: Trainer) -> None:
@@ -330,123 +287,7 @@ def _two_processes(folder: str) -> Any:
 
 def test_two_processes_agree_on_what_was_written(tmp_path: Path) -> None:
     (first, other) = run_distributed(_two_processes, 2, str(tmp_path / "c"))
-    kept = {"step=5": None, "step=6": None}
-    assert first == (6, kept, str(tmp_path / "c" / "step=6"), ["step=1", "step=2", "step=5", "step=6"])
+    names = ["step=1", "step=2", "step=5", "step=6"]
+    kept = dict.fromkeys(names)
+    assert first == (6, kept, str(tmp_path / "c" / "step=6"), names)
     assert other == (6, kept, str(tmp_path / "c" / "step=6"), [])
-
-
-# -- elsewhere ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(MemoryFileSystem, "store", {})
-    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
-    return "memory://bucket/run"
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_checkpoints_in_an_object_store(asynchronous: bool, memory: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dirpath": memory, "asynchronous": asynchronous, "monitor": "train_loss"}
-    run: dict[str, Any] = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
-    first, told = steps(**options), Told()
-    trainer = fit([told, first], max_steps=4, **run)
-    assert list(first.kept) == there(memory)
-    assert there(memory)[-1] == "step=4"
-    assert first.last_model_path == f"{memory}/step=4"
-    assert [name for name, _ in told.told] == ["step=1", "step=2", "step=3", "step=4"]
-    second = steps(**options)
-    again = fit([second], **run)
-    assert (again.global_step, again.run_dir) == (6, trainer.run_dir)
-    assert again.run_dir.parent == tmp_path / "runs"
-    assert list(second.kept) == there(memory)
-    assert not Path(memory).exists()
-    assert not (trainer.run_dir / "checkpoints").exists()
-    module = Toy.load_from_checkpoint(second.last_model_path)
-    assert torch.equal(module.layer.weight, again.module.layer.weight.detach())  # type: ignore[operator,union-attr]
-    quiet().validate(Toy(), loader(2), ckpt_path=second.best_model_path)
-    with pytest.raises(ConfigError, match=r"does not exist"):
-        quiet().validate(Toy(), loader(2), ckpt_path=f"{memory}/none")
-
-
-def test_a_file_url_is_a_path(tmp_path: Path) -> None:
-    checkpoint = steps(dirpath=f"file://{tmp_path}/c")
-    fit([checkpoint])
-    assert checkpoint.last_model_path == str(tmp_path / "c" / "step=6")
-    assert is_committed(tmp_path / "c" / "step=6")
-
-
-# -- somebody else's ---------------------------------------------------------------------------------------------------
-
-LONG = """
-import time
-from tests.callbacks.test_checkpoint_writes import At, fit, steps
-
-def wait(trainer):
-    print("at step", trainer.global_step, flush=True)
-    time.sleep(600)
-
-fit([At(step3=wait), steps()], default_root_dir="runs")
-"""
-
-
-def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
-    running = start_python(LONG, cwd=tmp_path)
-    try:
-        running.wait_for("at step 3")
-        config = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
-        with pytest.raises(ConfigError) as refused:
-            fit([steps()], **config)
-        assert f"version_0 is in use: process {running.pid} on host " in str(refused.value)
-        assert "is training there" in str(refused.value)
-        assert "leave ckpt_path='last' out, or give another default_root_dir" in str(refused.value)
-        # Beside it there is room, and looking at its checkpoints is allowed.
-        assert fit([steps()], default_root_dir=tmp_path / "runs").run_dir.name == "version_1"
-        quiet().validate(Toy(), loader(2), ckpt_path=tmp_path / "runs/version_0/checkpoints/step=2")
-    finally:
-        running.send(signal.SIGKILL)
-        running.process.wait()
-    rmtree(tmp_path / "runs" / "version_1")
-    trainer = fit([steps()], **config)
-    assert (trainer.run_dir.name, trainer.global_step) == ("version_0", 6)
-    assert not (trainer.run_dir / NAME).exists()
-
-
-def test_a_folder_of_checkpoints_is_for_one_run_too(tmp_path: Path) -> None:
-    refused: list[str] = []
-
-    def second(trainer: Trainer) -> None:
-        with pytest.raises(ConfigError) as error:
-            fit([steps(dirpath=tmp_path / "shared")], default_root_dir=tmp_path / "other")
-        refused.append(str(error.value))
-
-    folder = tmp_path / "shared"
-    fit([At(step2=second), steps(dirpath=folder), steps(dirpath=folder, filename="also {step}")])
-    assert f"{folder} is in use: process" in refused[0]
-    assert not (folder / NAME).exists()
-    assert list((tmp_path / "other").iterdir()) == []  # nothing stays of the refused run
-
-
-@contextmanager
-def ended(kind: type[BaseException]) -> Iterator[None]:
-    with pytest.raises(kind):
-        yield
-
-
-def test_the_lock_is_given_back_however_a_run_ends(tmp_path: Path) -> None:
-    def fail(trainer: Trainer) -> None:
-        assert FolderLock(trainer.run_dir).acquire(patience=0) is not None
-        raise ZeroDivisionError
-
-    with ended(ZeroDivisionError):
-        fit([At(step2=fail), steps()], default_root_dir=tmp_path)
-    trainer = fit([steps()], default_root_dir=tmp_path, ckpt_path="last")
-    assert trainer.run_dir == tmp_path / "version_0"
-    lock = FolderLock(trainer.run_dir)
-    assert lock.acquire(patience=0) is None
-    lock.release()
-
-
-def test_a_trial_locks_nothing(tmp_path: Path) -> None:
-    quiet(fast_dev_run=True, default_root_dir=tmp_path).fit(Toy(), loader(2))
-    assert list(tmp_path.iterdir()) == []

@@ -214,6 +214,20 @@ def test_a_header_that_claims_more_than_there_is_is_refused(stopped: Path) -> No
         refused(path, "model.safetensors")
 
 
+@pytest.mark.parametrize("named", ["victim", "version_7", "victim/../victim/version_7"])
+def test_a_checkpoint_does_not_say_where_files_are_written(named: str, stopped: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim").mkdir()
+    path = tmp_path / "downloaded"
+    shutil.copytree(last(stopped), path)
+    data = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps({**data, "run_dir": str(tmp_path / named)}))
+    reseal(path)
+    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path / "runs", enable_progress_bar=False)
+    trainer.validate(Net(4), [torch.ones(4, 8)], ckpt_path=path)
+    assert trainer.run_dir == tmp_path / "runs" / "version_0"
+    assert list((tmp_path / "victim").iterdir()) == []
+
+
 def test_names_of_kept_checkpoints_cannot_lead_outside(stopped: Path, tmp_path: Path) -> None:
     """A checkpoint counts those that it will delete: only those of its own folder can be meant."""
     victim = tmp_path / "victim"

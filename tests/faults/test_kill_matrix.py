@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.trouble import STEPS, TROUBLE, fit
-from tests.harness import Result, run_python, start_python
+from tests.harness import Result, Running, run_python, start_python, wait_until
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.store import CheckpointStore
 from trainer.testing.compare import IGNORED, compare_runs
@@ -97,6 +97,7 @@ def test_exit_codes_of_stops(how: str, code: int) -> None:
 def check_failure(result: Result, how: str, who: str, root: Path, seconds: float, code: int) -> None:
     result.check(code)
     errors = result.stderr
+    print(f"{how} {who}: {seconds:.1f} s")
     assert seconds < 10 + (WATCHDOG_S if how == "hang" else 0), errors
     assert not left_behind(str(root))
     if how == "error":
@@ -125,13 +126,21 @@ def failing(how: str, who: str, nproc: int | None = None) -> dict[str, Any]:
 def test_failures_end_all_and_leave_a_checkpoint(undisturbed: Path, how: str) -> None:
     runs = [failing(how, who) for who in WHO]
     started = [start_python(SCRIPT, *arguments(run)) for run in runs]
+    seconds: dict[int, float] = {}
+    wait_until(lambda: all(ended(one, Path(run["root"]), seconds) for one, run in zip(started, runs, strict=True)), 120)
     for run, running in zip(runs, started, strict=True):
-        result = running.wait(120)
         root = Path(run["root"])
-        check_failure(result, how, run["who"], root, seconds_since_trouble(root), CODES[how])
+        check_failure(running.wait(), how, run["who"], root, seconds[running.pid], CODES[how])
     go(*({"root": run["root"]} for run in runs)).check(0)
     for run in runs:
         assert compare_runs(undisturbed, Path(run["root"]) / "version_0") == [], run["who"]
+
+
+def ended(running: Running, root: Path, seconds: dict[int, float]) -> bool:
+    """Whether it has; notes how long after the trouble."""
+    if running.process.poll() is not None:
+        seconds.setdefault(running.pid, seconds_since_trouble(root))
+    return running.pid in seconds
 
 
 def seconds_since_trouble(root: Path) -> float:

@@ -50,6 +50,7 @@ class Net(TrainModule):
         if self.how == "hang":
             time.sleep(600)
         if self.how == "locked":  # as a C extension that hangs without giving the interpreter's lock away
+            time.sleep(1)
             ctypes.PyDLL(None).sleep(600)
         if self.how == "slow":
             time.sleep(2.5)

@@ -1,0 +1,137 @@
+"""ModelCheckpoint in object stores, and two runs that want the same folder."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.callbacks.saving import At, Told, fit, steps, there
+from tests.callbacks.toy import Toy, loader, quiet
+from tests.harness import start_python
+from trainer import ConfigError, Trainer
+from trainer.checkpoint.format import is_committed
+from trainer.runtime.lock import NAME, FolderLock
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    return "memory://bucket/run"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_in_an_object_store(asynchronous: bool, memory: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dirpath": memory, "asynchronous": asynchronous, "monitor": "train_loss"}
+    run: dict[str, Any] = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
+    first, told = steps(**options), Told()
+    trainer = fit([told, first], max_steps=4, **run)
+    assert list(first.kept) == there(memory)
+    assert there(memory)[-1] == "step=4"
+    assert first.last_model_path == f"{memory}/step=4"
+    assert [name for name, _ in told.told] == ["step=1", "step=2", "step=3", "step=4"]
+    second = steps(**options)
+    again = fit([second], **run)
+    assert (again.global_step, again.run_dir) == (6, trainer.run_dir)
+    assert again.run_dir.parent == tmp_path / "runs"
+    assert list(second.kept) == there(memory)
+    assert not Path(memory).exists()
+    assert not (trainer.run_dir / "checkpoints").exists()
+    module = Toy.load_from_checkpoint(second.last_model_path)
+    assert torch.equal(module.layer.weight, again.module.layer.weight.detach())  # type: ignore[operator,union-attr]
+    quiet().validate(Toy(), loader(2), ckpt_path=second.best_model_path)
+    with pytest.raises(ConfigError, match=r"does not exist"):
+        quiet().validate(Toy(), loader(2), ckpt_path=f"{memory}/none")
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    checkpoint = steps(dirpath=f"file://{tmp_path}/c")
+    fit([checkpoint])
+    assert checkpoint.last_model_path == str(tmp_path / "c" / "step=6")
+    assert is_committed(tmp_path / "c" / "step=6")
+
+
+# -- somebody else's ---------------------------------------------------------------------------------------------------
+
+LONG = """
+import time
+from tests.callbacks.saving import At, fit, steps
+
+def wait(trainer):
+    print("at step", trainer.global_step, flush=True)
+    time.sleep(600)
+
+fit([At(step3=wait), steps()], default_root_dir="runs")
+"""
+
+
+def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
+    running = start_python(LONG, cwd=tmp_path)
+    try:
+        running.wait_for("at step 3")
+        config = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
+        with pytest.raises(ConfigError) as refused:
+            fit([steps()], **config)
+        assert f"version_0 is in use: process {running.pid} on host " in str(refused.value)
+        assert "is training there" in str(refused.value)
+        assert "leave ckpt_path='last' out, or give another default_root_dir" in str(refused.value)
+        # Beside it there is room, and looking at its checkpoints is allowed.
+        assert fit([steps()], default_root_dir=tmp_path / "runs").run_dir.name == "version_1"
+        quiet().validate(Toy(), loader(2), ckpt_path=tmp_path / "runs/version_0/checkpoints/step=2")
+    finally:
+        running.send(signal.SIGKILL)
+        running.process.wait()
+    rmtree(tmp_path / "runs" / "version_1")
+    trainer = fit([steps()], **config)
+    assert (trainer.run_dir.name, trainer.global_step) == ("version_0", 6)
+    assert not (trainer.run_dir / NAME).exists()
+
+
+def test_a_folder_of_checkpoints_is_for_one_run_too(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def second(trainer: Trainer) -> None:
+        with pytest.raises(ConfigError) as error:
+            fit([steps(dirpath=tmp_path / "shared")], default_root_dir=tmp_path / "other")
+        refused.append(str(error.value))
+
+    folder = tmp_path / "shared"
+    fit([At(step2=second), steps(dirpath=folder), steps(dirpath=folder, filename="also {step}")])
+    assert f"{folder} is in use: process" in refused[0]
+    assert not (folder / NAME).exists()
+    assert list((tmp_path / "other").iterdir()) == []  # nothing stays of the refused run
+
+
+@contextmanager
+def ended(kind: type[BaseException]) -> Iterator[None]:
+    with pytest.raises(kind):
+        yield
+
+
+def test_the_lock_is_given_back_however_a_run_ends(tmp_path: Path) -> None:
+    def fail(trainer: Trainer) -> None:
+        assert FolderLock(trainer.run_dir).acquire(patience=0) is not None
+        raise ZeroDivisionError
+
+    with ended(ZeroDivisionError):
+        fit([At(step2=fail), steps()], default_root_dir=tmp_path)
+    trainer = fit([steps()], default_root_dir=tmp_path, ckpt_path="last")
+    assert trainer.run_dir == tmp_path / "version_0"
+    lock = FolderLock(trainer.run_dir)
+    assert lock.acquire(patience=0) is None
+    lock.release()
+
+
+def test_a_trial_locks_nothing(tmp_path: Path) -> None:
+    quiet(fast_dev_run=True, default_root_dir=tmp_path).fit(Toy(), loader(2))
+    assert list(tmp_path.iterdir()) == []
