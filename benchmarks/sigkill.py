@@ -120,7 +120,6 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
             f"{workers} workers, checkpoints passed over: {outcome.passed_over}; {verdict}",
             flush=True,
         )
-    print(
-        f"{done} kills in {run} runs, {time.monotonic() - began:.0f} s: {run - bad} of {run} ended like the undisturbed one"
-    )
+    seconds = time.monotonic() - began
+    print(f"{done} kills in {run} runs, {seconds:.0f} s: {run - bad} of {run} ended like the undisturbed one")
     return 1 if bad else 0

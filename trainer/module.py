@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import Never, Self
 
 from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.store import locate
 from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
 from trainer.log_arguments import refuse_options
@@ -298,7 +299,7 @@ class TrainModule(nn.Module):
         """Build the module from a checkpoint's hyperparameters and load its weights.
 
         Args:
-            path: a checkpoint folder, written under any strategy.
+            path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../checkpoints/best`.
             map_location: where to put the module; default: the CPU.
             strict: refuse missing and unexpected weights.
             hyperparameters: override the stored ones, or give those that were ignored when saving.
@@ -306,7 +307,7 @@ class TrainModule(nn.Module):
         Raises:
             CheckpointError: there is no valid checkpoint at `path`, or its weights do not fit.
         """
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(locate(path))
         stored = checkpoint.get("hyperparameters", {}).get("module", {})
         check_arguments(cls, stored, hyperparameters)
         with torch.random.fork_rng(devices=[]):

@@ -123,12 +123,20 @@ def check(trainer: Trainer, stage: str, module: Any, data: Any, datamodule: Any,
         problems += _not_with_manual_optimization(trainer)
     if not isinstance(ckpt_path, (str, Path, type(None))):
         problems.append(f"ckpt_path={ckpt_path!r}: give 'last', 'best' or the path of a checkpoint folder.")
-    elif ckpt_path not in (None, "last", "best") and not place_of(ckpt_path).exists():
+    elif not _may_exist(ckpt_path):
         guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
             f"ckpt_path={str(ckpt_path)!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder."
         )
     raise_problems(problems, f"{stage}({type(module).__name__})")
+
+
+def _may_exist(ckpt_path: Any) -> bool:
+    """Whether there can be such a checkpoint; `.../last` and `.../best` are looked for later."""
+    if ckpt_path in (None, "last", "best"):
+        return True
+    place = place_of(ckpt_path)
+    return place.exists() or (place.name in ("last", "best") and place.parent.exists())
 
 
 def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.format import read_metadata
 from trainer.checkpoint.place import Place, place_of
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.store import CheckpointStore, locate
 from trainer.errors import CheckpointError, ConfigError
 from trainer.runtime.lock import FolderLock
 
@@ -48,7 +48,7 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Place | N
                 f"ckpt_path={str(ckpt_path)!r} is a run directory; give one of its checkpoints: "
                 f"{', '.join(known) or 'there is none'}."
             )
-        return CheckpointStore(given.parent).resolve(given)
+        return locate(given)
     folders = _places(trainer)
     for folder in folders:
         try:

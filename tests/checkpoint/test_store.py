@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from trainer.checkpoint.format import read_checkpoint, write_checkpoint
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.store import CheckpointStore, locate
 from trainer.errors import CheckpointError
 
 
@@ -219,3 +220,21 @@ def test_a_checkpoint_set_aside_by_a_dead_writer_goes_back(
     (store.folder / "c").rename(aside)
     assert store.clean() == [aside]  # the new one was in place already
     assert read_checkpoint(store.folder / "b")["name"] == "b"
+
+
+def test_a_pointer_may_end_a_path(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", {"model": {"w": torch.ones(1)}}, info={"step": 1})
+    write_checkpoint(tmp_path / "two", {"model": {"w": torch.ones(1)}}, info={"step": 2})
+    CheckpointStore(tmp_path).set_pointer("best", "one")
+    assert locate(tmp_path / "best").name == "one"
+    assert locate(str(tmp_path / "last")).name == "two"
+    assert locate(tmp_path / "two").name == "two"
+    with pytest.raises(CheckpointError, match="Did you mean 'best'"):
+        locate(tmp_path / "bset")
+
+
+def test_of_equally_good_ones_the_newest_is_the_best() -> None:
+    kept = {"one": 0.9, "two": 0.99, "three": 0.99, "four": None}
+    retention = Retention(by_value=True, mode="max", top_k=1, last=False)
+    assert retention.best(kept) == "three"
+    assert retention.unwanted(kept) == ["one", "two", "four"]

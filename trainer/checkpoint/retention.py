@@ -36,8 +36,9 @@ class Retention:
     last: bool
 
     def best(self, kept: Kept) -> str | None:
-        """The one with the best value, the oldest of equals; None if none has one."""
-        known = {name: value for name, value in kept.items() if value is not None and value == value}
+        """The one with the best value, the newest of equals; None if none has one."""
+        newest_first = reversed(list(kept.items()))
+        known = {name: value for name, value in newest_first if value is not None and value == value}
         if not known:
             return None
         return (min if self.mode == "min" else max)(known, key=known.__getitem__)

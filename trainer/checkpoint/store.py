@@ -208,5 +208,16 @@ class CheckpointStore:
         return self.folder / f"{pointer}.json"
 
 
+def locate(path: str | Place) -> Place:
+    """A checkpoint by its path, where the last part may be a pointer: `checkpoints/last`, `checkpoints/best`.
+
+    Raises:
+        CheckpointError: there is none; says which there are.
+    """
+    given = place_of(path)
+    wanted = given.name if given.name in POINTERS and not given.exists() else given
+    return CheckpointStore(given.parent).resolve(wanted)
+
+
 def _absolute(path: Place) -> Place:
     return path if isinstance(path, RemotePath) else path.absolute()
