@@ -120,10 +120,11 @@ class ForeignLoader:
                 f"resume will not be exact: {self._kind()} has no state_dict/load_state_dict, so a resumed run reads "
                 "the batches already used again and skips them"
             )
-        if self._training and self.stateful and getattr(self._loader, "num_workers", 0):
+        workers: Any = getattr(self._loader, "num_workers", 0) > 0
+        if self._training and self.stateful and workers:
             notes.append(
-                f"{self._kind()} keeps its place, but not the random numbers of its workers: random augmentation is not "
-                "exact after a resume unless it follows from the index"
+                f"{self._kind()} keeps its place, but not the random numbers of its workers: random augmentation is "
+                "not exact after a resume unless it follows from the index"
             )
         return f"{self._label}: {'; '.join(notes)}." if notes else None
 
