@@ -26,7 +26,7 @@ class CSVLogger(Logger):
     """Writes `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
 
     Everything that is logged at one step goes into one row. A new name adds a column to the whole file. A resumed run
-    continues the file: what was logged after its checkpoint is dropped first. Numbers are written with all their digits.
+    continues the file: what was logged after its checkpoint is dropped first. Numbers keep all their digits.
     When the file cannot be written (disk full), that is said once, and the rows are kept and written as soon as it can.
 
     Args:
