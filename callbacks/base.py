@@ -17,7 +17,7 @@ what the others logged (early stopping, then checkpoints).
         on_sanity_check_end                             (callbacks)
         on_train_start
         for each epoch:
-            on_train_epoch_start
+            on_train_epoch_start                        also when a resumed run goes on inside the epoch
             for each window:
                 on_before_zero_grad(optimizer)          for each optimizer
                 for each micro-batch of the window:

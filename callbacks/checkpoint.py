@@ -48,7 +48,8 @@ class ModelCheckpoint(Callback):
             a thread writes it. One is written at a time. The end of training, a stop and an error wait for it.
         on_write_error: "raise": a checkpoint that cannot be written (disk full) ends the run; "warn": training goes on,
             the former checkpoint stays, and the log says so.
-        save_on_exception: write one when an error ends the run. On one process only: the others could be anywhere.
+        save_on_exception: write one when an error ends the run, on one process only: others could be anywhere. Going on
+            from it is not exact when the error came from inside a step, which has drawn random numbers already.
         auto_insert_metric_name: "{step}" becomes "step=12", not "12".
         verbose: say what was written.
 

@@ -180,7 +180,7 @@ def test_a_value_logged_by_step_may_be_monitored() -> None:
 
 def test_checkpoints_into_a_file() -> None:
     Path("file").write_text("")
-    refused(lambda: fit(Net(), trainer=quiet(callbacks=ModelCheckpoint("file"))), "cannot be written", "dirpath=")
+    refused(lambda: fit(Net(), trainer=quiet(callbacks=ModelCheckpoint("file"))), "dirpath='file'", "give a folder")
 
 
 def test_run_directories_in_a_file() -> None:

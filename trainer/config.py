@@ -16,7 +16,6 @@ from trainer.config_tree import COMMAND_LINE, Findings, Node, Source, canonical,
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
 from trainer.module import TrainModule
-from trainer.precision import resolve_precision
 from trainer.settings import Settings
 from trainer.strategies import STRATEGIES
 from trainer.strategies.base import Strategy
@@ -177,13 +176,8 @@ class RunChecker(Checker):
         return recipe if arguments or name is None or name.value not in STRATEGIES else name.value
 
     def precision(self, node: Node) -> Any:
-        value = self.value(node, str | int, ("trainer", "precision"))
-        if value is not BAD:
-            try:
-                resolve_precision(value)
-            except ConfigError as error:
-                self.findings.add(node.source, f"trainer.precision: {error}")
-        return value
+        """Whether there is such a name, `Settings` says."""
+        return self.value(node, str | int, ("trainer", "precision"))
 
 
 def load(

@@ -111,7 +111,7 @@ ONE = {
     "precision name": (
         NET + "trainer:\n  precision: bf17\n",
         "3",
-        ["trainer.precision: unknown precision 'bf17'. Did you mean 'bf16'?", "bf16-mixed"],
+        ["trainer: unknown precision 'bf17'. Did you mean 'bf16'?", "bf16-mixed"],
     ),
     "callback name": (
         callbacks("EarlyStoping"),

@@ -32,7 +32,7 @@ def watched(how: str) -> None:
     watchdog.stop()
     watchdog.stop()
     dist.barrier()
-    print("came through", flush=True)
+    os.write(1, b"came through\n")  # whole, whatever the other process writes
     dist.destroy_process_group()
 
 
@@ -74,4 +74,4 @@ def test_a_process_that_holds_the_lock_is_ended_too() -> None:
     errors = run_python(script, *arguments(run)).check(1).stderr
     assert "Timeout (0:00:02" in errors  # rank 1, by faulthandler
     assert "in trouble" in errors
-    assert "rank 1 did not answer" in errors
+    assert "rank 1 did not answer" in errors or "rank 1 is gone" in errors  # whichever is noticed first

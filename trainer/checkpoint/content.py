@@ -101,11 +101,10 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         trainer.progress.next_epoch()
     # On another number of processes a process takes over the sums of several, or of none.
     load_metrics_state(trainer.metrics, checkpoint["metrics"][rank :: strategy.world_size], trainer.device)
-    if checkpoint["world_size"] == strategy.world_size:
-        if trainer.train_feed and checkpoint["loader"][rank]:
-            trainer.train_feed.load_state_dict(checkpoint["loader"][rank])
-    else:
-        _move_cursor(trainer, checkpoint["global_micro_batch"])
+    _move_cursor(trainer, checkpoint["global_micro_batch"])
+    same_world = checkpoint["world_size"] == strategy.world_size
+    if same_world and trainer.train_feed and checkpoint["loader"][rank]:
+        trainer.train_feed.load_state_dict(checkpoint["loader"][rank])
     for key, callback in keyed(trainer.callbacks).items():
         if key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][key])
