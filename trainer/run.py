@@ -33,6 +33,7 @@ from trainer.runtime.launch import die_with_parent, launch_processes
 from trainer.runtime.restart import FitRecord, agreed_exit, max_restarts
 from trainer.runtime.seed import derive_seed, seed_everything, set_deterministic
 from trainer.runtime.stop import StopSwitch, exit_code
+from trainer.settings import DEFAULT_MAX_EPOCHS
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -60,6 +61,7 @@ def running(
             yield
         trainer.watchdog.patient = True
         _finish(trainer)
+        _say_why_it_stopped(trainer)
         # The first process to exit would have the others ended, in the middle of their closing work.
         trainer.strategy.barrier()
         trainer.stop_switch.done()
@@ -82,6 +84,14 @@ def running(
         _tear_down(trainer)
     if trainer.stop_reason is not None and exit_code(trainer.stop_reason) and not _interactive():
         sys.exit(agreed_exit(exit_code(trainer.stop_reason), trainer.strategy.store))
+
+
+def _say_why_it_stopped(trainer: Trainer) -> None:
+    if trainer.stage == "fit" and exit_code(trainer.stop_reason):
+        trainer.print(
+            f"stopped after step {trainer.global_step}: {trainer.stop_reason}. "
+            f"To go on, start it again with ckpt_path='last'; it writes into {trainer.run_dir}."
+        )
 
 
 def _leave_no_empty_run_dir(trainer: Trainer) -> None:
@@ -262,6 +272,8 @@ def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> Non
     module, strategy, settings = trainer.module, trainer.strategy, trainer.settings
     optimizers, trainer.scheduler_configs = read_optimizers(module.configure_optimizers(), type(module).__name__)
     check_parameters(optimizers, module, shared=not module.automatic_optimization)
+    if trainer.settings.max_epochs is None and trainer.max_epochs == DEFAULT_MAX_EPOCHS:
+        log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)
     clip_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
     trainer.optimizers = strategy.setup_optimizers(optimizers, clip_norm)
     trainer.clips = settings.gradient_clip_val is not None or module.overrides("configure_gradient_clipping")

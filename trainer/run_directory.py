@@ -62,9 +62,11 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> Place | N
                 ) from None
     if ckpt_path == "last" and trainer.stage == "fit":
         return None
-    looked = ", ".join(str(folder) for folder in folders) or str(trainer.settings.default_root_dir)
+    looked = [str(folder) for folder in folders] or [str(trainer.settings.default_root_dir)]
+    more = f" and {len(looked) - 3} more" if len(looked) > 3 else ""
+    which = " Which one is the best, only ModelCheckpoint(monitor=...) says." if ckpt_path == "best" else ""
     raise CheckpointError(
-        f"ckpt_path={ckpt_path!r}: no such checkpoint. Looked in: {looked}. "
+        f"ckpt_path={ckpt_path!r}: no such checkpoint.{which} Looked in: {', '.join(looked[:3])}{more}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
     )
 

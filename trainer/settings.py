@@ -214,6 +214,8 @@ _WHOLE_NUMBERS = {  # name: smallest value
     "max_restarts": 0,
     "seed": 0,
 }
+DEFAULT_MAX_EPOCHS = 1000
+"""Epochs of a `fit` that is given no end."""
 _LIMITS = (
     "limit_train_batches",
     "limit_val_batches",
@@ -298,7 +300,8 @@ def _wrong_numbers(settings: Settings) -> list[str]:
     for name, smallest in _WHOLE_NUMBERS.items():
         value = getattr(settings, name)
         if value is not None and (type(value) is not int or value < smallest):
-            problems.append(f"{name}={value!r}: give a whole number from {smallest}.")
+            hint = " For a schedule use GradientAccumulationScheduler." if isinstance(value, dict) else ""
+            problems.append(f"{name}={value!r}: give a whole number from {smallest}.{hint}")
     for name in _LIMITS:
         value = getattr(settings, name)
         if type(value) not in (int, float) or value < 0 or (type(value) is float and value > 1):

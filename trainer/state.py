@@ -28,7 +28,7 @@ from trainer.runtime.lock import FolderLock
 from trainer.runtime.seed import set_rng_state
 from trainer.runtime.stop import StopSwitch
 from trainer.runtime.watchdog import Watchdog
-from trainer.settings import Settings
+from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
 from trainer.windows import Divisor, checked_loss
 
 
@@ -98,7 +98,7 @@ class RunState:
         if settings.fast_dev_run:
             return 1
         if settings.max_epochs is None:
-            return 1000 if self.max_steps is None and settings.max_time is None else None
+            return DEFAULT_MAX_EPOCHS if self.max_steps is None and settings.max_time is None else None
         return None if settings.max_epochs == -1 else settings.max_epochs
 
     @property
@@ -167,6 +167,11 @@ class RunState:
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ModelCheckpoint."""
+        return next(iter(self.checkpoint_callbacks), None)
 
     @property
     def logger(self) -> Logger | None:

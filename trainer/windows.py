@@ -45,7 +45,8 @@ def checked_loss(
         loss = outputs["loss"]
     if not isinstance(loss, torch.Tensor):
         what = "None" if loss is None else f"a value of type {type(loss).__name__}"
-        hint = " Did you forget 'return loss'?" if loss is None else ""
+        hint = " Did you forget 'return loss'? A batch cannot be skipped here: leave it out of the data."
+        hint = hint if loss is None else ""
         raise ConfigError(
             f"{step} {what}; what is needed is the loss, a tensor with one element and a gradient.{hint} "
             "To optimize by hand, set automatic_optimization = False."

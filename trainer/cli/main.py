@@ -30,7 +30,8 @@ options:
   -h, --help            show this help, or that of a command: trainer fit --help
   --version             show the version
 
-exit codes: 0 done, 1 error, 2 wrong configuration or usage, 130 stopped by Ctrl-C, 143 by SIGTERM
+exit codes: 0 done, 1 error, 2 wrong configuration or usage,
+            75 stopped before a deadline or by SIGUSR1, 130 by Ctrl-C, 143 by SIGTERM
 """
 
 
