@@ -17,6 +17,28 @@ from trainer.runtime.seed import isolated_rng, seed_everything
 
 torch.set_num_threads(1)
 
+SLOW = (
+    "callbacks/test_two_processes.py",
+    "cli/test_cli.py",
+    "examples/",
+    "faults/",
+    "runtime/test_siblings.py",
+    "runtime/test_stop.py",
+    "runtime/test_watchdog.py",
+    "test_docs.py",
+    "test_evaluation.py",
+    "test_parity_processes.py",
+    "test_resume.py",
+)
+"""Files whose tests start many processes: `make test-quick` leaves them out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).as_posix().startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
