@@ -238,3 +238,12 @@ def test_of_equally_good_ones_the_newest_is_the_best() -> None:
     retention = Retention(by_value=True, mode="max", top_k=1, last=False)
     assert retention.best(kept) == "three"
     assert retention.unwanted(kept) == ["one", "two", "four"]
+
+
+def test_a_damaged_last_one_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step, name in enumerate(("one", "two")):
+        write_checkpoint(tmp_path / name, {"model": {"w": torch.ones(1)}}, info={"step": step})
+    CheckpointStore(tmp_path).set_pointer("last", "two")
+    (tmp_path / "two" / "model.safetensors").unlink()
+    assert CheckpointStore(tmp_path).resolve("last").name == "one"
+    assert caplog.text.count("Passing over the checkpoint two") == 1

@@ -92,12 +92,13 @@ class CheckpointStore:
         _log.warning("Ignoring the pointer %s: there is no checkpoint %s", file, target.name)
         return None
 
-    def newest_valid(self) -> Place | None:
+    def newest_valid(self, but: Place | None = None) -> Place | None:
         """The latest checkpoint by step whose files are all as they were written; reads them whole.
 
-        Damaged ones that are passed over are named in a logged warning.
+        Damaged ones that are passed over are named in a logged warning. `but`: not this one, which was looked at before.
         """
-        return next((path for path in reversed(self.list()) if self._is_whole(path)), None)
+        others = (path for path in reversed(self.list()) if but is None or path.name != but.name)
+        return next((path for path in others if self._is_whole(path)), None)
 
     def lost(self) -> _Problems:
         """What is wrong with the checkpoints here, when none is whole; empty when there never was one."""
@@ -115,7 +116,7 @@ class CheckpointStore:
         """
         if str(wanted) == "last":
             target = self._followed(self.pointer("last"))
-            found = target if target and self._is_whole(target) else self.newest_valid()
+            found = target if target and self._is_whole(target) else self.newest_valid(but=target)
             if found:
                 return found
             raise CheckpointError(f"there is no whole checkpoint in {self.folder}, so there is no 'last' one")
