@@ -95,7 +95,7 @@ class CheckpointStore:
     def newest_valid(self, but: Place | None = None) -> Place | None:
         """The latest checkpoint by step whose files are all as they were written; reads them whole.
 
-        Damaged ones that are passed over are named in a logged warning. `but`: not this one, which was looked at before.
+        Damaged ones that are passed over are named in a logged warning. `but`: not this one, which was looked at.
         """
         others = (path for path in reversed(self.list()) if but is None or path.name != but.name)
         return next((path for path in others if self._is_whole(path)), None)
