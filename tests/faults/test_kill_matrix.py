@@ -34,8 +34,10 @@ def go(*runs: dict[str, Any], nproc: int | None = None) -> Result:
 
 
 def lines(result: Result) -> set[str]:
-    """What the ranks' script printed: the same on both, so each line twice. Without the trainer's own word on a stop, which
-    rank 0 prints once."""
+    """What the ranks' script printed: the same on both, so each line twice.
+
+    Without the trainer's own word on a stop, which rank 0 prints once.
+    """
     printed = [line for line in result.stdout.splitlines() if not line.startswith("stopped after step ")]
     assert sorted(printed) == sorted(list(set(printed)) * 2), result.stdout
     return set(printed)
