@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trainer import Callback, Trainer, TrainModule, __version__
-from trainer.checkpoint.format import write_checkpoint
+from trainer.checkpoint.write import write_checkpoint
 from trainer.checkpoint.writer import BackgroundWriter
 
 WIDTH = 1024

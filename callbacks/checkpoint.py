@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.callbacks.base import Callback
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import MANIFEST_FILE, is_committed, write_checkpoint
+from trainer.checkpoint.format import MANIFEST_FILE, is_committed
 from trainer.checkpoint.place import Place, occupied, place_of
 from trainer.checkpoint.retention import Retention, fill_in, mode_of, template_problems
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.write import write_checkpoint
 from trainer.checkpoint.writer import BackgroundWriter
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.shards import Loadable, Shard, whole
 from trainer.data.transfer import move_to
 from trainer.module import TrainModule
+from trainer.optimizer_state import state_by_name, state_by_position
 from trainer.precision import Precision
 from trainer.weights import load_weights
 
@@ -31,6 +33,10 @@ class Strategy:
     name: ClassVar[str] = "base"
     multi_process: ClassVar[bool] = False
     """Whether this strategy runs one process per device, which then have to be started."""
+    sharded: bool = False
+    """Whether a process holds only a part of the state: then all processes write checkpoints, and read their parts."""
+    forwards_together: bool = False
+    """Whether every forward pass talks to the other processes, so that all have to make the same number of them."""
 
     device: torch.device
     precision: Precision
@@ -74,8 +80,8 @@ class Strategy:
             return device
         return torch.device(device_type)
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        """The context in which `configure_model` builds layers."""
+    def init_context(self, module: TrainModule, values_follow: bool) -> AbstractContextManager[Any]:
+        """The context in which `configure_model` builds layers. `values_follow`: those of a checkpoint will be loaded."""
         return self.precision.init_context()
 
     def setup_module(self, module: TrainModule, for_training: bool) -> None:
@@ -174,25 +180,32 @@ class Strategy:
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def module_state(self) -> dict[str, torch.Tensor]:
-        """Weights and buffers by name: the keys of the plain module, under every strategy."""
-        return self.module.state_dict()
+    def module_state(self) -> dict[str, torch.Tensor | Shard]:
+        """Weights and buffers by name, in the keys of the plain module; of a tensor that is divided, this process's part.
 
-    def load_module_state(self, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+        Where master weights are kept in another dtype, these.
+        """
+        return {**self.module.state_dict()}
+
+    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
         """Take weights from `module_state` of any strategy.
 
         Raises:
             CheckpointError: names or shapes differ from the module's.
         """
-        load_weights(self.module, state, strict)
+        load_weights(self.module, {name: whole(value) for name, value in state.items()}, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's `state_dict`."""
-        return optimizer.state_dict()
+        """The optimizer's `state_dict` by names of parameters, and its kind; see `trainer.optimizer_state`."""
+        return state_by_name(self.module, optimizer, optimizer.state_dict())
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take back what `optimizer_state` gave."""
-        optimizer.load_state_dict(state)
+        """Take back what `optimizer_state` of any strategy gave.
+
+        Raises:
+            CheckpointError: it is that of another kind of optimizer, or of other parameters.
+        """
+        optimizer.load_state_dict(state_by_position(self.module, optimizer, state))
 
     def teardown(self) -> None:
         """Let go of the wrapper and leave the other processes. The module keeps its weights, on its device."""

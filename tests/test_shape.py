@@ -37,8 +37,9 @@ MOST_LINES_OF_A_FILE = 400
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "progress", "signatures"),
-    ("advice", "hyperparameters", "log_arguments", "optimizers", "precision", "weights", "runtime", "runtime.*"),
+    ("advice", "blocks", "hyperparameters", "log_arguments", "optimizers", "precision", "weights", "runtime", "runtime.*"),
     ("checkpoint", "checkpoint.*"),
+    ("optimizer_state",),
     ("data", "data.*", "metrics", "module"),
     ("strategies.base", "callbacks.base"),
     ("strategies.distributed", "metric_state", "module_check", "windows"),

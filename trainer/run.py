@@ -223,13 +223,14 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     lock_folders(trainer)
     _write_config(trainer)
     # "last" has been verified when it was found.
-    checkpoint = read_run(path, verify=ckpt_path != "last") if path is not None else None
+    verify = ckpt_path != "last"
+    checkpoint = read_run(path, verify, strategy.sharded, strategy) if path is not None else None
     _seed(trainer, checkpoint)
     _prepare_data(trainer)
     if trainer.datamodule is not None:
         trainer.datamodule.setup(stage)
     trainer.hooks.setup(trainer, module, stage)
-    with strategy.init_context():
+    with strategy.init_context(module, values_follow=checkpoint is not None):
         module.configure_model()
     if checkpoint is not None:
         trainer.hooks.on_load_checkpoint(trainer, module, checkpoint)

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.checkpoint.content import hand_over
-from trainer.checkpoint.format import write_checkpoint
+from trainer.checkpoint.write import write_checkpoint
 from trainer.data.batch import Batch
 from trainer.data.datamodule import DataModule
 from trainer.describe import describe

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from trainer.checkpoint import disk
-from trainer.checkpoint.format import read_checkpoint, verify_checkpoint, write_checkpoint
+from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.write import write_checkpoint
 from trainer.errors import CheckpointError
 
 ROUNDS = 20
@@ -25,7 +26,7 @@ WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from trainer.checkpoint.format import write_checkpoint
+from trainer.checkpoint.write import write_checkpoint
 
 def state(number):
     return {

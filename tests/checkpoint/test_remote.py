@@ -18,16 +18,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import (
-    is_committed,
-    read_checkpoint,
-    read_metadata,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from trainer.checkpoint.format import is_committed, read_checkpoint, read_metadata, verify_checkpoint
 from trainer.checkpoint.place import place_of
 from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.write import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError
 
 

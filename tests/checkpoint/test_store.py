@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint.format import read_checkpoint, write_checkpoint
+from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.store import CheckpointStore, locate
+from trainer.checkpoint.write import write_checkpoint
 from trainer.errors import CheckpointError
 
 

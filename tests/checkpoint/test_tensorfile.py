@@ -31,7 +31,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 
 def read(data: bytes, expected: dict[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    return read_tensors(HashedReader(io.BytesIO(data), False, "x"), len(data), expected, "x")
+    return dict(read_tensors(HashedReader(io.BytesIO(data), False, "x"), len(data), expected, "x"))
 
 
 def described(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:

@@ -29,7 +29,7 @@ class Point:
 
 
 def round_trip(value: Any) -> Any:
-    data, tensors = split(value, "value")
+    data, tensors, *_ = split(value, "value")
     return join(from_json(to_json(data), "value"), lambda info: tensors[info.name], "value")
 
 
@@ -74,7 +74,9 @@ def test_reserved_names_in_user_data_are_not_misread(key: str, assert_same: Same
 
 def test_tensor_names_are_the_keys_and_paths() -> None:
     one = torch.ones
-    _, tensors = split({"a.b": one(1), "a": {"b": one(2)}, "c": [one(3), {4: one(4)}], "__metadata__": one(5)}, "model")
+    _, tensors, *_ = split(
+        {"a.b": one(1), "a": {"b": one(2)}, "c": [one(3), {4: one(4)}], "__metadata__": one(5)}, "model"
+    )
     assert {name: len(tensor) for name, tensor in tensors.items()} == {
         "a.b": 1,
         "a.b#2": 2,

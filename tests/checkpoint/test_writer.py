@@ -145,7 +145,7 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_split_state_does_not_share_its_containers() -> None:
     """What makes the copy of everything but the tensors."""
     given: dict[str, Any] = {"a": [1, {"b": (2, [3])}]}
-    data, _ = split(given, "state")
+    data = split(given, "state").data
     given["a"][1]["b"][1].append(4)
     given["a"].append(5)
     assert data == {"a": [1, {"b": {"$tuple": [2, [3]]}}]}

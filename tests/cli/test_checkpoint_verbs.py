@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.harness import run_python
-from trainer.checkpoint.format import write_checkpoint
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.write import write_checkpoint
 from trainer.cli.checkpoint import EXAMPLES, VERBS
 from trainer.cli.main import main
 from trainer.testing import flip_byte, largest_file, truncate

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint.format import write_checkpoint
 from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.write import write_checkpoint
 from trainer.errors import CheckpointError
 from trainer.testing import compare_runs, each_damage, flip_byte, truncate
 

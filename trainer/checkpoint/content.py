@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from trainer.callbacks.base import Callback
 from trainer.errors import CheckpointError
@@ -23,7 +21,7 @@ log = logging.getLogger("trainer")
 
 
 def collect(trainer: Trainer) -> dict[str, Any]:
-    """The whole state of a run as data. Collective: every rank calls it; the result is meant for rank 0 to write."""
+    """The whole state of a run as data; of tensors that are divided, this process's part. Collective."""
     strategy = trainer.strategy
     strategy.synchronize_buffers()
     own = {
@@ -34,10 +32,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
     per_rank = strategy.gather_objects(own)
     return {
         "model": strategy.module_state(),
-        "optimizers": [
-            state_by_name(trainer.module, optimizer, strategy.optimizer_state(optimizer))
-            for optimizer in trainer.optimizers
-        ],
+        "optimizers": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in trainer.scheduler_configs],
         "scaler": strategy.scaler.state_dict() if strategy.scaler is not None else {},
         "progress": trainer.progress.state_dict(),
@@ -66,18 +61,20 @@ def hand_over(
     begun = trainer.begin_save()
     state = collect(trainer)
     trainer.hooks.on_save_checkpoint(trainer, trainer.module, state)
-    problem = None
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             logger.flush()
+    problem = None
+    if trainer.is_global_zero or trainer.strategy.sharded:
         try:
             write(state, {"step": trainer.global_step, "epoch": trainer.current_epoch, **info})
         except Exception as error:
             problem = error
-    problem = trainer.strategy.broadcast_object(problem)
+    problems = trainer.strategy.gather_objects(problem)
     trainer.end_save(begun)
-    if problem is not None:
-        raise problem
+    for problem in problems:
+        if problem is not None:
+            raise problem
 
 
 def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -90,7 +87,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     _same_number("optimizers", checkpoint["optimizers"], trainer.optimizers)
     _same_number("schedulers", checkpoint["schedulers"], trainer.scheduler_configs)
     for optimizer, state in zip(trainer.optimizers, checkpoint["optimizers"], strict=True):
-        strategy.load_optimizer_state(optimizer, state_by_position(trainer.module, optimizer, state))
+        strategy.load_optimizer_state(optimizer, state)
     for config, state in zip(trainer.scheduler_configs, checkpoint["schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     if strategy.scaler is not None and checkpoint["scaler"]:
@@ -147,61 +144,6 @@ def keyed(callbacks: list[Callback]) -> dict[str, Callback]:
             key = f"{callback.state_key}-{number}"
         by_key[key] = callback
     return by_key
-
-
-def state_by_name(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict` with parameters called by their names in the module, instead of by position.
-
-    Raises:
-        CheckpointError: the optimizer has a parameter that is not in the module.
-    """
-    names = _names(module, optimizer)
-    position_to_name = dict(enumerate(name for group in names for name in group))
-    groups = [{**group, "params": group_names} for group, group_names in zip(state["param_groups"], names, strict=True)]
-    return {
-        "kind": type(optimizer).__name__,
-        "state": {position_to_name[position]: values for position, values in state["state"].items()},
-        "param_groups": groups,
-    }
-
-
-def state_by_position(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `state_by_name`, for this optimizer's own parameters.
-
-    Raises:
-        CheckpointError: the optimizer is of another kind, or has other parameters.
-    """
-    kind = type(optimizer).__name__
-    if state["kind"] != kind:
-        raise CheckpointError(
-            f"the checkpoint holds the state of {state['kind']}, but configure_optimizers gave {kind}. Use the same "
-            "optimizer; to start a new training from these weights, use load_from_checkpoint and fit without ckpt_path."
-        )
-    names = _names(module, optimizer)
-    saved = [group["params"] for group in state["param_groups"]]
-    if sorted(map(sorted, names)) != sorted(map(sorted, saved)):
-        ours, theirs = {n for group in names for n in group}, {n for group in saved for n in group}
-        difference = sorted(ours ^ theirs)[:3] or "the grouping"
-        raise CheckpointError(f"the parameters of {kind} differ from the checkpoint's: {difference}.")
-    position = {name: i for i, name in enumerate(name for group in names for name in group)}
-    groups = []
-    for group_names in names:
-        group = next(group for group in state["param_groups"] if sorted(group["params"]) == sorted(group_names))
-        groups.append({**group, "params": [position[name] for name in group_names]})
-    return {"state": {position[name]: values for name, values in state["state"].items()}, "param_groups": groups}
-
-
-def _names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of each group's parameters, in the optimizer's order."""
-    name_of = {parameter: name for name, parameter in module.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in name_of:
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not in "
-                    f"{type(module).__name__}, so it would not be saved. Make it an attribute of the module."
-                )
-    return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _same_number(what: str, saved: list[Any], current: list[Any]) -> None:

@@ -20,11 +20,11 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO
 
 from trainer.errors import CheckpointError
 from trainer.runtime.faults import fault_point
@@ -38,10 +38,6 @@ class FileEntry:
 
     bytes: int
     sha256: str
-
-
-WriteFile: TypeAlias = Callable[[str, Iterable["bytes | memoryview"]], FileEntry]
-"""Writes a file of a new folder: its name, its contents."""
 
 
 class WriteError(CheckpointError):
@@ -130,8 +126,8 @@ def replace_file(path: Path, contents: bytes) -> None:
 
 
 @contextmanager
-def new_folder(final: Path, replace: bool) -> Iterator[WriteFile]:
-    """The files that are written in the block appear at `final` together, at its end, or not at all.
+def new_folder(final: Path, replace: bool) -> Iterator[Path]:
+    """A temporary folder: what is written into it in the block appears at `final` at its end, or not at all.
 
     Args:
         replace: there is a folder at `final`, which is to be replaced.
@@ -143,7 +139,7 @@ def new_folder(final: Path, replace: bool) -> Iterator[WriteFile]:
     try:
         make_folder(final.parent)
         temporary.mkdir()
-        yield lambda name, chunks: write_file(temporary / name, chunks)
+        yield temporary
         publish_folder(temporary, final, replace)
     except OSError as error:
         raise WriteError(_write_failure(final, temporary, error)) from error

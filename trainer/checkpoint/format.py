@@ -1,6 +1,7 @@
 """A checkpoint is a folder: tensors in safetensors, the rest in JSON, and a manifest that makes it valid.
 
     <name>/<key>.safetensors    one for each top-level key with tensors; in model.safetensors, the state_dict's keys
+    <name>/<key>.00001.safetensors    process 1's elements of tensors that are divided among processes, each flattened
     <name>/checkpoint.json      everything that is not a tensor, with references to the tensors (see tree.py)
     <name>/manifest.json        format, version, a small "info" for listings, and size and SHA-256 of every other file
 
@@ -11,19 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk import FileEntry, WriteFile
-from trainer.checkpoint.place import Place, check_entry, new_folder, occupied, open_entry, place_of, read_small_file
-from trainer.checkpoint.tensorfile import file_chunks, read_tensors
-from trainer.checkpoint.tree import TensorInfo, from_json, join, split, to_json
+from trainer.checkpoint.disk import FileEntry
+from trainer.checkpoint.lazy import FileTensor, Source
+from trainer.checkpoint.place import Place, check_entry, open_entry, place_of, read_small_file
+from trainer.checkpoint.shards import Extent
+from trainer.checkpoint.tensorfile import find_tensors, read_tensors
+from trainer.checkpoint.together import ALONE, Peers
+from trainer.checkpoint.tree import TensorInfo, from_json, join
 from trainer.errors import CheckpointError, did_you_mean
-from trainer.runtime.faults import fault_point
 
 FORMAT = "exact-trainer checkpoint"
 VERSION = 1
@@ -31,8 +35,9 @@ DATA_FILE = "checkpoint.json"
 MANIFEST_FILE = "manifest.json"
 
 _MAX_MANIFEST = 16 << 20
-_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
-_FILE = re.compile(rf"{re.escape(DATA_FILE)}|{_KEY.pattern}\.safetensors")
+KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
+"""What a top-level key may be."""
+_FILE = re.compile(rf"{re.escape(DATA_FILE)}|{KEY.pattern}(\.[0-9]{{5,}})?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -42,55 +47,6 @@ class Manifest:
     info: dict[str, Any]
     """What `write_checkpoint` was given as `info`."""
     files: dict[str, FileEntry]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A state that can be stored: encoded, and its tensors, which are still where they were."""
-
-    data: dict[str, Any]
-    tensors: dict[str, dict[str, torch.Tensor]]
-    """By top-level key and name."""
-    info: Any
-
-
-def write_checkpoint(
-    path: str | Place, state: Mapping[str, Any], *, info: Mapping[str, Any] | None = None, overwrite: bool = False
-) -> None:
-    """Write `state` as a checkpoint that is at `path` as a whole and on the disk when this returns.
-
-    Tensors are written from where they are, one at a time; those on another device pass through the CPU. Entries of the
-    same top-level key that are the same memory (tied weights) are stored once.
-
-    Args:
-        path: the folder to create, or its URL (s3://...); missing parents are created.
-        state: nested data: None, bool, int, float, str, list, tuple, dict, torch.Tensor. Top-level keys name files.
-        info: small data without tensors, for listings: {"step": 1000, "epoch": 2, "metrics": {...}}.
-        overwrite: replace the checkpoint that is at `path`. Until the new one is complete the old one stays. Not on a
-            remote place.
-
-    Raises:
-        CheckpointError: something in `state` or `info` cannot be stored (names each field); `path` exists. WriteError:
-            the disk is full or refuses. No partial checkpoint is left, and what was at `path` is unchanged.
-    """
-    write_prepared(path, prepare(state, info), overwrite)
-
-
-def prepare(state: Mapping[str, Any], info: Mapping[str, Any] | None = None) -> Prepared:
-    """Encode what `write_checkpoint` is given; later changes to it, but for the contents of tensors, have no effect.
-
-    Raises:
-        CheckpointError: something cannot be stored; names each field.
-    """
-    data, tensors = _split_state(state)
-    return Prepared(data, tensors, split(dict(info or {}), "info", allow_tensors=False)[0])
-
-
-def write_prepared(path: str | Place, prepared: Prepared, overwrite: bool = False) -> None:
-    """The second half of `write_checkpoint`."""
-    final = place_of(path)
-    with new_folder(final, _check_destination(final, overwrite)) as write:
-        _write_files(write, prepared)
 
 
 def read_checkpoint(path: str | Place, keys: Collection[str] | None = None, verify: bool = True) -> dict[str, Any]:
@@ -114,6 +70,31 @@ def read_checkpoint(path: str | Place, keys: Collection[str] | None = None, veri
         key: _read_key(folder, manifest, key, content, verify)
         for key, content in data.items()
         if keys is None or key in keys
+    }
+
+
+def open_checkpoint(path: str | Place, lazy: Collection[str], verify: bool, peers: Peers = ALONE) -> dict[str, Any]:
+    """As `read_checkpoint`, but the tensors of the top-level keys `lazy` are `StoredTensor`s, which are read later.
+
+    Args:
+        verify: check the hashes of all files first, divided among the `peers`, who all call this.
+
+    Raises:
+        CheckpointError: on all of them.
+    """
+    folder = _existing(place_of(path))
+    manifest = read_manifest(folder)
+    if verify:
+        own = list(manifest.files.items())[peers.rank :: peers.world_size]
+        found = [problem for name, entry in own if (problem := check_entry(folder / name, entry, True))]
+        problems = [problem for of_one in peers.gather_objects(found) for problem in of_one]
+        if problems:
+            raise CheckpointError("\n".join(problems))
+    return {
+        key: _open_key(folder, manifest, key, content)
+        if key in lazy
+        else _read_key(folder, manifest, key, content, False)
+        for key, content in _read_data(folder, manifest, verify).items()
     }
 
 
@@ -147,7 +128,7 @@ def read_manifest(path: str | Place) -> Manifest:
             f"{VERSION}). Upgrade with: pip install --upgrade exact-trainer"
         )
     body.pop("seal", None)
-    if text != _sealed(body):
+    if text != sealed(body):
         raise CheckpointError(f"{place} is damaged: its checksum is not that of its contents")
     return _parse_manifest(body, place)
 
@@ -194,56 +175,7 @@ def checkpoints_in(folder: Place) -> list[Place]:
     return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and is_committed(path))
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def _split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """JSON-ready data by top-level key, and tensors by top-level key and name."""
-    data: dict[str, Any] = {}
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    problems = []
-    for key, value in state.items():
-        if not isinstance(key, str) or not _KEY.fullmatch(key) or key.lower() in (other.lower() for other in data):
-            raise CheckpointError(
-                f"{key!r} cannot be a top-level key of a checkpoint: it names a file, so it must begin with a letter, "
-                "have only letters, digits, '_' and '-', and differ from the others in more than upper and lower case"
-            )
-        try:
-            data[key], groups[key] = split(value, key)
-        except CheckpointError as error:
-            problems.append(str(error))
-    if problems:
-        raise CheckpointError("\n".join(problems))
-    return data, groups
-
-
-def _check_destination(final: Place, overwrite: bool) -> bool:
-    """Whether there is a checkpoint to replace."""
-    if not final.name or final.name.startswith("."):
-        raise CheckpointError(f"{str(final)!r} is no name for a checkpoint: give one that does not begin with '.'")
-    if not occupied(final, MANIFEST_FILE):
-        return False
-    if not overwrite:
-        raise CheckpointError(f"{final} exists. Give another name, or overwrite=True to replace it.")
-    if final.is_symlink() or not is_committed(final):
-        raise CheckpointError(f"{final} exists and is not a checkpoint, so it is not overwritten. Give another name.")
-    return True
-
-
-def _write_files(write: WriteFile, prepared: Prepared) -> None:
-    files: dict[str, FileEntry] = {}
-    for key, tensors in prepared.tensors.items():
-        if tensors:
-            name = f"{key}.safetensors"
-            files[name] = write(name, file_chunks(tensors))
-    files[DATA_FILE] = write(DATA_FILE, [to_json(prepared.data)])
-    entries = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in files.items()}
-    manifest = {"format": FORMAT, "version": VERSION, "info": prepared.info, "files": entries}
-    fault_point("before_manifest")
-    write(MANIFEST_FILE, [_sealed(manifest)])
-
-
-def _sealed(body: dict[str, Any]) -> bytes:
+def sealed(body: dict[str, Any]) -> bytes:
     """The manifest's text, with a checksum of its own: one changed bit anywhere in it is noticed."""
     seal = hashlib.sha256(json.dumps(body, indent=2).encode("ascii")).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=2) + "\n").encode("ascii")
@@ -307,23 +239,72 @@ def _read_data(folder: Place, manifest: Manifest, verify: bool) -> dict[str, Any
 
 
 def _read_key(folder: Place, manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
-    place = _place(folder, key)
-    expected: dict[str, TensorInfo] = {}
+    infos = _infos(folder, key, content)
+    tensors: dict[str, torch.Tensor] = {}
+    for info in infos.values():
+        if info.parts:
+            tensors[info.name] = torch.zeros(info.shape, dtype=info.dtype)
+    for name, (expected, extents) in _files_of(folder, manifest, infos, key).items():
+        entry = manifest.files[name]
+        with open_entry(folder / name, entry, verify) as reader:
+            for tensor_name, tensor in read_tensors(reader, entry.bytes, expected, str(folder / name)):
+                if tensor_name in extents:
+                    extent = extents[tensor_name]
+                    extent.view_in(tensors[tensor_name]).copy_(tensor.view(extent.count, extent.length))
+                else:
+                    tensors[tensor_name] = tensor
+    return join(content, lambda info: tensors[info.name], _place(folder, key))
+
+
+def _open_key(folder: Place, manifest: Manifest, key: str, content: Any) -> Any:
+    infos = _infos(folder, key, content)
+    sources: dict[str, list[Source]] = {name: [] for name in infos}
+    for name, (expected, extents) in _files_of(folder, manifest, infos, key).items():
+        entry = manifest.files[name]
+        with open_entry(folder / name, entry, hashing=False) as reader:
+            places = find_tensors(reader, entry.bytes, expected, str(folder / name))
+        for tensor_name, offset in places.items():
+            extent = extents.get(tensor_name, Extent(0, math.prod(infos[tensor_name].shape)))
+            sources[tensor_name].append(Source(folder / name, offset, extent))
+    tensors = {info.name: FileTensor(info.name, info.shape, info.dtype, sources[info.name]) for info in infos.values()}
+    return join(content, lambda info: tensors[info.name], _place(folder, key))
+
+
+def _infos(folder: Place, key: str, content: Any) -> dict[str, TensorInfo]:
+    """The tensors of a top-level key by name."""
+    infos: dict[str, TensorInfo] = {}
 
     def note(info: TensorInfo) -> None:
-        if expected.setdefault(info.name, info) != info:
-            raise CheckpointError(f"{place} refers to the tensor {info.name!r} in two different ways")
+        if infos.setdefault(info.name, info) != info:
+            raise CheckpointError(f"{_place(folder, key)} refers to the tensor {info.name!r} in two different ways")
 
-    plain = join(content, note, place)
-    name = f"{key}.safetensors"
-    entry = manifest.files.get(name)
-    if entry is None:
-        if expected:
-            raise CheckpointError(f"{place} refers to tensors, but the manifest has no {name}")
-        return plain
-    with open_entry(folder / name, entry, verify) as reader:
-        tensors = read_tensors(reader, entry.bytes, expected, str(folder / name))
-    return join(content, lambda info: tensors[info.name], place)
+    join(content, note, _place(folder, key))
+    return infos
+
+
+def _files_of(
+    folder: Place, manifest: Manifest, infos: dict[str, TensorInfo], key: str
+) -> dict[str, tuple[dict[str, TensorInfo], dict[str, Extent]]]:
+    """By file: what its header has to say, and which elements of divided tensors are in it."""
+    files: dict[str, tuple[dict[str, TensorInfo], dict[str, Extent]]] = {
+        name: ({}, {}) for name in manifest.files if name.partition(".")[0] == key and name != DATA_FILE
+    }
+    for info in infos.values():
+        if not info.parts:
+            files.setdefault(f"{key}.safetensors", ({}, {}))[0][info.name] = info
+        for number, extent in info.parts:
+            expected, extents = files.setdefault(part_file(key, number), ({}, {}))
+            expected[info.name] = TensorInfo(info.name, info.dtype, (extent.numel,))
+            extents[info.name] = extent
+    missing = next((name for name in files if name not in manifest.files), None)
+    if missing is not None:
+        raise CheckpointError(f"{_place(folder, key)} refers to tensors, but the manifest has no {missing}")
+    return files
+
+
+def part_file(key: str, rank: int) -> str:
+    """The file with the elements that process `rank` has of the divided tensors of a top-level key."""
+    return f"{key}.{rank:05}.safetensors"
 
 
 def _place(folder: Place, key: str) -> str:

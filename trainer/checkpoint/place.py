@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
 from trainer.checkpoint import disk, remote
-from trainer.checkpoint.disk import FileEntry, WriteFile
+from trainer.checkpoint.disk import FileEntry
 from trainer.checkpoint.remote import RemotePath
 from trainer.errors import CheckpointError, ConfigError
 
@@ -40,13 +40,18 @@ def place_of(path: str | Place) -> Place:
     return RemotePath(str(path).rstrip("/"))
 
 
-def new_folder(final: Place, replace: bool) -> AbstractContextManager[WriteFile]:
-    """The files that are written in the block, the one that makes it valid last, appear at `final` as a whole.
+def new_folder(final: Place, replace: bool) -> AbstractContextManager[Place]:
+    """The files that are written into the folder it gives appear at `final` as a whole; the one that makes it valid last.
 
     Raises:
         WriteError: they do not; what was there before is unchanged.
     """
     return remote.new_folder(final, replace) if isinstance(final, RemotePath) else disk.new_folder(final, replace)
+
+
+def write_file(path: Place, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write a new file of such a folder, hashing on the way."""
+    return remote.write_file(path, chunks) if isinstance(path, RemotePath) else disk.write_file(path, chunks)
 
 
 def replace_file(path: Place, contents: bytes) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from trainer.checkpoint.disk import FileEntry, WriteError, WriteFile
+from trainer.checkpoint.disk import FileEntry, WriteError
 from trainer.errors import CheckpointError, ConfigError
 from trainer.runtime.faults import fault_point
 
@@ -121,8 +121,8 @@ def _store(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def new_folder(final: RemotePath, replace: bool) -> Iterator[WriteFile]:
-    """The files that are written in the block are in the store when it ends; the last one makes the folder valid.
+def new_folder(final: RemotePath, replace: bool) -> Iterator[RemotePath]:
+    """`final` itself: files are written in place, and the last one makes the folder valid.
 
     Raises:
         WriteError: the store refuses; what is there has no manifest. Or `replace`: nothing can be replaced in one step.
@@ -135,7 +135,7 @@ def new_folder(final: RemotePath, replace: bool) -> Iterator[WriteFile]:
         _clear(final)
         with final._open_store() as (store, path), suppress(OSError, NotImplementedError):
             store.makedirs(path, exist_ok=True)  # where folders have to be made; else no matter
-        yield lambda name, chunks: write_file(final / name, chunks)
+        yield final
     except OSError as error:
         raise WriteError(
             f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints are unchanged; what "

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.place import Place
+from trainer.checkpoint.together import ALONE, Peers
 from trainer.errors import CheckpointError
 from trainer.progress import Progress
 
@@ -36,13 +37,23 @@ KINDS: dict[str, tuple[type, ...]] = {
 PER_PROCESS = ("rng", "loader", "metrics")
 
 
-def read_run(path: str | Place, verify: bool = True) -> dict[str, Any]:
+DIVIDED = ("model", "optimizers")
+"""Keys whose tensors may be divided among processes, because none has room for the whole."""
+
+
+def read_run(path: str | Place, verify: bool = True, divided: bool = False, peers: Peers = ALONE) -> dict[str, Any]:
     """As `read_checkpoint`, of one that a Trainer wrote.
+
+    Args:
+        path: the checkpoint's folder.
+        verify: check the hashes of its files.
+        divided: leave the tensors of `DIVIDED` in the files, as `StoredTensor`s; the `peers` all call this, and share
+            the work of verifying.
 
     Raises:
         CheckpointError: it cannot be read; or something is missing in it, or is not what a Trainer writes.
     """
-    checkpoint = read_checkpoint(path, verify=verify)
+    checkpoint = open_checkpoint(path, DIVIDED, verify, peers) if divided else read_checkpoint(path, verify=verify)
     problems = []
     for name, kinds in KINDS.items():
         if name not in checkpoint:

@@ -81,22 +81,44 @@ def file_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryv
             yield view[start : start + _CHUNK]
 
 
-def read_tensors(source: Source, size: int, expected: Mapping[str, TensorInfo], where: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file of `size` bytes, on the CPU, each in memory of its own.
+def read_tensors(
+    source: Source, size: int, expected: Mapping[str, TensorInfo], where: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file of `size` bytes, one after the other, on the CPU, each in memory of its own.
 
     Nothing is allocated before the header is found to describe exactly the `expected` tensors and to fit the size.
 
     Raises:
         CheckpointError: it does not.
     """
+    names, _ = _read_header(source, size, expected, where)
+    for name in names:
+        yield name, _read_tensor(source, expected[name], where)
+
+
+def find_tensors(source: Source, size: int, expected: Mapping[str, TensorInfo], where: str) -> dict[str, int]:
+    """Where the tensors of a safetensors file begin, in bytes from its start. Checks as `read_tensors` does.
+
+    Raises:
+        CheckpointError: the header does not describe exactly the `expected` tensors, or does not fit the size.
+    """
+    names, position = _read_header(source, size, expected, where)
+    places = {}
+    for name in names:
+        places[name] = position
+        position += _size(expected[name])
+    return places
+
+
+def _read_header(source: Source, size: int, expected: Mapping[str, TensorInfo], where: str) -> tuple[list[str], int]:
+    """The names in the order of their bytes, and where the first one begins."""
     if size < 8:
         raise _error(where, "it is too short for a safetensors file")
     length = int.from_bytes(source.read(8), "little")
     if length > min(size - 8, MAX_HEADER):
         raise _error(where, f"it is not a safetensors file (a header of {length} bytes)")
     header = from_json(source.read(length), f"the header of {where}")
-    names = _checked_order(header, size - 8 - length, expected, where)
-    return {name: _read_tensor(source, expected[name], where) for name in names}
+    return _checked_order(header, size - 8 - length, expected, where), 8 + length
 
 
 def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], where: str) -> list[str]:

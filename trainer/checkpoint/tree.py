@@ -3,6 +3,7 @@
 What JSON cannot say is an object with one key that begins with `$`:
 
     {"$tensor": name, "dtype": "float32", "shape": [2, 3]}     a tensor; the same name twice is the same tensor
+      ... "parts": [[file, start, length, stride, count], ...]    and one whose elements are in several files
     {"$tuple": [...]}   {"$items": [[key, value], ...]}        a tuple; a dict whose keys are not plain strings
     {"$counter": [[key, value], ...]}                          a collections.Counter, which MultiStepLR keeps
     {"$float": "nan"}   {"$int": "0x..."}                      nan and infinities; integers beyond 64 bits
@@ -20,10 +21,11 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from trainer.checkpoint.shards import Extent, Shard
 from trainer.errors import CheckpointError
 
 MAX_DEPTH = 100
@@ -65,14 +67,29 @@ class TensorInfo:
     """Its name in the safetensors file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
+    parts: tuple[tuple[int, Extent], ...] = ()
+    """The numbers of the files that hold it, if it is divided, and which elements each of them has."""
 
 
-def split(value: Any, where: str, allow_tensors: bool = True) -> tuple[Any, dict[str, torch.Tensor]]:
+class Split(NamedTuple):
+    """What `split` makes of a value."""
+
+    data: Any
+    """Ready for JSON."""
+    tensors: dict[str, torch.Tensor]
+    """The whole tensors, by the names that `data` refers to."""
+    shards: dict[str, Shard]
+    """Of those that are divided, this process's part."""
+    parts: dict[str, list[list[int]]]
+    """Lists in `data`, still empty: where the parts of these are to be named."""
+
+
+def split(value: Any, where: str, allow_tensors: bool = True) -> Split:
     """`value` as JSON-ready data, and its tensors by name; nothing is copied.
 
     Tensors that are the same memory (same storage, offset, shape and strides) get one name. A tensor directly in the
     dict `value` keeps its key as its name; a deeper one is called by its path, as in "0.state.3.exp_avg". Subclasses of
-    dict become dicts, except Counter; nn.Parameter becomes a plain tensor.
+    dict become dicts, except Counter; nn.Parameter becomes a plain tensor. The same `Shard` object twice is one tensor.
 
     Args:
         where: what to call `value` in messages.
@@ -89,7 +106,7 @@ def split(value: Any, where: str, allow_tensors: bool = True) -> tuple[Any, dict
     if refused:
         shown = "".join(f"\n  - {problem}" for problem in refused[:20])
         raise CheckpointError(f"cannot store {len(refused)} fields. {_ALLOWED}.{shown}")
-    return data, splitter.tensors
+    return Split(data, splitter.tensors, splitter.shards, splitter.parts)
 
 
 def join(data: Any, take: Callable[[TensorInfo], Any], where: str) -> Any:
@@ -128,6 +145,8 @@ class _Splitter:
 
     def __init__(self, root: Any, where: str, allow_tensors: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.shards: dict[str, Shard] = {}
+        self.parts: dict[str, list[list[int]]] = {}
         self.refused: list[str] = []
         self._allow_tensors = allow_tensors
         self._where = where
@@ -137,8 +156,9 @@ class _Splitter:
         self._own_names: set[str] = set()
         if isinstance(root, dict):
             # Other programs look for a state_dict's keys: a deeper tensor must not take such a name.
-            keys = (key for key, value in root.items() if type(key) is str and isinstance(value, torch.Tensor))
+            keys = (key for key, value in root.items() if type(key) is str and isinstance(value, (torch.Tensor, Shard)))
             self._own_names = {key for key in keys if key == _utf8(key) and key != "__metadata__"}
+        self._reserved = {*self._own_names, "__metadata__"}
 
     def encode(self, value: Any) -> Any:
         kind = type(value)
@@ -150,6 +170,8 @@ class _Splitter:
             return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if kind is Shard:
+            return self._shard(value)
         if kind is list:
             return self._container(value, self._list)
         if kind is tuple:
@@ -211,13 +233,25 @@ class _Splitter:
             self._name_of[memory] = name
         return {"$tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
+    def _shard(self, shard: Shard) -> Any:
+        problem = _tensor_problem(shard.local)
+        if not self._allow_tensors or problem:
+            self._refuse(problem or "part of a tensor, which cannot be here")
+            return None
+        name = self._name_of.get(id(shard))
+        if name is None:
+            name = self._name_of[id(shard)] = self._new_name()
+            self.shards[name], self.parts[name] = shard, []
+        dtype = str(shard.local.dtype).removeprefix("torch.")
+        return {"$tensor": name, "dtype": dtype, "shape": list(shard.shape), "parts": self.parts[name]}
+
     def _new_name(self) -> str:
         path = self._path or [self._where]
         name = _utf8(".".join(str(key) for key in path))
         if path == [name] and name in self._own_names:
             return name
         candidate, number = name, 1
-        while candidate in self.tensors or candidate in self._own_names or candidate == "__metadata__":
+        while candidate in self.tensors or candidate in self.shards or candidate in self._reserved:
             number += 1
             candidate = f"{name}#{number}"
         return candidate
@@ -274,7 +308,7 @@ class _Joiner:
     def _tensor(self, data: dict[str, Any]) -> TensorInfo:
         name, dtype, shape = data["$tensor"], data.get("dtype"), data.get("shape")
         if (
-            len(data) != 3
+            data.keys() - {"parts"} != {"$tensor", "dtype", "shape"}
             or not isinstance(name, str)
             or not isinstance(dtype, str)
             or dtype not in DTYPES
@@ -282,7 +316,24 @@ class _Joiner:
             or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
         ):
             raise self._error(f"the reference to the tensor {name!r} is malformed")
-        return TensorInfo(name, DTYPES[dtype], tuple(shape))
+        parts = self._parts(data["parts"], math.prod(shape), name) if "parts" in data else ()
+        return TensorInfo(name, DTYPES[dtype], tuple(shape), parts)
+
+    def _parts(self, parts: Any, numel: int, name: str) -> tuple[tuple[int, Extent], ...]:
+        """Parts that together have as many elements as the tensor, all of them inside it."""
+        found = []
+        for part in parts if isinstance(parts, list) else [None]:
+            if (
+                not isinstance(part, list)
+                or len(part) != 5
+                or any(type(n) is not int or not 0 <= n < 2**63 for n in part)
+            ):
+                raise self._error(f"a part of the tensor {name!r} is malformed")
+            found.append((part[0], Extent(*part[1:])))
+        outside = any(extent.end > numel or extent.overlaps_itself() for _, extent in found)
+        if outside or sum(extent.numel for _, extent in found) != numel:
+            raise self._error(f"the parts of the tensor {name!r} are not the whole of it")
+        return tuple(found)
 
     def _error(self, problem: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: {problem}. It is damaged, or was not written by this package")

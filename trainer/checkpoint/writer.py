@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import Prepared, prepare, write_prepared
 from trainer.checkpoint.place import Place
 from trainer.checkpoint.tensorfile import flat_bytes
+from trainer.checkpoint.together import ALONE, Peers
+from trainer.checkpoint.write import Prepared, prepare, write_prepared
 from trainer.errors import CheckpointError
 
 log = logging.getLogger("trainer")
@@ -38,22 +39,25 @@ class BackgroundWriter:
         state: Mapping[str, Any],
         info: Mapping[str, Any] | None,
         afterwards: Callable[[], None],
+        peers: Peers = ALONE,
+        thread_peers: Peers = ALONE,
     ) -> None:
         """Copy `state` into memory, and write it while the caller goes on. The write before must have been waited for.
 
         Args:
-            path, state, info: as for `write_checkpoint`.
+            path, state, info, peers: as for `write_checkpoint`.
             afterwards: called by the thread when the checkpoint is committed; its errors count as errors of the write.
+            thread_peers: the same processes, for the thread: it must not use what training uses.
 
         Raises:
             CheckpointError: something in `state` cannot be stored.
         """
         assert self._thread is None, "wait() comes first"
-        prepared = prepare(state, info)
-        copy = replace(prepared, tensors=self._memory.copy(prepared.tensors))
+        prepared = prepare(state, info, peers)
+        copy = replace(prepared, files=self._memory.copy(prepared.files))
         # Not a daemon: Python waits for it at its end, and the checkpoint is whole.
         self._thread = threading.Thread(
-            target=self._write, args=(path, copy, self._memory.wait, afterwards), name="checkpoint-writer"
+            target=self._write, args=(path, copy, thread_peers, afterwards), name="checkpoint-writer"
         )
         self._thread.start()
 
@@ -83,12 +87,10 @@ class BackgroundWriter:
         self.wait()
         self._memory.release()
 
-    def _write(
-        self, path: str | Place, prepared: Prepared, wait_for_copy: Callable[[], None], afterwards: Callable[[], None]
-    ) -> None:
+    def _write(self, path: str | Place, prepared: Prepared, peers: Peers, afterwards: Callable[[], None]) -> None:
         try:
-            wait_for_copy()
-            write_prepared(path, prepared)
+            self._memory.wait()
+            write_prepared(path, prepared, False, peers)
             afterwards()
             self._path = str(path)
         except CheckpointError as error:
