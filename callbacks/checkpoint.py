@@ -106,6 +106,7 @@ class ModelCheckpoint(Callback):
         self._folder: Place | None = None
         self._last_time = time.monotonic()
         self._writer: BackgroundWriter | None = None
+        self._writes = 0
         self._before: tuple[dict[str, float | None], str | None, int] = ({}, None, -1)
         """What was kept, the last one and its step, before the newest write: to be had again if that fails."""
         self._error: CheckpointError | None = None
@@ -145,7 +146,8 @@ class ModelCheckpoint(Callback):
         self._error = None
         if trainer.is_global_zero:
             CheckpointStore(self._folder).clean()
-            self._writer = BackgroundWriter() if self.asynchronous else None
+        if self.asynchronous and (trainer.is_global_zero or trainer.strategy.sharded):
+            self._writer = BackgroundWriter()
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if self._writer is not None:
@@ -240,7 +242,7 @@ class ModelCheckpoint(Callback):
         try:
             # By `follows`, a commit that a killed process could not point to any more is found.
             info = {"metrics": metrics, "follows": self._before[1]}
-            trainer.save_with(partial(self._write, name, self.best, unwanted), info)
+            trainer.save_with(partial(self._write, trainer, name, unwanted), info)
         except WriteError as error:
             if trainer.is_global_zero:
                 self._warn(error)
@@ -254,13 +256,17 @@ class ModelCheckpoint(Callback):
             self._tell(trainer, str(self._in_folder(name)))
 
     def _write(
-        self, name: str, best: str | None, unwanted: list[str], state: dict[str, Any], info: Mapping[str, Any]
+        self, trainer: Trainer, name: str, unwanted: list[str], state: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
-        settle = partial(_settle, CheckpointStore(self._in_folder(name).parent), name, best, unwanted)
+        path, peers = self._in_folder(name), trainer.writers
+        store = CheckpointStore(path.parent) if trainer.is_global_zero else None
+        settle = partial(_settle, store, name, self.best, unwanted)
         if self._writer is not None:
-            self._writer.start(self._in_folder(name), state, info, afterwards=settle)
+            self._writes += 1
+            beside = trainer.writers_in_thread(f"writing/{path}/{self._writes}")
+            self._writer.start(path, state, info, settle, peers, beside)
         else:
-            write_checkpoint(self._in_folder(name), state, info=info)
+            write_checkpoint(path, state, info=info, peers=peers)
             settle()
 
     def _tell(self, trainer: Trainer, path: str) -> None:
@@ -302,6 +308,8 @@ class ModelCheckpoint(Callback):
         if self._writer is None:
             return
         path, error = self._writer.result()
+        if not trainer.is_global_zero:
+            return  # All have the same result, and hear it from rank 0.
         if path is not None:
             self._tell(trainer, path)
         if error is not None:
@@ -333,8 +341,10 @@ class ModelCheckpoint(Callback):
         self.best = self._retention.best(self.kept)
 
 
-def _settle(store: CheckpointStore, name: str, best: str | None, unwanted: list[str]) -> None:
-    """The new checkpoint is committed: point at it, and only then delete others."""
+def _settle(store: CheckpointStore | None, name: str, best: str | None, unwanted: list[str]) -> None:
+    """The new checkpoint is committed: point at it, and only then delete others. `store` None: another process does."""
+    if store is None:
+        return
     store.set_pointer("last", name)
     if best is not None:
         store.set_pointer("best", best)

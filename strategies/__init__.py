@@ -10,13 +10,15 @@ if __name__ != "trainer.strategies":
 from trainer.errors import ConfigError, unknown
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDPStrategy
+from trainer.strategies.fsdp import FSDPStrategy
 from trainer.strategies.single import SingleDeviceStrategy
 
-__all__ = ["STRATEGIES", "DDPStrategy", "SingleDeviceStrategy", "Strategy", "resolve_strategy"]
+__all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy", "Strategy", "resolve_strategy"]
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "single_device": SingleDeviceStrategy,
     "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
 }
 
 
@@ -30,7 +32,13 @@ OTHER_NAMES = {
 """Names of other trainers, and what to give here."""
 
 
-def resolve_strategy(strategy: str | Strategy, num_processes: int) -> tuple[Strategy, str]:
+def needed_device(strategy: str | Strategy) -> str | None:
+    """The type of device that a strategy is made for; None: it runs on several, or is not known."""
+    kind = strategy if isinstance(strategy, Strategy) else STRATEGIES.get(strategy)
+    return None if kind is None else kind.only_on
+
+
+def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: str = "cpu") -> tuple[Strategy, str]:
     """The strategy for a name or an instance, and why it was chosen.
 
     Raises:
@@ -38,6 +46,8 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int) -> tuple[Stra
     """
     if isinstance(strategy, Strategy):
         return strategy, "given as an object"
+    if strategy == "auto" and device_type == "xla":
+        return STRATEGIES["xla"](), "auto: torch_xla's devices"
     if strategy == "auto":
         name = "ddp" if num_processes > 1 else "single_device"
         return STRATEGIES[name](), f"auto: {num_processes} process{'es' if num_processes > 1 else ''}"

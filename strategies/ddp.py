@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from trainer.errors import unknown
 from trainer.module import TrainModule
 from trainer.precision import Precision
-from trainer.strategies.distributed import DistributedStrategy, average_gradients, broadcast
+from trainer.strategies.distributed import DistributedStrategy, StepAsForward, average_gradients, broadcast
 
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
@@ -140,14 +139,3 @@ class DDPStrategy(DistributedStrategy):
         changed = [f"{name}={value}" for name, value in self.options.items() if value or name == "broadcast_buffers"]
         hook = [f"comm_hook={self.comm_hook}"] if self.comm_hook else []
         return f"{self.name} ({', '.join(changed + hook)})"
-
-
-class StepAsForward(nn.Module):
-    """DDP prepares its communication inside `forward`; this makes the step method the forward."""
-
-    def __init__(self, module: TrainModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, step: str, *args: Any) -> Any:
-        return getattr(self.module, step)(*args)

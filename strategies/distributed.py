@@ -9,8 +9,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
 
+from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.runtime.environment import detect_environment
 from trainer.runtime.restart import attempt_store, leave_together
@@ -23,6 +25,7 @@ class DistributedStrategy(Strategy):
     """One process per device, joined in a torch.distributed process group."""
 
     multi_process: ClassVar[bool] = True
+    num_nodes: int = 1
 
     def __init__(self, timeout_seconds: float = 1800.0) -> None:
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -30,7 +33,7 @@ class DistributedStrategy(Strategy):
     def setup_environment(self, device_type: str, precision: Precision) -> None:
         environment = detect_environment()
         self.rank, self.local_rank = environment.rank, environment.local_rank
-        self.world_size = environment.world_size
+        self.world_size, self.num_nodes = environment.world_size, environment.num_nodes
         if not dist.is_initialized():
             self._join(device_type)
         super().setup_environment(device_type, precision)
@@ -84,6 +87,17 @@ class DistributedStrategy(Strategy):
     def synchronize_buffers(self) -> None:
         if self.world_size > 1:
             broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
+
+
+class StepAsForward(nn.Module):
+    """Makes a step method the `forward`, inside which DDP and FSDP prepare their communication."""
+
+    def __init__(self, module: TrainModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: str, *args: Any) -> Any:
+        return getattr(self.module, step)(*args)
 
 
 def broadcast(tensors: list[torch.Tensor]) -> None:

@@ -38,6 +38,8 @@ class TrainModule(nn.Module):
 
     automatic_optimization: bool = True
     """False: `training_step` itself calls `manual_backward` and steps the optimizers of `optimizers()`."""
+    _wrapper: nn.Module | None = None
+    """What a strategy that divides the parameters has put around it; it stays there after the run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +383,7 @@ class TrainModule(nn.Module):
         self.__dict__["_trainer"] = trainer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_toggled_parameters")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_toggled_parameters", "_wrapper")}
 
     def overrides(self, name: str) -> bool:
         """Whether the subclass (or this instance) defines the method `name` itself."""

@@ -18,7 +18,7 @@ from trainer.precision import Precision, resolve_precision
 from trainer.runtime.devices import choose_accelerator, parse_devices
 from trainer.runtime.environment import detect_environment
 from trainer.settings import Settings
-from trainer.strategies import Strategy, resolve_strategy
+from trainer.strategies import Strategy, needed_device, resolve_strategy
 
 
 @dataclass
@@ -44,7 +44,11 @@ def make_plan(settings: Settings) -> Plan:
     Raises:
         ConfigError: listing everything that cannot be, with what to do instead.
     """
-    device_type, device_reason = choose_accelerator(settings.accelerator)
+    needed = needed_device(settings.strategy) if settings.accelerator == "auto" else None
+    if needed is not None:
+        device_type, device_reason = needed, "auto: what the strategy runs on"
+    else:
+        device_type, device_reason = choose_accelerator(settings.accelerator)
     environment = detect_environment()
     devices, device_ids, devices_reason = parse_devices(settings.devices, device_type)
     num_nodes = settings.num_nodes
@@ -63,7 +67,7 @@ def make_plan(settings: Settings) -> Plan:
             f"torchrun --nnodes {num_nodes} --nproc-per-node {devices} --rdzv-backend c10d "
             "--rdzv-endpoint HOST:29500 ..."
         )
-    strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes)
+    strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
     strategy.device_ids = device_ids
     precision = resolve_precision(settings.precision)
     problems += strategy.problems(precision, device_type, devices * num_nodes)

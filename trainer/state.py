@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trainer.callbacks.base import Callback, CallbackList, Logger
 from trainer.callbacks.checkpoint import ModelCheckpoint
 from trainer.callbacks.progress import ProgressBar
+from trainer.checkpoint.together import ALONE, Peers, StorePeers
 from trainer.data.datamodule import DataModule
 from trainer.data.feed import Feed
 from trainer.errors import ConfigError, unknown
@@ -30,6 +31,9 @@ from trainer.runtime.stop import StopSwitch
 from trainer.runtime.watchdog import Watchdog
 from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
 from trainer.windows import Divisor, checked_loss
+
+_WRITE_TIMEOUT_S = 1800.0
+"""How long a process that has written its part of a checkpoint waits for the others."""
 
 
 class RunState:
@@ -78,6 +82,20 @@ class RunState:
         """The latest value of everything logged, as of the last flush: what `monitor=` looks at."""
         self.logged_metrics: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
+
+    # -- who writes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def writers(self) -> Peers:
+        """The processes that write a checkpoint together: all of them where the state is divided, else rank 0 alone."""
+        return self.strategy if self.strategy.sharded else ALONE
+
+    def writers_in_thread(self, name: str) -> Peers:
+        """The same, for a thread beside the training. `name`: of what they write, not used before."""
+        store: Any = self.stop_switch.store  # torch's stubs do not know `clone`
+        if not self.strategy.sharded or store is None:
+            return ALONE
+        return StorePeers(store.clone(), self.rank, self.world_size, name, timeout=_WRITE_TIMEOUT_S)
 
     # -- how far -------------------------------------------------------------------------------------------------------
 

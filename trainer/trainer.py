@@ -160,14 +160,15 @@ class Trainer(RunState):
         if self.stage == "fit":
             # What was logged until now belongs to this step, not to the one after a resume.
             self.read_metrics()
-        self.save_with(lambda state, about: write_checkpoint(path, state, info=about), info or {})
+        self.save_with(lambda state, about: write_checkpoint(path, state, info=about, peers=self.writers), info or {})
         if self.is_global_zero:
             self.hooks.on_checkpoint_committed(self, self.module, str(path))
 
     def save_with(self, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
         """Give the whole state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.
 
-        An error that `write` raises is raised on every process.
+        Where the state is divided (`strategy.sharded`), `write` gets each process's part on each, to write it together
+        with `self.writers`. An error that `write` raises is raised on every process.
         """
         hand_over(self, write, info)
 

@@ -8,21 +8,22 @@ from collections.abc import Sequence
 import torch
 
 from trainer.errors import ConfigError, unknown
+from trainer.runtime.tpu import choose_tpu_stack, tpu_is_there
 
-_ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
+_ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
 _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
 
 
 def choose_accelerator(accelerator: str) -> tuple[str, str]:
-    """The device type (`"cpu"`, `"cuda"` or `"mps"`) and, in words, why.
+    """The device type (`"cpu"`, `"cuda"`, `"mps"`; on TPUs `"tpu"` or `"xla"`) and, in words, why.
 
     Raises:
         ConfigError: the name is unknown, or there is no such device.
     """
-    if accelerator == "tpu":
-        raise ConfigError(f"accelerator='tpu' is not in this version. Use one of: {', '.join(_ACCELERATORS)}.")
     if accelerator not in _ACCELERATORS:
         raise unknown("accelerator", accelerator, _ACCELERATORS)
+    if accelerator == "tpu":
+        return _tpu(accelerator)
     if accelerator == "cpu":
         return "cpu", "cpu: as asked"
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -31,10 +32,19 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
         return "cuda", f"{accelerator}: {count} CUDA device{'s' if count > 1 else ''} found"
     if accelerator in ("auto", "gpu", "mps") and mps:
         return "mps", f"{accelerator}: Apple GPU (MPS) found"
+    if accelerator == "auto" and tpu_is_there():
+        return _tpu(accelerator)
     if accelerator == "auto":
         return "cpu", f"auto: {_no_cuda()}, no MPS"
     missing = {"cuda": _no_cuda(), "mps": "no MPS", "gpu": f"{_no_cuda()}, no MPS"}[accelerator]
     raise ConfigError(f"accelerator={accelerator!r}, but: {missing}. Use accelerator='auto' or 'cpu'.")
+
+
+def _tpu(accelerator: str) -> tuple[str, str]:
+    device_type, reason = choose_tpu_stack()
+    if device_type is None:
+        raise ConfigError(f"accelerator={accelerator!r}, but {reason}")
+    return device_type, f"{accelerator}: {reason}"
 
 
 def _no_cuda() -> str:
@@ -47,14 +57,19 @@ def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple
     """How many processes this machine gets, the GPU numbers if they were named, and, in words, why.
 
     Args:
-        devices: `"auto"` (1 on cpu and mps, all visible GPUs on cuda), a number, -1 for all GPUs, a list of GPU
-            numbers, or one of these as text: `"2"` is a number, `"0,1"` a list (and `"0,"` a list of one).
+        devices: `"auto"` (1 on cpu and mps, and on xla, where one process drives all devices; all visible GPUs on
+            cuda), a number, -1 for all GPUs, a list of GPU numbers, or one of these as text: `"2"` is a number,
+            `"0,1"` a list (and `"0,"` a list of one).
         device_type: from `choose_accelerator`.
 
     Raises:
         ConfigError: not one of these, or not available on this machine.
     """
-    available = {"cuda": torch.cuda.device_count, "mps": lambda: 1}.get(device_type, lambda: None)()
+    available = {"cuda": torch.cuda.device_count, "mps": lambda: 1, "tpu": torch.accelerator.device_count}.get(
+        device_type, lambda: None
+    )()
+    if devices in ("auto", -1, "-1") and device_type == "xla":
+        return 1, None, f"{devices}: one process drives all devices"
     if devices == "auto":
         if available is None:
             return 1, None, "auto: one process on the cpu"

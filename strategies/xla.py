@@ -1,0 +1,326 @@
+"""All devices in one process, by torch_xla's SPMD: the batch is divided, and for `xla_fsdp` the weights too."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.blocks import BlockPolicy, blocks_in_words, find_blocks
+from trainer.checkpoint.shards import Loadable, Shard
+from trainer.data.transfer import move_to
+from trainer.errors import ConfigError, raise_problems
+from trainer.module import TrainModule
+from trainer.optimizer_state import state_by_name
+from trainer.precision import Precision
+from trainer.runtime.environment import detect_environment
+from trainer.runtime.tpu import choose_tpu_stack, torch_xla_problem
+from trainer.strategies.base import Strategy
+from trainer.strategies.xla_compiles import CompileWatch
+from trainer.strategies.xla_layout import Layout, copied_to_host, move_keeping_ties
+from trainer.strategies.xla_modules import barrier_after_backward, recompute, unbiased_running_variance
+
+log = logging.getLogger("trainer")
+
+DEVICE_USED = (
+    "a device of torch_xla was used before the run began, and then SPMD cannot be switched on any more. Make the "
+    "module and its tensors on the CPU, the trainer moves them; or call torch_xla.runtime.use_spmd() as the first thing."
+)
+BACKWARD_RAN = (
+    "a backward pass ran in this process before torch_xla's devices were started, and torch then knows no others. Train "
+    "in a process of its own; or start them first: torch_xla.runtime.use_spmd(); torch_xla.device()"
+)
+
+
+class XlaStrategy(Strategy):
+    """Data parallel over all devices by SPMD: one process, one program that XLA divides among the devices.
+
+    A micro-batch is the global one: its first dimension is divided among the devices, and everything else, batch norm
+    and clipping too, is computed as if there were one device. A step is recorded while Python runs, and compiled and
+    run at its end (`torch_xla.sync()`); values logged are read after that.
+
+    Args:
+        pad_last_batch: fill a training batch that is shorter than the first one up to its length, with its own samples
+            from the beginning again, so that nothing is compiled for it; they count more than others then. To leave it
+            out: `DataLoader(drop_last=True)`.
+        activation_checkpointing: blocks whose activations are computed a second time in the backward pass instead of
+            kept, by torch_xla's own function; see `trainer.blocks.BlockPolicy`.
+        warmup_steps: how many steps of a kind may be compiled before each new compilation brings a warning.
+
+    `compile_watch` counts the compilations.
+    """
+
+    name: ClassVar[str] = "xla"
+    only_on: ClassVar[str | None] = "xla"
+
+    layout: Layout
+
+    def __init__(
+        self,
+        pad_last_batch: bool = False,
+        activation_checkpointing: BlockPolicy | None = None,
+        warmup_steps: int = 10,
+    ) -> None:
+        self.pad_last_batch = pad_last_batch
+        self.activation_checkpointing = activation_checkpointing
+        self.compile_watch = CompileWatch(warmup_steps)
+        self._rows: int | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    # -- before anything is started ------------------------------------------------------------------------------------
+
+    def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
+        problem = torch_xla_problem()
+        problems = [f"strategy {self.name!r}: {problem}"] if problem else []
+        if device_type == "tpu":
+            problems.append(
+                f"strategy {self.name!r} is made for torch_xla, and accelerator='tpu' is TorchTPU here: use "
+                "strategy='ddp' or 'fsdp'."
+            )
+        elif device_type != "xla":
+            problems.append(
+                f"strategy {self.name!r} runs on torch_xla's devices, not on {device_type!r}: leave accelerator out, "
+                "or give accelerator='tpu'. To try it on a CPU, set the environment variables PJRT_DEVICE=CPU "
+                "CPU_NUM_DEVICES=4."
+            )
+        if num_processes > 1:
+            problems.append(
+                f"strategy {self.name!r} drives all devices from one process, and {num_processes} are asked for. "
+                "Several processes on CPU devices would not talk to each other at all: each would train alone. Use "
+                "devices='auto'" + self._how_started() + "."
+            )
+        if precision.loss_scaling or precision.weights is torch.float16:
+            problems.append(
+                f"strategy {self.name!r} has no float16, which TPUs do not compute in: use precision='bf16-mixed' or "
+                "'bf16-true'."
+            )
+        if problem is None and _device_was_used_without_spmd():
+            problems.append(DEVICE_USED)
+        return problems
+
+    def _how_started(self) -> str:
+        source = detect_environment().source
+        return "" if source == "single process" else f", and start one process ({source} started several)"
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self, device_type: str, precision: Precision) -> None:
+        if _device_was_used_without_spmd():
+            raise ConfigError(DEVICE_USED)
+        # XLA says for each compilation that it has another partitioner now.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        # Else a number that happens to be 0 or 1 (a learning rate, a bias correction) is built into the program, and
+        # another one compiled when it changes.
+        os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        if not xr.is_spmd():
+            xr.use_spmd()
+        self.precision = precision
+        self.layout = Layout()
+        self.device = self.layout.device
+        _check_backward(self.device)
+        # torch.manual_seed does not reach these devices. Their seed follows from the CPU's, which stays as it is.
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        torch_xla.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        log.info("%s: %d %s devices, %s", self.name, self.layout.devices, self.layout.kind, choose_tpu_stack()[1])
+
+    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+        self.module = module
+        self.precision.convert_module(module)
+        move_keeping_ties(module, self.device)
+        self.place_weights(module)
+        if for_training and self.activation_checkpointing is not None:
+            blocks = find_blocks(module, self.activation_checkpointing)
+            log.info("activations are computed twice in %s", blocks_in_words(blocks))
+            self._undo += [recompute(block) for block in blocks.values()]
+        if for_training:
+            self._undo += unbiased_running_variance(module)
+        self._rows = None
+        self._sync()
+        self.compile_watch.start()
+
+    def place_weights(self, module: TrainModule) -> None:
+        """Every device has all weights, also those that another strategy has divided."""
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self.layout.undivide(tensor)
+
+    def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
+        raise_problems(
+            [
+                f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses the whole step anyway: "
+                "leave fused out."
+                for optimizer in optimizers
+                if any(group.get("fused") for group in optimizer.param_groups)
+            ],
+            "configure_optimizers",
+        )
+        return optimizers
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch, its floating tensors cast if the precision says so, divided among the devices by its samples."""
+        batch = move_to(batch, self._placed)
+        self.compile_watch.batch(batch)
+        return batch
+
+    def _placed(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            leaf = self.precision.convert_batch(leaf)
+            return self.layout.send(self._padded(leaf) if self.pad_last_batch else leaf)
+        if hasattr(leaf, "to") and not isinstance(leaf, type):
+            return leaf.to(self.device)
+        return leaf
+
+    def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Not in evaluation, where every sample counts once.
+        if not self.module.training or tensor.dim() == 0 or len(tensor) == 0:
+            return tensor
+        self._rows = self._rows or len(tensor)
+        if len(tensor) >= self._rows:
+            return tensor
+        return tensor[torch.arange(self._rows) % len(tensor)]
+
+    def call(self, step: str, *args: Any) -> Any:
+        outputs = super().call(step, *args)
+        if step != "training_step":
+            self._run(step)
+        return outputs
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        super().step(optimizer, closure)
+        if closure is not None:
+            self._run("training_step")
+
+    def end_step(self) -> None:
+        """Compile the step that has been recorded, if it is new, and let the devices begin with it."""
+        self._run("training_step")
+
+    def _run(self, kind: str) -> None:
+        self.compile_watch.before()
+        self._sync()
+        self.compile_watch.after(kind)
+
+    def _sync(self) -> None:
+        import torch_xla
+
+        torch_xla.sync()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, torch.Tensor | Shard]:
+        """Weights and buffers by name, whole, on the CPU."""
+        state: dict[str, torch.Tensor | Shard] = copied_to_host(self.module.state_dict(keep_vars=True), self.layout)
+        return state
+
+    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
+        super().load_module_state(state, strict)
+        self._sync()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        whole = copied_to_host(optimizer.state_dict(), self.layout)
+        return state_by_name(self.module, optimizer, whole)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        super().load_optimizer_state(optimizer, state)
+        self._sync()
+
+    def teardown(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        if self.compile_watch.compiles:
+            log.info("%s: %s", self.name, self.compile_watch.in_words())
+
+    # -- what it is, in words ------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        devices = [f"{self.layout.devices} {self.layout.kind} devices"] if "layout" in vars(self) else []
+        padded = ["pad_last_batch"] if self.pad_last_batch else []
+        recomputed = [f"activation_checkpointing={self.activation_checkpointing}"]
+        options = devices + padded + (recomputed if self.activation_checkpointing is not None else [])
+        return f"{self.name} ({', '.join(options)})" if options else self.name
+
+
+class XlaFsdpStrategy(XlaStrategy):
+    """As `XlaStrategy`, with weights, gradients and optimizer state divided among the devices too (FSDPv2).
+
+    XLA brings the weights of a block together where they are needed. This is what torch_xla's
+    `SpmdFullyShardedDataParallel` does, without a wrapper, so that names stay what they are.
+
+    Args:
+        wrap: the blocks, in whose backward pass gradients are brought together; see `trainer.blocks.BlockPolicy`.
+        pad_last_batch, activation_checkpointing, warmup_steps: as in `XlaStrategy`.
+    """
+
+    name: ClassVar[str] = "xla_fsdp"
+
+    def __init__(
+        self,
+        wrap: BlockPolicy = "auto",
+        pad_last_batch: bool = False,
+        activation_checkpointing: BlockPolicy | None = None,
+        warmup_steps: int = 10,
+    ) -> None:
+        super().__init__(pad_last_batch, activation_checkpointing, warmup_steps)
+        self.wrap = wrap
+        self._divided: set[int] = set()
+
+    def place_weights(self, module: TrainModule) -> None:
+        """Divide the weights, and let the outputs of blocks lie as the batch does."""
+        for parameter in module.parameters():
+            self.layout.divide(parameter, self.layout.spec_of_weight(parameter))
+        for block in find_blocks(module, self.wrap).values():
+            self._undo.append(block.register_forward_hook(self._divide_outputs).remove)
+            self._undo.append(barrier_after_backward(block))
+        self._divided = set()
+
+    def _divide_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
+        for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+            if isinstance(output, torch.Tensor):
+                self.layout.divide_rows(output)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        super().step(optimizer, closure)
+        # The first step has made the state.
+        if id(optimizer) not in self._divided:
+            self._divide_state(optimizer)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        super().load_optimizer_state(optimizer, state)
+        self._divide_state(optimizer)
+        self._sync()
+
+    def _divide_state(self, optimizer: Optimizer) -> None:
+        self._divided.add(id(optimizer))
+        for parameter, values in optimizer.state.items():
+            for value in values.values():
+                if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
+                    self.layout.divide(value, self.layout.spec_of_weight(parameter))
+
+
+def _device_was_used_without_spmd() -> bool:
+    """Whether it is too late for SPMD. Looks only; torch_xla is not imported for it."""
+    if "torch_xla" not in sys.modules or torch_xla_problem() is not None:
+        return False
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    return bool(torch_xla._XLAC._xla_get_spmd_config_is_locked()) and not xr.is_spmd()
+
+
+def _check_backward(device: torch.device) -> None:
+    """torch sets up its backward passes, with a queue for each device, when the first one runs."""
+    try:
+        torch.ones((), device=device, requires_grad=True).clone().backward()
+    except RuntimeError as error:
+        raise ConfigError(BACKWARD_RAN) from error

@@ -1,0 +1,126 @@
+"""Where tensors lie on the devices of one SPMD process: batches and weights divided, copies brought back whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+Spec = tuple[str | None, ...]
+"""For each dimension of a tensor, the axis of the mesh over which it is divided; None: not divided."""
+
+AXIS = "fsdp"
+"""The one axis of the mesh: all devices."""
+
+
+class Layout:
+    """All devices of this process, in a row. Made when SPMD is on; imports torch_xla."""
+
+    def __init__(self) -> None:
+        import numpy as np
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.distributed.spmd as spmd
+        import torch_xla.runtime as xr
+
+        self._xm, self._spmd, self._binding = xm, spmd, torch_xla._XLAC
+        self.devices: int = xr.global_runtime_device_count()
+        self.kind: str = xr.device_type() or "unknown"
+        """"CPU", "TPU", ..."""
+        self.device: torch.device = torch_xla.device()
+        self.mesh: Any = spmd.Mesh(np.arange(self.devices), (self.devices,), (AXIS,))
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of a batch from the host to the devices, its first dimension divided among them."""
+        if tensor.device.type != "cpu":
+            return tensor.to(self.device)
+        sharding = self._spmd.ShardingSpec(self.mesh, _by_rows(tensor)) if tensor.dim() else None
+        (sent,) = self._xm.send_cpu_data_to_device([tensor], self.device, sharding)
+        return sent  # type: ignore[no-any-return]
+
+    def divide(self, tensor: torch.Tensor, spec: Spec) -> None:
+        """Divide a tensor that is on the devices. What is computed from it stays right, wherever it lies."""
+        if any(spec):
+            self._spmd.mark_sharding(tensor, self.mesh, spec)
+
+    def divide_rows(self, tensor: torch.Tensor) -> None:
+        """Divide a tensor that is on the devices by its first dimension, such as the activations of a batch."""
+        if tensor.dim():
+            self.divide(tensor, _by_rows(tensor))
+
+    def undivide(self, tensor: torch.Tensor) -> None:
+        """Let every device have the whole tensor again."""
+        if self.is_divided(tensor):
+            self._spmd.clear_sharding(tensor)
+
+    def is_divided(self, tensor: torch.Tensor) -> bool:
+        """Whether each device has only a part of it."""
+        return "devices=" in self._binding._get_xla_sharding_spec(tensor)
+
+    def spec_of_weight(self, tensor: torch.Tensor) -> Spec:
+        """How FSDPv2 divides a weight: by its largest dimension. One that is too small for that is whole everywhere."""
+        spec: list[str | None] = [None] * tensor.dim()
+        if tensor.dim() and max(tensor.shape) >= self.devices:
+            spec[tensor.shape.index(max(tensor.shape))] = AXIS
+        return tuple(spec)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the CPU, whole."""
+        tensor = tensor.detach()
+        if tensor.device.type != "xla":
+            return tensor.cpu()
+        if not self.is_divided(tensor):
+            return tensor.cpu()
+        # tensor.cpu() would compile a graph that puts the parts together, every time.
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for shard in self._spmd.wrap_as_sharded_tensor(tensor).local_shards:
+            whole[shard.indices] = shard.unpadded_data
+        return whole
+
+
+def _by_rows(tensor: torch.Tensor) -> Spec:
+    return (AXIS, *[None] * (tensor.dim() - 1))
+
+
+def copied_to_host(values: Any, layout: Layout) -> Any:
+    """Nested dicts and lists with the tensors copied to the CPU. What is one tensor in several places stays one."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = layout.to_host(value)
+            return copies[id(value)]
+        if isinstance(value, dict):
+            return {key: copied(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(copied(item) for item in value)
+        return value
+
+    return copied(values)
+
+
+def move_keeping_ties(module: nn.Module, device: torch.device) -> None:
+    """`module.to(device)`, after which what was one parameter or buffer in several places still is one.
+
+    Moving to a device of another kind makes new parameters, one for each place.
+    """
+    places = _places(module)
+    module.to(device)
+    for first, *others in places:
+        owner, name = first
+        for other, other_name in others:
+            kept = getattr(owner, name)
+            (other._parameters if isinstance(kept, nn.Parameter) else other._buffers)[other_name] = kept
+
+
+def _places(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]:
+    """For each parameter and buffer, the submodules that hold it and its name there."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for submodule in module.modules():
+        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append((submodule, name))
+    return [found for found in places.values() if len(found) > 1]
