@@ -59,7 +59,7 @@ def load_sharded(module: nn.Module, state: Mapping[str, Loadable], strict: bool)
     for name, value in state.items():
         target = own.get(name)
         if isinstance(target, DTensor):
-            local = target.detach().to_local()
+            local: torch.Tensor = target.to_local().detach()
             local.copy_(part_of(value, mesh_extent(target)).view(local.shape))
         elif name in own:
             rest[name] = whole(value) if isinstance(target, torch.Tensor) else value

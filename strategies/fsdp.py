@@ -41,8 +41,9 @@ class FSDPStrategy(DistributedStrategy):
             are gathered before its forward and again before its backward (ZeRO-3). "SHARD_GRAD_OP": they stay gathered
             from the forward to the backward: more memory, less communication (ZeRO-2). "HYBRID_SHARD": divided within a
             group of processes, and replicated over the groups.
-        auto_wrap_policy: which submodules are gathered one at a time: "auto" (the repeated blocks), class names, classes,
-            a least number of parameters, or a function (name, submodule) -> bool. See `trainer.blocks.find_blocks`.
+        auto_wrap_policy: which submodules are gathered one at a time: "auto" (the repeated blocks), class names,
+            classes, a least number of parameters, or a function (name, submodule) -> bool. See
+            `trainer.blocks.find_blocks`.
         reshard_after_forward: instead of what `sharding_strategy` says: True, False, or an int, the number of processes
             among which parameters stay divided between forward and backward.
         device_mesh: for "HYBRID_SHARD", (replicas, shards); default: (machines, processes on each).
@@ -55,8 +56,8 @@ class FSDPStrategy(DistributedStrategy):
         timeout_seconds: after which a collective that does not end raises.
 
     A module that `configure_model` builds never exists whole: it is built without memory, and each process computes the
-    initial values, the same as on one process, of its own shards. The module keeps its shards after the run; the trainer
-    writes and reads them by `ckpt_path`, and `trainer.full_state_dict()` gathers the weights.
+    initial values, the same as on one process, of its own shards. The module keeps its shards after the run: checkpoints
+    have its weights, and `trainer.full_state_dict()` gathers them.
 
     Mixed precision computes under autocast with parameters gathered in the low precision; the shards are float32.
     """

@@ -22,9 +22,10 @@ from tests.compare import QUIET, assert_same_bits
 from tests.harness import run_distributed
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import CSVLogger, ModelCheckpoint
+from trainer.checkpoint.format import read_checkpoint
 from trainer.strategies import STRATEGIES
 
-PROCESSES = {"single_device": 1, "ddp": 2}
+PROCESSES = {"single_device": 1, "ddp": 2, "fsdp": 2}
 """How many processes each strategy is tested with. A strategy that is not here fails the first test."""
 
 SAMPLES, MICRO_BATCH, WINDOW = 46, 4, 2
@@ -146,9 +147,11 @@ def train(
     trainer.fit(module, loader, DataLoader(make_data(), MICRO_BATCH), ckpt_path="last" if go_on else None)
     with open(next(trainer.run_dir.glob("**/*.csv"))) as file:
         rows = list(csv.reader(file))
+    last = next(c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)).last_model_path
     return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "optimizer": trainer.optimizers[0].state_dict(),
+        "keys": list(module.state_dict()),
+        "weights": trainer.full_state_dict(everywhere=True),
+        "optimizer": read_checkpoint(last)["optimizers"],
         "scheduler": trainer.scheduler_configs[0].scheduler.state_dict(),
         "progress": trainer.progress.state_dict(),
         "callback metrics": dict(trainer.callback_metrics),
@@ -157,7 +160,7 @@ def train(
         "batches": remember.batches,
         "rows": rows,
         "run directory": str(trainer.run_dir),
-        "checkpoint": str(next(c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)).last_model_path),
+        "checkpoint": last,
     }
 
 
@@ -206,12 +209,13 @@ def train_gan(strategy: str) -> dict[str, Any]:
     module = Gan()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.fit(module, DataLoader(make_data(), MICRO_BATCH))
+    weights = trainer.full_state_dict(everywhere=True)
     generator = trainer.optimizers[1]
     return {
         "global_step": trainer.global_step,
         "updates": int(generator.state[module.generator.weight]["step"]),
-        "changed": {name: not torch.equal(value, before[name]) for name, value in module.state_dict().items()},
-        "weights": module.state_dict(),
+        "changed": {name: not torch.equal(value, before[name]) for name, value in weights.items()},
+        "weights": weights,
     }
 
 
@@ -291,7 +295,8 @@ def test_it_evaluates_every_sample_once(runs: Everything) -> None:
 
 def test_state_dict_has_the_keys_of_the_plain_module(runs: Everything) -> None:
     for rank in range(len(runs.whole)):
-        assert list(runs.whole[rank]["weights"]) == runs.evaluated[rank]["keys"] == list(Classifier().state_dict())
+        keys = list(Classifier().state_dict())
+        assert list(runs.whole[rank]["weights"]) == runs.whole[rank]["keys"] == runs.evaluated[rank]["keys"] == keys
 
 
 def test_a_checkpoint_is_read_without_a_trainer(runs: Everything) -> None:

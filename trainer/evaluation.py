@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.data.batch import Batch
 from trainer.data.feed import Feed
+from trainer.errors import ConfigError
+from trainer.metric_state import unchanged_objects
 from trainer.metrics import Section
 from trainer.module import TrainModule
 from trainer.runtime.seed import isolated_rng
@@ -167,15 +170,43 @@ def run_batches(
     """The outputs of the step method over one loader."""
     module, metrics = trainer.module, trainer.metrics
     with_idx = takes_dataloader_idx(module, moments.step)
-    for batch_idx, batch in enumerate(islice(feed.iterate(epoch=0), max_batches)):
+    for batch_idx, batch in enumerate(islice(_batches(trainer, feed), max_batches)):
         data = trainer.transfer(batch.data, dataloader_idx)
         metrics.batch, metrics.samples = data, batch.samples
-        moments.batch_start(trainer, module, data, batch_idx, dataloader_idx)
         arguments = (data, batch_idx, dataloader_idx) if with_idx else (data, batch_idx)
+        if batch.samples == 0:
+            with unchanged_objects(metrics):
+                trainer.strategy.call(moments.step, *arguments)
+            continue
+        moments.batch_start(trainer, module, data, batch_idx, dataloader_idx)
         outputs = trainer.strategy.call(moments.step, *arguments)
         trainer.watchdog.beats += 1
         moments.batch_end(trainer, module, outputs, data, batch_idx, dataloader_idx)
         yield outputs
+
+
+def _batches(trainer: Trainer, feed: Feed) -> Iterator[Batch]:
+    """A loader's batches. Where every forward needs all processes, those that have fewer repeat one as a filler."""
+    batches = feed.iterate(epoch=0)
+    strategy = trainer.strategy
+    if not strategy.forwards_together or strategy.world_size == 1 or feed.samples_per_epoch is not None:
+        yield from batches  # A plain DataLoader brings its fillers along.
+        return
+    last: Batch | None = None
+    while True:
+        batch = next(batches, None)
+        last = batch if batch is not None else last and last._replace(samples=0)
+        there = strategy.gather_objects((batch is not None, last is not None))
+        if not any(has for has, _ in there):
+            return
+        if not all(filler for _, filler in there):
+            without = [rank for rank, (_, filler) in enumerate(there) if not filler]
+            raise ConfigError(
+                f"the loader gives rank {without[0]} no batch at all, but others have some, and strategy "
+                f"{strategy.name!r} needs all processes in each forward: give every process at least one batch."
+            )
+        assert last is not None
+        yield last
 
 
 def no_gradients(trainer: Trainer) -> AbstractContextManager[Any]:

@@ -128,6 +128,7 @@ def _evaluation_feeds(trainer: Trainer, loaders: Any, limit: int | float) -> dic
             limit=limit,
             shuffle=False if trainer.settings.overfit_batches else None,
             seed_per_sample=trainer.settings.seed_per_sample,
+            fill=trainer.strategy.forwards_together,
         )
         for name, loader in named_loaders(loaders).items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +51,24 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
                     type(metric).__name__,
                 )
                 break
+
+
+@contextmanager
+def unchanged_objects(metrics: MetricLog) -> Iterator[None]:
+    """Torchmetrics objects forget what the block updates."""
+    before = [
+        (metric, {"updates": metric.update_count, "state": {k: _copied(v) for k, v in metric.metric_state.items()}})
+        for _, metric in _objects(metrics.module)
+    ]
+    yield
+    for metric, state in before:
+        metric.reset()
+        if state["updates"]:
+            _add_to_object(metric, state, first=True)
+
+
+def _copied(state: Any) -> Any:
+    return state.clone() if isinstance(state, torch.Tensor) else list(state)
 
 
 def _section_state(section: Section) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trainer.callbacks.base import Callback, CallbackList, Logger
 from trainer.callbacks.checkpoint import ModelCheckpoint
 from trainer.callbacks.progress import ProgressBar
+from trainer.checkpoint.content import full_state
 from trainer.checkpoint.together import ALONE, Peers, StorePeers
 from trainer.data.datamodule import DataModule
 from trainer.data.feed import Feed
@@ -62,6 +63,7 @@ class RunState:
         self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
         self.stop_reason: str | None = None
         self.undo_deterministic: Callable[[], None] = lambda: None
+        self.undo_compile: Callable[[], None] = lambda: None
         self.datamodule: DataModule | None = None
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
@@ -96,6 +98,19 @@ class RunState:
         if not self.strategy.sharded or store is None:
             return ALONE
         return StorePeers(store.clone(), self.rank, self.world_size, name, timeout=_WRITE_TIMEOUT_S)
+
+    def full_state_dict(self, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """The module's weights and buffers, whole, in the CPU's memory, under the keys of the plain module.
+
+        On rank 0, and on the other processes an empty dict; with `everywhere` on all of them. Collective: every process
+        calls it, during a run or after it. For files rather than memory: `trainer checkpoint export`.
+
+        Raises:
+            ConfigError: nothing has run yet.
+        """
+        if "module" not in vars(self):
+            raise ConfigError("full_state_dict: nothing has run yet: call fit or another stage first.")
+        return full_state(self.strategy, everywhere)
 
     # -- how far -------------------------------------------------------------------------------------------------------
 

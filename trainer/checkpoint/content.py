@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.callbacks.base import Callback
+from trainer.checkpoint.shards import Shard
 from trainer.errors import CheckpointError
 from trainer.metric_state import load_metrics_state, metrics_state
 from trainer.runtime.seed import rng_state
+from trainer.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -75,6 +77,25 @@ def hand_over(
     for problem in problems:
         if problem is not None:
             raise problem
+
+
+def full_state(strategy: Strategy, everywhere: bool) -> dict[str, torch.Tensor]:
+    """See `Trainer.full_state_dict`. One tensor after the other travels, so that only the result takes memory."""
+    wanted = everywhere or strategy.is_global_zero
+    state: dict[str, torch.Tensor] = {}
+    known: dict[int, torch.Tensor] = {}
+    for name, value in strategy.module_state().items():
+        if not isinstance(value, Shard):
+            state[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            continue
+        if id(value) not in known:
+            parts = strategy.gather_objects((value.extent, value.local.detach().reshape(-1).cpu()))
+            known[id(value)] = whole = torch.empty(value.shape if wanted else 0, dtype=value.local.dtype)
+            for extent, part in parts if wanted else ():
+                if extent.numel:
+                    extent.view_in(whole).copy_(part.view(extent.count, extent.length))
+        state[name] = known[id(value)]
+    return state if wanted else {}
 
 
 def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

@@ -32,6 +32,8 @@ class Feed:
         limit: batches per epoch: int, a number of them; float, a fraction (0.0 to 1.0); None, all.
         shuffle: override the loader: False for the same order in every epoch.
         seed_per_sample: seed what is random in loading for each sample instead of each micro-batch.
+        fill: in evaluation too a plain DataLoader gives all ranks the same number of batches; `length` does not count
+            the fillers.
 
     Raises:
         ConfigError: the loader is empty, several loaders were given, or `limit` cannot be applied to it.
@@ -49,6 +51,7 @@ class Feed:
         limit: int | float | None = None,
         shuffle: bool | None = None,
         seed_per_sample: bool = False,
+        fill: bool = False,
     ) -> None:
         self.name = name
         label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
@@ -64,6 +67,7 @@ class Feed:
                 training=training,
                 shuffle=shuffle,
                 seed_per_sample=seed_per_sample,
+                fill=fill,
             )
         else:
             self._source = ForeignLoader(loader, label=label, world_size=world_size, seed=seed, training=training)

@@ -51,6 +51,7 @@ class RemadeLoader:
         training: bool,
         shuffle: bool | None,
         seed_per_sample: bool,
+        fill: bool = False,
     ) -> None:
         workers = loader.num_workers > 0
         self.stream = IndexStream(
@@ -61,6 +62,7 @@ class RemadeLoader:
             training=training,
             shuffle=shuffle,
             seeded="sample" if seed_per_sample else "batch",
+            fill=fill,
         )
         self.note = _note(loader, self.stream, label, shuffle)
         self._label = label

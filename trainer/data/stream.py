@@ -42,7 +42,8 @@ class IndexStream:
 
     Args:
         loader: a DataLoader over a map-style dataset, read through its public attributes.
-        training: fillers, or one batch less.
+        training: how `drop_last` and fillers are meant.
+        fill: fillers in evaluation too.
         shuffle: None: as the loader does. False: the same order in every epoch, sequential for plain loaders.
             True: shuffle where the loader is sequential.
         seeded: yield `Request`s. "batch": with one seed, of (seed, epoch, global micro-batch, rank). "sample": with
@@ -59,6 +60,7 @@ class IndexStream:
         training: bool,
         shuffle: bool | None = None,
         seeded: Literal["batch", "sample"] | None = None,
+        fill: bool = False,
     ) -> None:
         self.batch_size, self.drop_last, self.source, self.whole = _public(loader)
         self.batching = loader.batch_sampler is not None
@@ -66,6 +68,7 @@ class IndexStream:
         self.rank, self.world_size = (0, 1) if self.shards_itself else (rank, world_size)
         self.seed = seed
         self.training = training
+        self.fills = training or fill
         self.planned = None if self.whole else planned(self.source)
         self.shuffled = (self.planned is None or self.planned.shuffled) if shuffle is None else shuffle
         self.redraws = shuffle is not False
@@ -110,7 +113,7 @@ class IndexStream:
         return (Request(batch, base, place) for batch, place in placed)
 
     def own_rounds(self) -> int | None:
-        """Batches per epoch on this rank; None if unknown."""
+        """Batches per epoch on this rank, in evaluation without fillers; None if unknown."""
         if self.rounds is None or self.rounds == 0 or self.training:
             return self.rounds
         if self.whole:
@@ -194,7 +197,7 @@ class IndexStream:
         if low < high:
             counts.append((high - low, self._total(total)))
             yield samples[low:high], place + low
-        elif total and self.training:
+        elif total and self.fills:
             counts.append((0, self._total(total)))
             yield samples[:1], place
 
@@ -209,7 +212,7 @@ class IndexStream:
                 if self.rank < len(part):
                     counts.append((len(part[self.rank]), total))
                     yield part[self.rank], number + self.rank
-                elif self.training:
+                elif self.fills:
                     counts.append((0, total))
                     yield part[0], number
                 number += world
