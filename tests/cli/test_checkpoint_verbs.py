@@ -232,6 +232,33 @@ def test_export_replaces_only_when_told_and_only_as_a_whole(checkpoint, run: Pat
     assert len(load_file(out)) == 3
 
 
+def test_export_to_several_files_with_an_index(checkpoint, run: Path, tmp_path: Path) -> None:
+    """As transformers writes and reads them: model-00001-of-00002.safetensors, and where each weight is."""
+    out = tmp_path / "weights"
+    printed = checkpoint("export", run, out, "--max-shard-size", "0.05KB", "--expand-tied", "--prefix", "net.")
+    assert printed.code == 0, printed.err
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    read = {name: weight for file in files for name, weight in load_file(out / file).items()}
+    assert read.keys() == index["weight_map"].keys() == {"embedding.weight", "head.bias", "head.weight"}
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in read.values())
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(out / file)[name], read[name])
+    assert checkpoint("export", run, out, "--max-shard-size", "1GB").code == 2
+    assert checkpoint("export", run, out, "--max-shard-size", "1GB", "--force").code == 0
+    assert len(load_file(out / "model-00001-of-00001.safetensors")) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "weights"]
+
+
+def test_export_in_another_dtype(checkpoint, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "weights.safetensors"
+    assert checkpoint("export", run, out, "--ckpt", "best", "--dtype", "bfloat16").code == 0
+    weights = load_file(out)
+    assert weights["net.embedding.weight"].dtype is torch.bfloat16
+    assert torch.equal(weights["net.embedding.weight"], torch.full((5, 3), 20.0, dtype=torch.bfloat16))
+
+
 # -- help and mistakes -------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +292,12 @@ def test_help_has_examples_and_does_not_import_torch(verb: str | None) -> None:
         (["verify", "empty"], 1, "empty is no checkpoint, and there is none in it. Give a checkpoint, a run directory"),
         (["export", "runs/version_0", "empty"], 2, "empty is a folder"),
         (["export", "runs/version_0", "no/such.safetensors"], 2, "there is no folder no"),
+        (["export", "runs/version_0", "new", "--max-shard-size", "5"], 2, "give a number and a unit, such as 5GB"),
+        (
+            ["export", "runs/version_0", "empty", "--max-shard-size", "5GB", "--force"],
+            2,
+            "has no model.safetensors",
+        ),
         (["ls", "runs", "--jsno"], 2, "unrecognized arguments: --jsno"),
     ],
 )

@@ -8,11 +8,13 @@ way, so that every file would have to be read once more to write it and once mor
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from trainer.checkpoint.shards import StoredTensor, whole
 from trainer.checkpoint.tree import TensorInfo, from_json
 from trainer.errors import CheckpointError
 
@@ -54,20 +56,20 @@ def is_native(dtype: torch.dtype) -> bool:
     return dtype in _CODES
 
 
-def file_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def file_chunks(tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredTensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file with these tensors. Holds the copy of one tensor at a time, if it needs one.
 
     Raises:
         CheckpointError: there are so many tensors that the header would exceed `MAX_HEADER`.
     """
     # Largest elements first, so that each tensor is aligned for its dtype.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
         tensor = tensors[name]
         code, shape = _stored_as(TensorInfo(name, tensor.dtype, tuple(tensor.shape)))
-        end = offset + tensor.numel() * tensor.element_size()
+        end = offset + size_of(tensor.dtype, tensor.shape)
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
@@ -76,7 +78,7 @@ def file_chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryv
         raise CheckpointError(f"cannot store {len(names)} tensors in one file: their names exceed {MAX_HEADER} bytes")
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        view = _bytes_of(tensors[name])
+        view = _bytes_of(whole(tensors[name]))
         for start in range(0, len(view), _CHUNK):
             yield view[start : start + _CHUNK]
 
@@ -106,7 +108,7 @@ def find_tensors(source: Source, size: int, expected: Mapping[str, TensorInfo], 
     places = {}
     for name in names:
         places[name] = position
-        position += _size(expected[name])
+        position += size_of(expected[name].dtype, expected[name].shape)
     return places
 
 
@@ -144,7 +146,7 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
         spans.append((span[0], span[1], name))
     position = 0
     for start, end, name in sorted(spans):
-        if start != position or end - start != _size(expected[name]):
+        if start != position or end - start != size_of(expected[name].dtype, expected[name].shape):
             raise _error(where, f"the bytes of the tensor {name!r} are not where they must be")
         position = end
     if position != size:
@@ -153,7 +155,7 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
 
 
 def _read_tensor(source: Source, info: TensorInfo, where: str) -> torch.Tensor:
-    raw = torch.empty(_size(info), dtype=torch.uint8)
+    raw = torch.empty(size_of(info.dtype, info.shape), dtype=torch.uint8)
     if raw.numel():
         source.read_into(raw.numpy().data)
     if info.dtype is torch.bool and bool((raw > 1).any()):
@@ -171,11 +173,9 @@ def _stored_as(info: TensorInfo) -> tuple[str, list[int]]:
     return "U8", [*info.shape, info.dtype.itemsize]
 
 
-def _size(info: TensorInfo) -> int:
-    size = info.dtype.itemsize
-    for dimension in info.shape:
-        size *= dimension
-    return size
+def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Bytes of the elements."""
+    return dtype.itemsize * math.prod(shape)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

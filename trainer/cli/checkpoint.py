@@ -6,20 +6,15 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from trainer.cli.main import refuse
 from trainer.cli.options import ErrorParser
-
-if TYPE_CHECKING:
-    import torch
 
 VERBS = {
     "ls": "list the checkpoints of a run",
     "show": "show what is in a checkpoint",
     "verify": "read checkpoints whole and compare every file with its checksum",
-    "export": "write the weights alone to one safetensors file",
+    "export": "write the weights alone, to one safetensors file or to several",
 }
 
 EXAMPLES = {
@@ -40,6 +35,7 @@ EXAMPLES = {
     "export": """\
   trainer checkpoint export runs/digits/version_0 digits.safetensors --ckpt best
   trainer checkpoint export runs/gpt/version_0 gpt.safetensors --prefix model. --expand-tied
+  trainer checkpoint export runs/gpt/version_0 gpt --max-shard-size 5GB --dtype bfloat16
 """,
 }
 
@@ -96,10 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     of["ls"].add_argument("--metric", metavar="NAME", action="append", default=[], help="show this logged value")
     of["ls"].add_argument("--verify", action="store_true", help="read the files whole; else only sizes are compared")
     of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")
-    of["export"].add_argument("out", metavar="OUT.safetensors", help="the file to write")
+    of["export"].add_argument("out", metavar="OUT", help="the file to write; with --max-shard-size the folder")
+    of["export"].add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="write a folder of files of at most this size (5GB, 500MB), and their index, as Hugging Face's loaders "
+        "read them",
+    )
+    of["export"].add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="convert floating weights; default: as they are"
+    )
     of["export"].add_argument("--prefix", help="only weights whose names begin so, named without it")
     of["export"].add_argument("--expand-tied", action="store_true", help="write tied weights under every name")
-    of["export"].add_argument("--force", action="store_true", help="replace OUT.safetensors if it is there")
+    of["export"].add_argument("--force", action="store_true", help="replace OUT if it is there")
     return parser
 
 
@@ -173,74 +178,6 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from trainer.checkpoint.format import read_checkpoint
-    from trainer.cli.checkpoint_find import choose
-    from trainer.cli.checkpoint_text import plain, size
-    from trainer.errors import ConfigError
+    from trainer.cli.checkpoint_export import export
 
-    out = Path(options.out)
-    if out.is_dir():
-        raise ConfigError(f"{out} is a folder: give the name of a file, such as {out / 'model.safetensors'}.")
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
-    if out.exists() and not options.force:
-        raise ConfigError(f"{out} exists: give another name, or --force to replace it.")
-    path = choose(options.path, options.ckpt)
-    state = read_checkpoint(path, keys=["model"])["model"]
-    weights, notes = _weights(state, options.prefix or "", options.expand_tied)
-    written = _write(out, weights)
-    for note in notes:
-        print(f"note: {plain(note)}", file=sys.stderr)
-    print(f"{out}: {len(weights)} tensors, {size(written)}, of {plain(str(path))}")
-    return 0
-
-
-def _weights(state: Any, prefix: str, expand_tied: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """What is written, by name; and what is left out, or looks different in the file."""
-    import torch
-
-    from trainer.checkpoint.tensorfile import is_native
-    from trainer.errors import CheckpointError, ConfigError, did_you_mean
-
-    if not isinstance(state, dict):
-        raise CheckpointError("its 'model' is not a state_dict: it was not written by a Trainer.")
-    weights: dict[str, torch.Tensor] = {}
-    first_name: dict[int, str] = {}
-    notes = []
-    for name, value in state.items():
-        if not isinstance(name, str) or not name.startswith(prefix):
-            continue
-        short = name[len(prefix) :]
-        if not isinstance(value, torch.Tensor) or not short:
-            notes.append(f"{name!r} is no tensor with a name, and is left out")
-        elif id(value) in first_name and not expand_tied:
-            notes.append(f"{name!r} is tied to {first_name[id(value)]!r} and written once; --expand-tied writes both")
-        else:
-            first_name.setdefault(id(value), name)
-            weights[short] = value
-            if not is_native(value.dtype):
-                notes.append(f"{name!r} is {value.dtype}, which safetensors lacks: its bytes are written, as uint8")
-    if not weights:
-        heads = sorted({f"{name.split('.')[0]}." for name in state if isinstance(name, str) and "." in name})
-        raise ConfigError(
-            f"no weight's name begins with {prefix!r}.{did_you_mean(prefix, heads)} There are: {', '.join(heads)}."
-        )
-    return weights, notes
-
-
-def _write(out: Path, weights: dict[str, torch.Tensor]) -> int:
-    """Write beside `out`, and rename when all is on the disk. Returns the size."""
-    from trainer.checkpoint.disk import sync_folder, temporary_beside, write_file
-    from trainer.checkpoint.tensorfile import file_chunks
-    from trainer.errors import CheckpointError
-
-    temporary = temporary_beside(out)
-    try:
-        entry = write_file(temporary, file_chunks(weights))
-        os.replace(temporary, out)
-        sync_folder(out.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror or error}. Nothing was changed.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return entry.bytes
+    return export(options)
