@@ -21,10 +21,12 @@ from torch.optim import Optimizer
 
 from trainer.blocks import BlockPolicy, blocks_in_words, find_blocks
 from trainer.checkpoint.shards import Loadable, Shard
+from trainer.deferred_init import DeferredInit
 from trainer.errors import ConfigError, unknown
 from trainer.module import TrainModule
 from trainer.optimizer_state import state_by_name, state_by_position
 from trainer.precision import Precision
+from trainer.runtime.seed import rng_state, set_rng_state
 from trainer.strategies.distributed import DistributedStrategy, StepAsForward, broadcast
 from trainer.strategies.dtensors import as_shards, load_sharded, mesh_extent, part_as_dtensor
 
@@ -56,8 +58,8 @@ class FSDPStrategy(DistributedStrategy):
         timeout_seconds: after which a collective that does not end raises.
 
     A module that `configure_model` builds never exists whole: it is built without memory, and each process computes the
-    initial values, the same as on one process, of its own shards. The module keeps its shards after the run: checkpoints
-    have its weights, and `trainer.full_state_dict()` gathers them.
+    initial values, the same as on one process, of its own shards. The module keeps its shards after the run;
+    checkpoints have the weights, and `trainer.full_state_dict()` gathers them.
 
     Mixed precision computes under autocast with parameters gathered in the low precision; the shards are float32.
     """
@@ -95,7 +97,7 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped_blocks = ""
         """The units beside the module itself, in words."""
         self._mesh: DeviceMesh | None = None
-        self._deferred: Any = None
+        self._deferred: DeferredInit | None = None
         self._values_follow = False
 
     # -- before anything is started ------------------------------------------------------------------------------------
@@ -132,8 +134,14 @@ class FSDPStrategy(DistributedStrategy):
     def init_context(self, module: TrainModule, values_follow: bool) -> Iterator[None]:
         """Layers are built on the meta device; `setup_module` gives each process its part."""
         self._values_follow = values_follow
-        with self.precision.init_context():
+        own = rng_state(self.device)
+        # All processes compute rank 0's values.
+        set_rng_state(self.broadcast_object(own), self.device)
+        self._deferred = DeferredInit(module)
+        with self.precision.init_context(), self._deferred:
             yield
+        if not self.is_global_zero:
+            set_rng_state(own, self.device)
 
     def setup_module(self, module: TrainModule, for_training: bool) -> None:
         self.module = module
@@ -142,8 +150,6 @@ class FSDPStrategy(DistributedStrategy):
             self.wrapped = module._wrapper  # Divided by a run before this one.
             return
         self._refuse(module)
-        deferred, self._deferred = self._deferred, None
-        names = deferred.names_in(module) if deferred is not None else {}
         self.precision.convert_module(module)
         if self.activation_checkpointing is not None:
             raise NotImplementedError
@@ -154,7 +160,7 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped = self._shard(module)
         # Not as a submodule: the module's own keys stay as they are.
         module.__dict__["_wrapper"] = self.wrapped
-        self._materialize(module, deferred, names)
+        self._materialize(module)
 
     def _refuse(self, module: TrainModule) -> None:
         for name, child in module.named_modules():
@@ -180,11 +186,11 @@ class FSDPStrategy(DistributedStrategy):
         if reshard is None:
             reshard = self.sharding_strategy != "SHARD_GRAD_OP"
         blocks = find_blocks(module, self.auto_wrap_policy)
+        self.wrapped_blocks = blocks_in_words(blocks)
         for block in blocks.values():
             fully_shard(block, reshard_after_forward=reshard, **options)
         # What is in no block stays gathered: its backward comes right after its forward.
         wrapped = fully_shard(StepAsForward(module), reshard_after_forward=False if blocks else reshard, **options)
-        self.wrapped_blocks = blocks_in_words(blocks)
         if blocks:
             log.info("fsdp gathers one at a time: %s", self.wrapped_blocks)
         else:
@@ -204,27 +210,28 @@ class FSDPStrategy(DistributedStrategy):
             param_dtype=self.precision.autocast, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
         )
 
-    def _materialize(self, module: TrainModule, deferred: Any, names: dict[str, Any]) -> None:
+    def _materialize(self, module: TrainModule) -> None:
         """Memory for what `configure_model` has built, and the part of the initial values that belongs there."""
         place = torch.device("cpu") if self.cpu_offload else self.device
         self.wrapped._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
-        with torch.no_grad():
-            for buffer in module.buffers():
-                if buffer.device != self.device:
-                    buffer.data = buffer.data.to(self.device)
-        if deferred is None or not names or self._values_follow:
+        for buffer in module.buffers():
+            if buffer.device != self.device:
+                buffer.data = buffer.data.to(self.device)
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
             return
-        own: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
         def take(name: str, value: torch.Tensor) -> None:
             target = own[name].detach()
             if isinstance(target, DTensor):
-                local = target.to_local()
+                local: torch.Tensor = target.to_local()
                 local.copy_(mesh_extent(target).take(value).view(local.shape))
             else:
                 target.copy_(value)
 
-        deferred.materialize(names, take, self.broadcast_object)
+        saved = module.state_dict(keep_vars=True).keys() if self._values_follow else ()
+        deferred.materialize(take, only=lambda name: name not in saved, advance=self.is_global_zero)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -36,10 +36,10 @@ MOST_LINES_OF_A_FILE = 400
 # -- floors ------------------------------------------------------------------------------------------------------------
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "progress", "signatures"),
+    ("errors", "event_file", "progress", "recompiles", "reductions", "signatures"),
     ("advice", "blocks", "hyperparameters", "log_arguments", "optimizers", "precision", "weights", "runtime", "runtime.*"),
     ("checkpoint", "checkpoint.*"),
-    ("optimizer_state", "strategies.deepspeed_checks"),
+    ("compilation", "optimizer_state", "strategies.deepspeed_checks"),
     ("data", "data.*", "metrics", "module"),
     ("strategies.base", "strategies.deepspeed_optimizer", "callbacks.base"),
     (
@@ -48,12 +48,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "strategies.dtensors",
         "metric_state",
         "module_check",
+        "phases",
         "windows",
     ),
     ("strategies.*", "callbacks.*", "checkpoint.content"),
     ("strategies", "callbacks"),
     ("settings",),
-    ("describe", "evaluation", "loaders", "plan", "run_directory"),
+    ("describe", "evaluation", "loaders", "manual", "plan", "run_directory"),
     ("run", "state"),
     ("trainer",),
     ("config_tree", "config_values"),
