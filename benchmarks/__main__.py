@@ -10,15 +10,16 @@ import benchmarks
 
 
 def main(arguments: list[str]) -> int:
-    """Each benchmark is a module of this package with `main(arguments)`."""
+    """Each benchmark is a module of this package with `main(arguments)`; `import_` is called `import`."""
     names = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if not module.name.startswith("_")]
-    runnable = {name: module for name in names if hasattr(module := import_module(f"benchmarks.{name}"), "main")}
-    if not arguments or arguments[0] not in runnable:
+    modules = {name.removesuffix("_"): name for name in names}
+    if not arguments or arguments[0] not in modules:
         print("usage: python -m benchmarks NAME [options]\n")
-        for name, module in runnable.items():
-            print(f"  {name:16}{(module.__doc__ or '').strip().splitlines()[0]}")
+        for name, module in modules.items():
+            text = import_module(f"benchmarks.{module}").__doc__ or ""
+            print(f"  {name:16}{text.strip().splitlines()[0]}")
         return 0 if not arguments or arguments[0] in ("-h", "--help") else 2
-    return runnable[arguments[0]].main(arguments[1:]) or 0
+    return import_module(f"benchmarks.{modules[arguments[0]]}").main(arguments[1:]) or 0
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from trainer.callbacks.progress import ProgressBar
 from trainer.callbacks.tensorboard import TensorBoardLogger
 from trainer.callbacks.throughput import ThroughputMonitor
 from trainer.callbacks.timer import Timer
+from trainer.callbacks.torch_profiler import TorchProfiler
 from trainer.errors import unknown
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
+    "TorchProfiler",
     "callback_named",
     "read_predictions",
 ]
@@ -63,12 +65,13 @@ CALLBACKS: dict[str, type[Callback]] = {
         TensorBoardLogger,
         ThroughputMonitor,
         Timer,
+        TorchProfiler,
     )
 }
 """Every callback of this package by name."""
 
 LOGGERS: dict[str, type[Logger]] = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}
-PROFILERS: dict[str, type[Callback]] = {"simple": SimpleProfiler}
+PROFILERS: dict[str, type[Callback]] = {"simple": SimpleProfiler, "torch": TorchProfiler}
 
 
 def callback_named(name: str) -> type[Callback]:

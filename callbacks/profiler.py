@@ -2,106 +2,149 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainer.callbacks.base import Callback
+from trainer.errors import raise_problems
+from trainer.phases import DATA
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
-DATA = "data (wait, transfer)"
-FORWARD = "forward"
-BACKWARD = "backward"
-OPTIMIZER = "optimizer step"
-BY_HAND = "training_step (manual)"
-VALIDATION = "validation"
-OTHER = "other (callbacks, logs)"
+log = logging.getLogger("trainer")
+
+LOOP = "the loop itself"
 
 
 class SimpleProfiler(Callback):
-    """Prints, at the end of training, the host's time in each part of the loop on rank 0.
+    """Prints, at the end of `fit`, the time in each part of it on rank 0: waiting for data, transfer, forward,
+    backward, optimizer, logging, checkpoints, and every hook of a callback by name.
 
-    Each moment of the run ends one part, so the parts add up to the whole. A device works behind the host's back: a
-    part's time is how long the host was busy with it or waited in it.
+    Time belongs to the innermost part, so that the parts add up to the whole: a checkpoint that ModelCheckpoint writes
+    is `checkpoint`, and the rest of that hook `ModelCheckpoint.on_train_epoch_end`.
+
+    It is the host's time. A device works behind the host's back: `forward` is how long the host took to hand over the
+    work, and where the host waits for results (reading logged values, a `.item()`) it waits for all of that.
+
+    Where the wait for data takes a fifth of the time or more, a line below the table says what to change.
+
+    Args:
+        synchronize: wait for the device at each end of a part, so that its work counts where it belongs. The run gets
+            slower, as host and device no longer work at the same time; the table shows the device's proportions.
+        clock: what gives the time, in seconds.
     """
 
-    def __init__(self) -> None:
+    MUCH = 0.2
+    """From this share of the time on, waiting for data is worth a hint."""
+
+    def __init__(self, synchronize: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+        problems: list[str] = []
+        if not isinstance(synchronize, bool):
+            problems.append(f"SimpleProfiler(synchronize={synchronize!r}): give True or False.")
+        if not callable(clock):
+            problems.append(f"SimpleProfiler(clock={clock!r}): give a function that returns seconds.")
+        raise_problems(problems, "SimpleProfiler")
         self.seconds: dict[str, float] = {}
         """Seconds by part."""
         self.calls: dict[str, int] = {}
         """How many times each part was entered."""
+        self.synchronize = synchronize
+        self._clock = clock
+        self._inside: list[str] = []
         self._last = 0.0
-        self._updates = False
-        self._by_hand = True
 
     def table(self) -> str:
         """The result so far, largest part first."""
-        whole = sum(self.seconds.values()) or 1.0
-        lines = [f"{'part of training':<24}{'calls':>10}{'total s':>12}{'mean ms':>12}{'share':>8}"]
-        for part, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
-            calls = self.calls[part]
-            mean = 1000 * seconds / calls
-            lines.append(f"{part:<24}{calls:>10,}{seconds:>12.3f}{mean:>12.3f}{seconds / whole:>8.1%}")
-        lines.append(f"{'total':<24}{'':>10}{sum(self.seconds.values()):>12.3f}")
+        parts = sorted(self.seconds, key=lambda part: -self.seconds[part])
+        width = max([24, *(len(part) for part in parts)])
+        whole = sum(self.seconds.values())
+        lines = [f"{'part of fit':<{width}}{'calls':>10}{'total s':>12}{'mean ms':>12}{'share':>8}"]
+        for part in parts:
+            seconds, calls = self.seconds[part], self.calls[part]
+            lines.append(
+                f"{part:<{width}}{calls:>10,}{seconds:>12.3f}{1000 * seconds / calls:>12.3f}"
+                f"{seconds / (whole or 1.0):>8.1%}"
+            )
+        lines.append(f"{'total':<{width}}{'':>10}{whole:>12.3f}")
         return "\n".join(lines)
 
-    def _ends(self, part: str) -> None:
-        """The time since the last moment belongs to `part`."""
-        now = time.perf_counter()
-        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+    # -- the clock -----------------------------------------------------------------------------------------------------
+
+    def begin_phase(self, part: str) -> None:
+        self._count_time()
+        self._inside.append(part)
         self.calls[part] = self.calls.get(part, 0) + 1
+
+    def end_phase(self, part: str) -> None:
+        self._count_time()
+        if part in self._inside:
+            # Those within it have ended too: with an exception they may not have said so.
+            while self._inside.pop() != part:
+                pass
+
+    def _count_time(self) -> None:
+        """The time since the last look belongs to the innermost part."""
+        if self.synchronize and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        now = self._clock()
+        part = self._inside[-1] if self._inside else LOOP
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
 
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.seconds.clear()
         self.calls.clear()
-        self._by_hand = not module.automatic_optimization
-        self._last = time.perf_counter()
-
-    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._ends(OTHER)
-
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        self._ends(DATA)
-
-    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
-        if not self._by_hand:
-            self._ends(FORWARD)
-
-    def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None:
-        if not self._by_hand:
-            self._ends(BACKWARD)
-
-    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> None:
-        self._updates = True
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._ends(BY_HAND if self._by_hand else OPTIMIZER if self._updates else OTHER)
-        self._updates = False
-
-    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._ends(OTHER)
-
-    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.stage == "fit" and not trainer.sanity_checking:
-            self._ends(OTHER)
-
-    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.stage == "fit" and not trainer.sanity_checking:
-            self._ends(VALIDATION)
-
-    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._ends(OTHER)
-
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._ends(OTHER)
+        self._inside.clear()
+        self.calls[LOOP] = 1
+        trainer.phases.listen(trainer, self)
+        self._last = self._clock()
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._close(trainer)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        """The time until then."""
+        self._close(trainer)
+
+    def _close(self, trainer: Trainer) -> None:
+        if not trainer.phases.forget(self):
+            return
+        self._count_time()
         if trainer.is_global_zero:
             trainer.print(self.table())
+            hint = self._hint(trainer)
+            if hint is not None:
+                trainer.print(hint)
+
+    def _hint(self, trainer: Trainer) -> str | None:
+        share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
+        if share < self.MUCH or trainer.train_feed is None:
+            return None
+        return f"{share:.0%} of the time went into waiting for training data. {_faster_loading(trainer.train_feed)}"
+
+
+def _faster_loading(feed: Any) -> str:
+    workers, cores = feed.num_workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    cores = cores or os.cpu_count() or 1
+    machine = f"this machine has {cores} core{'' if cores == 1 else 's'}"
+    if workers is None:
+        return "It comes from an iterable of your own: load ahead in it, or give a DataLoader with num_workers=4."
+    if workers == 0:
+        return (
+            f"The DataLoader has num_workers=0, so that training stands still while a batch is loaded: try num_workers="
+            f"{min(4, max(1, cores - 1))} or more ({machine}), with persistent_workers=True."
+        )
+    return (
+        f"The DataLoader has num_workers={workers}: try more of them ({machine}), a larger prefetch_factor, "
+        "persistent_workers=True if epochs are short, or less work in the dataset's __getitem__ (decode and resize "
+        "once, beforehand)."
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.base import Logger
 from trainer.errors import ConfigError, MissingPackageError
+from trainer.event_file import EventFile
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -25,14 +26,18 @@ class TensorBoardLogger(Logger):
 
     Args:
         save_dir: folder of the event files. Default: the run directory.
+        flush_seconds: what was logged is in the file after at most this time, as long as more is being logged.
 
     Raises:
         MissingPackageError: at the start of a run, when tensorboard is not installed.
     """
 
-    def __init__(self, save_dir: str | Path | None = None) -> None:
+    def __init__(self, save_dir: str | Path | None = None, flush_seconds: float = 5.0) -> None:
         self.save_dir = None if save_dir is None else Path(save_dir)
+        self.flush_seconds = flush_seconds
         self._trainer: Trainer | None = None
+        self._file: EventFile | None = None
+        self._flushed_at = 0.0
         self._writer: SummaryWriter | None = None
         self._hyperparameters: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
@@ -49,6 +54,8 @@ class TensorBoardLogger(Logger):
     def experiment(self) -> SummaryWriter:
         """torch's `SummaryWriter`, for images, histograms and the like. Only on rank 0: ask `trainer.is_global_zero`.
 
+        From the first use on, scalars go through it too, because TensorBoard reads one growing file of a run.
+
         Raises:
             ConfigError: there is no run yet, or this is not rank 0.
         """
@@ -59,7 +66,10 @@ class TensorBoardLogger(Logger):
         if not self._trainer.is_global_zero:
             raise ConfigError("TensorBoardLogger.experiment exists on rank 0 only: ask trainer.is_global_zero first.")
         if self._writer is None:
-            self._writer = self._open(self._trainer)
+            file = self._opened()
+            file.close()
+            _wait_until_after(file.path.name)
+            self._writer = _summary_writer_class()(str(file.path.parent))
         return self._writer
 
     # -- state: what was logged at the newest step ---------------------------------------------------------------------
@@ -77,16 +87,21 @@ class TensorBoardLogger(Logger):
         if stage == "fit":
             self._newest = {}
         if trainer.is_global_zero:
-            _summary_writer_class()
+            try:
+                import tensorboard  # noqa: F401
+            except ImportError as error:
+                raise MissingPackageError("tensorboard", "tensorboard", "TensorBoardLogger") from error
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:
-            assert self.experiment is not None
+            self._opened()
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            self._file.close()
+        self._writer = self._file = None
         self._hyperparameters = {}
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
@@ -94,42 +109,54 @@ class TensorBoardLogger(Logger):
         self._hyperparameters = hyperparameters
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        writer = self.experiment
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        if self._writer is not None:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+        else:
+            self._opened().add_scalars(metrics, step)
+            if time.monotonic() - self._flushed_at > self.flush_seconds:
+                self.flush()
         if self._newest.get("step") != step:
             self._newest = {"step": step, "values": {}}
         self._newest["values"].update(metrics)
 
     def flush(self) -> None:
+        self._flushed_at = time.monotonic()
         if self._writer is not None:
             self._writer.flush()
+        elif self._file is not None:
+            self._file.write()
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def _open(self, trainer: Trainer) -> SummaryWriter:
-        folder = self.log_dir
+    def _opened(self) -> EventFile:
+        """The file of this run; opened at the first call."""
+        if self._file is None:
+            self._file = self._open()
+            self._flushed_at = time.monotonic()
+        return self._file
+
+    def _open(self) -> EventFile:
+        folder, trainer = self.log_dir, self._trainer
         assert folder is not None
+        assert trainer is not None
         before = sorted(path.name for path in folder.glob("events.out.tfevents.*"))
         step = trainer.global_step
         continues = bool(before) and trainer.stage == "fit"
         if before:
             _wait_until_after(before[-1])
-        writer: SummaryWriter = _summary_writer_class()(str(folder), purge_step=step if continues else None)
+        file = EventFile(folder, purge_step=step if continues else None)
         if continues and self._newest.get("step") == step:
             # What was logged at this step before the checkpoint; what came after it is about to be logged again.
-            for name, value in self._newest["values"].items():
-                writer.add_scalar(name, value, step)
-        if self._hyperparameters and not (continues and step):
-            _write_hyperparameters(writer, self._hyperparameters)
-        return writer
+            file.add_scalars(dict(self._newest["values"]), step)
+        if _flat(self._hyperparameters) and not (continues and step):
+            _write_hyperparameters(file, self._hyperparameters)
+        return file
 
 
 def _summary_writer_class() -> type[SummaryWriter]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingPackageError("tensorboard", "tensorboard", "TensorBoardLogger") from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter
 
 
@@ -142,14 +169,14 @@ def _wait_until_after(name: str) -> None:
         time.sleep(0.02)
 
 
-def _write_hyperparameters(writer: SummaryWriter, hyperparameters: dict[str, Any]) -> None:
+def _write_hyperparameters(file: EventFile, hyperparameters: dict[str, Any]) -> None:
     """For the HPARAMS page, flat, and whole for the TEXT page."""
-    from torch.utils.tensorboard.summary import hparams
+    from torch.utils.tensorboard.summary import hparams, text
 
-    writer.add_text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
-    # `writer.add_hparams` would make a folder of its own, which shows as a second run.
-    for summary in hparams(_flat(hyperparameters), {}):
-        writer._get_file_writer().add_summary(summary)
+    whole = text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
+    # `SummaryWriter.add_hparams` would make a folder of its own, which shows as a second run.
+    for summary in (whole, *hparams(_flat(hyperparameters), {})):
+        file.add_summary(summary.SerializeToString(), step=0)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -12,13 +12,25 @@ from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDPStrategy
 from trainer.strategies.fsdp import FSDPStrategy
 from trainer.strategies.single import SingleDeviceStrategy
+from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
 
-__all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy", "Strategy", "resolve_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "DDPStrategy",
+    "FSDPStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "XlaFsdpStrategy",
+    "XlaStrategy",
+    "resolve_strategy",
+]
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "single_device": SingleDeviceStrategy,
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
+    "xla": XlaStrategy,
+    "xla_fsdp": XlaFsdpStrategy,
 }
 
 

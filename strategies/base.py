@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.shards import Loadable, Shard, whole
+from trainer.compilation import Compilation, compile_in_place
 from trainer.data.transfer import move_to
 from trainer.module import TrainModule
 from trainer.optimizer_state import state_by_name, state_by_position
-from trainer.precision import Precision
+from trainer.precision import NOTHING, Precision
 from trainer.weights import load_weights
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Strategy:
     name: ClassVar[str] = "base"
     multi_process: ClassVar[bool] = False
     """Whether this strategy runs one process per device, which then have to be started."""
+    only_on: ClassVar[str | None] = None
+    """The one type of device it is made for, and which accelerator="auto" then means; None: all but torch_xla's."""
     sharded: bool = False
     """Whether a process holds only a part of the state: then all processes write checkpoints, and read their parts."""
     forwards_together: bool = False
@@ -55,6 +58,11 @@ class Strategy:
 
     def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
         """What cannot work with this strategy, found before any process starts: one sentence each, naming the fix."""
+        if device_type == "xla":
+            return [
+                f"strategy {self.name!r} does not run on torch_xla's devices, where a step is recorded before it runs: "
+                "use strategy='xla' or 'xla_fsdp'."
+            ]
         if num_processes > 1 and not self.multi_process:
             return [
                 f"strategy {self.name!r} runs one process, but devices x num_nodes asks for {num_processes}. "
@@ -90,6 +98,14 @@ class Strategy:
         self.precision.convert_module(module)
         module.to(self.device)
 
+    def compile_module(self, module: TrainModule, compilation: Compilation) -> list[nn.Module]:
+        """Have torch compile the module's parts at their first call, in place. Runs after `setup_module`.
+
+        Returns:
+            The parts; after the run the trainer makes them ordinary again.
+        """
+        return compile_in_place(module, compilation)
+
     def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
         """Take the optimizers over; returns those to use from now on. `clip_norm`: see `clip_gradients`."""
         return optimizers
@@ -105,7 +121,7 @@ class Strategy:
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one micro-batch's forward and backward; gradients need to be complete only after the `last`."""
-        return nullcontext()
+        return NOTHING
 
     def call(self, step: str, *args: Any) -> Any:
         """Call a step method of the module (`"training_step"`, ...) in the precision's context."""

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import HashStore, Store
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.runtime.environment import detect_environment
-from trainer.runtime.restart import attempt_store, leave_together
+from trainer.runtime.rendezvous import join_store
+from trainer.runtime.restart import leave_together
 from trainer.strategies.base import Strategy
 
 T = TypeVar("T")
@@ -42,15 +43,10 @@ class DistributedStrategy(Strategy):
         """Create the process group; it lives until the process ends, so that fit, test and predict share it."""
         # CPU collectives are always there too: small data is gathered without touching the device's stream.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        store = attempt_store(self.timeout)
-        if self.world_size == 1:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=self.timeout)
-        elif store is not None:
-            dist.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout
-            )
-        else:
-            dist.init_process_group(backend, timeout=self.timeout)
+        environment = detect_environment()
+        environment.export()
+        store = HashStore() if self.world_size == 1 else join_store(environment, self.timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
         atexit.register(_leave)
 
     @property

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer.blocks import BlockPolicy, blocks_in_words, find_blocks
 from trainer.checkpoint.shards import Loadable, Shard
+from trainer.compilation import Compilation
 from trainer.data.transfer import move_to
 from trainer.errors import ConfigError, raise_problems
 from trainer.module import TrainModule
@@ -23,18 +24,18 @@ from trainer.runtime.environment import detect_environment
 from trainer.runtime.tpu import choose_tpu_stack, torch_xla_problem
 from trainer.strategies.base import Strategy
 from trainer.strategies.xla_compiles import CompileWatch
-from trainer.strategies.xla_layout import Layout, copied_to_host, move_keeping_ties
+from trainer.strategies.xla_layout import Layout, Spec, copied_to_host, move_keeping_ties
 from trainer.strategies.xla_modules import barrier_after_backward, recompute, unbiased_running_variance
 
 log = logging.getLogger("trainer")
 
 DEVICE_USED = (
     "a device of torch_xla was used before the run began, and then SPMD cannot be switched on any more. Make the "
-    "module and its tensors on the CPU, the trainer moves them; or call torch_xla.runtime.use_spmd() as the first thing."
+    "module and its tensors on the CPU, the trainer moves them; or call torch_xla.runtime.use_spmd() first of all."
 )
 BACKWARD_RAN = (
-    "a backward pass ran in this process before torch_xla's devices were started, and torch then knows no others. Train "
-    "in a process of its own; or start them first: torch_xla.runtime.use_spmd(); torch_xla.device()"
+    "a backward pass ran in this process before torch_xla's devices were started, and torch then knows no others. "
+    "Train in a process of its own; or start them first: torch_xla.runtime.use_spmd(); torch_xla.device()"
 )
 
 
@@ -50,7 +51,7 @@ class XlaStrategy(Strategy):
             from the beginning again, so that nothing is compiled for it; they count more than others then. To leave it
             out: `DataLoader(drop_last=True)`.
         activation_checkpointing: blocks whose activations are computed a second time in the backward pass instead of
-            kept, by torch_xla's own function; see `trainer.blocks.BlockPolicy`.
+            kept, by torch_xla's own function; see `trainer.blocks.find_blocks`.
         warmup_steps: how many steps of a kind may be compiled before each new compilation brings a warning.
 
     `compile_watch` counts the compilations.
@@ -149,9 +150,16 @@ class XlaStrategy(Strategy):
         self.compile_watch.start()
 
     def place_weights(self, module: TrainModule) -> None:
-        """Every device has all weights, also those that another strategy has divided."""
+        """Every device has all weights and buffers, also those that another strategy has divided."""
         for tensor in [*module.parameters(), *module.buffers()]:
-            self.layout.undivide(tensor)
+            self.layout.place(tensor, self.spec(tensor))
+
+    def spec(self, tensor: torch.Tensor) -> Spec:
+        """How a weight or buffer lies on the devices."""
+        return (None,) * tensor.dim()
+
+    def compile_module(self, module: TrainModule, compilation: Compilation) -> list[nn.Module]:
+        raise ConfigError(f"strategy {self.name!r} compiles the whole step by XLA: leave compile= out.")
 
     def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
         raise_problems(
@@ -232,7 +240,15 @@ class XlaStrategy(Strategy):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         super().load_optimizer_state(optimizer, state)
+        self._place_state(optimizer)
         self._sync()
+
+    def _place_state(self, optimizer: Optimizer) -> None:
+        """The state of a parameter lies as the parameter does."""
+        for parameter, values in optimizer.state.items():
+            for value in values.values():
+                if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
+                    self.layout.place(value, self.spec(parameter))
 
     def teardown(self) -> None:
         for undo in reversed(self._undo):
@@ -258,7 +274,8 @@ class XlaFsdpStrategy(XlaStrategy):
     `SpmdFullyShardedDataParallel` does, without a wrapper, so that names stay what they are.
 
     Args:
-        wrap: the blocks, in whose backward pass gradients are brought together; see `trainer.blocks.BlockPolicy`.
+        auto_wrap_policy: the blocks, whose weights are brought together and gradients divided one block at a time; see
+            `trainer.blocks.find_blocks`.
         pad_last_batch, activation_checkpointing, warmup_steps: as in `XlaStrategy`.
     """
 
@@ -266,23 +283,26 @@ class XlaFsdpStrategy(XlaStrategy):
 
     def __init__(
         self,
-        wrap: BlockPolicy = "auto",
+        auto_wrap_policy: BlockPolicy = "auto",
         pad_last_batch: bool = False,
         activation_checkpointing: BlockPolicy | None = None,
         warmup_steps: int = 10,
     ) -> None:
         super().__init__(pad_last_batch, activation_checkpointing, warmup_steps)
-        self.wrap = wrap
+        self.auto_wrap_policy = auto_wrap_policy
         self._divided: set[int] = set()
 
     def place_weights(self, module: TrainModule) -> None:
         """Divide the weights, and let the outputs of blocks lie as the batch does."""
-        for parameter in module.parameters():
-            self.layout.divide(parameter, self.layout.spec_of_weight(parameter))
-        for block in find_blocks(module, self.wrap).values():
+        super().place_weights(module)
+        for block in find_blocks(module, self.auto_wrap_policy).values():
             self._undo.append(block.register_forward_hook(self._divide_outputs).remove)
             self._undo.append(barrier_after_backward(block))
         self._divided = set()
+
+    def spec(self, tensor: torch.Tensor) -> Spec:
+        """Parameters and their state are divided, buffers are not."""
+        return self.layout.spec_of_weight(tensor) if isinstance(tensor, nn.Parameter) else super().spec(tensor)
 
     def _divide_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
         for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
@@ -293,19 +313,8 @@ class XlaFsdpStrategy(XlaStrategy):
         super().step(optimizer, closure)
         # The first step has made the state.
         if id(optimizer) not in self._divided:
-            self._divide_state(optimizer)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        super().load_optimizer_state(optimizer, state)
-        self._divide_state(optimizer)
-        self._sync()
-
-    def _divide_state(self, optimizer: Optimizer) -> None:
-        self._divided.add(id(optimizer))
-        for parameter, values in optimizer.state.items():
-            for value in values.values():
-                if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
-                    self.layout.divide(value, self.layout.spec_of_weight(parameter))
+            self._place_state(optimizer)
+            self._divided.add(id(optimizer))
 
 
 def _device_was_used_without_spmd() -> bool:

@@ -40,20 +40,17 @@ class Layout:
         (sent,) = self._xm.send_cpu_data_to_device([tensor], self.device, sharding)
         return sent  # type: ignore[no-any-return]
 
-    def divide(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Divide a tensor that is on the devices. What is computed from it stays right, wherever it lies."""
-        if any(spec):
-            self._spmd.mark_sharding(tensor, self.mesh, spec)
-
-    def divide_rows(self, tensor: torch.Tensor) -> None:
-        """Divide a tensor that is on the devices by its first dimension, such as the activations of a batch."""
-        if tensor.dim():
-            self.divide(tensor, _by_rows(tensor))
-
-    def undivide(self, tensor: torch.Tensor) -> None:
-        """Let every device have the whole tensor again."""
+    def place(self, tensor: torch.Tensor, spec: Spec) -> None:
+        """Let a tensor on the devices lie so. What is computed from it stays right, wherever it lies."""
         if self.is_divided(tensor):
             self._spmd.clear_sharding(tensor)
+        # Even where it is whole everywhere: a program depends on whether that was said.
+        self._spmd.mark_sharding(tensor, self.mesh, spec)
+
+    def divide_rows(self, tensor: torch.Tensor) -> None:
+        """Divide a result that is recorded, such as activations, by its first dimension."""
+        if tensor.dim():
+            self._spmd.mark_sharding(tensor, self.mesh, _by_rows(tensor))
 
     def is_divided(self, tensor: torch.Tensor) -> bool:
         """Whether each device has only a part of it."""
@@ -75,8 +72,10 @@ class Layout:
             return tensor.cpu()
         # tensor.cpu() would compile a graph that puts the parts together, every time.
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for shard in self._spmd.wrap_as_sharded_tensor(tensor).local_shards:
-            whole[shard.indices] = shard.unpadded_data
+        for shard in self._spmd.xla_sharding.wrap_as_sharded_tensor(tensor).local_shards:
+            # Devices beyond a dimension's end have padding only, and the last one before it has some.
+            lengths = [len(range(*part.indices(size))) for part, size in zip(shard.indices, tensor.shape, strict=True)]
+            whole[tuple(shard.indices)] = shard.data[tuple(slice(length) for length in lengths)]
         return whole
 
 

@@ -83,7 +83,7 @@ def _corrected(norm: _BatchNorm, momentum: float) -> list[Undo]:
         if before and norm.running_var is not None:
             values = output.numel() // output.shape[1]
             kept = before.pop() * (1 - momentum)
-            with torch.no_grad():
-                norm.running_var.sub_(kept).mul_(values / max(1, values - 1)).add_(kept)
+            # `.data`: the backward pass has saved the buffer, though it makes no use of its values in training.
+            norm.running_var.data.sub_(kept).mul_(values / max(1, values - 1)).add_(kept)
 
     return [norm.register_forward_pre_hook(remember).remove, norm.register_forward_hook(correct).remove]

@@ -32,6 +32,7 @@ class Cell(NamedTuple):
 
     optimizer: str = "adamw"
     workers: int = 0
+    strategy: str = "auto"
 
     def __str__(self) -> str:
         return f"{self.optimizer}-{self.workers}workers"
@@ -224,7 +225,7 @@ def train(
             **QUIET,
             "seed": 3,
             "devices": world,
-            "strategy": "ddp" if world > 1 else "auto",
+            "strategy": "ddp" if world > 1 and cell.strategy == "auto" else cell.strategy,
             "precision": "16-mixed" if cell.optimizer == "sgd" else "32-true",
             "max_epochs": EPOCHS,
             "accumulate_grad_batches": WINDOW,
@@ -273,11 +274,14 @@ def differences(whole: Path, resumed: Path) -> list[str]:
     return compare_runs(whole / "final", resumed / "final") + found
 
 
-def matrix(folder: str) -> dict[str, list[str]]:
+EVERY_CELL = tuple(Cell(optimizer, workers) for optimizer in ("adamw", "sgd") for workers in (0, 2))
+
+
+def matrix(folder: str, cells: tuple[Cell, ...] = EVERY_CELL) -> dict[str, list[str]]:
     """Every cell at every place, in this process (with others, if there are several)."""
     faulthandler.dump_traceback_later(250, exit=True)
     found = {}
-    for cell in [Cell(optimizer, workers) for optimizer in ("adamw", "sgd") for workers in (0, 2)]:
+    for cell in cells:
         whole = Path(folder) / str(cell)
         train(cell, whole, [SaveFinal()])
         for name, place in {**PLACES, **(MORE_PLACES if cell.workers == 0 else {})}.items():

@@ -25,7 +25,7 @@ from trainer.callbacks import CSVLogger, ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
 from trainer.strategies import STRATEGIES
 
-PROCESSES = {"single_device": 1, "ddp": 2, "fsdp": 2}
+PROCESSES = {"single_device": 1, "ddp": 2, "fsdp": 2, "xla": 1, "xla_fsdp": 1}
 """How many processes each strategy is tested with. A strategy that is not here fails the first test."""
 
 SAMPLES, MICRO_BATCH, WINDOW = 46, 4, 2
@@ -257,6 +257,8 @@ def second_process(strategy: str, folder: str) -> dict[str, Any]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Everything:
     """Two starts of the strategy's processes: what is resumed is resumed in new ones."""
     strategy, folder = request.param, tmp_path_factory.mktemp(request.param)
+    if STRATEGIES[strategy].only_on is not None:
+        pytest.skip(f"{strategy} is made for {STRATEGIES[strategy].only_on} devices: tests/xla, run by make test-xla")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         first = run_distributed(first_process, PROCESSES[strategy], strategy, str(folder))

@@ -49,7 +49,8 @@ def test_commands_run(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for command in trainer_commands(page):
         words = shlex.split(command)[1:]
-        if {"--help", "--print-config", "checkpoint"} & set(words):  # quick, and without effect on this process
+        # Quick, and without effect on this process.
+        if {"--help", "--print-config", "checkpoint", "estimate"} & set(words):
             assert main(words) == 0, capsys.readouterr().err
             continue
         if "max_epochs 2" not in command:

@@ -36,16 +36,29 @@ MOST_LINES_OF_A_FILE = 400
 # -- floors ------------------------------------------------------------------------------------------------------------
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "event_file", "progress", "recompiles", "reductions", "signatures"),
-    ("advice", "blocks", "hyperparameters", "log_arguments", "optimizers", "precision", "weights", "runtime", "runtime.*"),
+    ("errors", "event_file", "progress", "recompiles", "signatures", "tape"),
+    (
+        *("advice", "blocks", "deferred_init", "estimate", "hyperparameters", "log_arguments"),
+        *("optimizers", "precision", "weights", "runtime", "runtime.*"),
+    ),
     ("checkpoint", "checkpoint.*"),
-    ("compilation", "optimizer_state", "strategies.deepspeed_checks"),
+    ("activation_checkpointing", "compilation", "optimizer_state", "reductions", "strategies.deepspeed_checks"),
     ("data", "data.*", "metrics", "module"),
-    ("strategies.base", "strategies.deepspeed_optimizer", "callbacks.base"),
+    (
+        "strategies.base",
+        "strategies.deepspeed_engine",
+        "strategies.deepspeed_modules",
+        "strategies.deepspeed_optimizer",
+        "callbacks.base",
+    ),
     (
         "strategies.distributed",
         "strategies.deepspeed_config",
+        "strategies.deepspeed_state",
         "strategies.dtensors",
+        "strategies.xla_compiles",
+        "strategies.xla_layout",
+        "strategies.xla_modules",
         "metric_state",
         "module_check",
         "phases",
@@ -179,6 +192,10 @@ def test_type_checking_and_lower_floors_are_allowed() -> None:
 # -- strategies are asked, never told apart ----------------------------------------------------------------------------
 
 
+DEVICE_TYPES = {"xla"}
+"""Names of strategies that torch gives to a type of device, too."""
+
+
 def telling_apart(source: str) -> list[str]:
     """Places that know a concrete strategy: its class, its file, or its name."""
     classes = {kind.__name__ for kind in STRATEGIES.values()} | {"DistributedStrategy"}
@@ -193,7 +210,7 @@ def telling_apart(source: str) -> list[str]:
             node.module in modules or classes & {imported.name for imported in node.names}
         ):
             found.append(f"line {node.lineno}: import of {node.module}")
-        elif isinstance(node, ast.Constant) and node.value in STRATEGIES:
+        elif isinstance(node, ast.Constant) and node.value in STRATEGIES and node.value not in DEVICE_TYPES:
             found.append(f"line {node.lineno}: the name {node.value!r}")
     return found
 

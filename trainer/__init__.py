@@ -17,6 +17,7 @@ __all__ = [
     "TrainModule",
     "Trainer",
     "__version__",
+    "launch",
     "seed_everything",
 ]
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trainer.errors import CheckpointError, ConfigError
     from trainer.module import TrainModule
     from trainer.precision import Precision
+    from trainer.runtime.functions import launch
     from trainer.runtime.seed import seed_everything
     from trainer.strategies.base import Strategy
     from trainer.trainer import Trainer
@@ -40,6 +42,7 @@ _HOMES = {
     "Strategy": "trainer.strategies.base",
     "TrainModule": "trainer.module",
     "Trainer": "trainer.trainer",
+    "launch": "trainer.runtime.functions",
     "seed_everything": "trainer.runtime.seed",
 }
 

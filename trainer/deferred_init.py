@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from trainer.errors import ConfigError
-from trainer.tape import Cell, GeneratorTrace, Operation, Origin, Ref, Tape, leaves, replaced
+from trainer.tape import Cell, GeneratorTrace, Operation, Origin, Ref, Tape, leaves, places, replaced
 
 aten = torch.ops.aten
 
@@ -150,9 +150,8 @@ class DeferredInit:
         for owner in self.module.modules():
             for attribute, value in vars(owner).items():
                 if attribute not in ("_parameters", "_buffers", "_modules"):
-                    put = partial(setattr, owner, attribute)
-                    where = f"{type(owner).__name__}.{attribute}"
-                    self._attributes += [place for place in _places(value, put, where) if self._is_made_here(place[1])]
+                    found = places(value, partial(setattr, owner, attribute))
+                    self._attributes += [(put, t) for put, t in found if t.is_meta and self._is_known(t)]
 
     # -- meanwhile -----------------------------------------------------------------------------------------------------
 
@@ -180,6 +179,7 @@ class DeferredInit:
         if "generator" in kwargs:
             kwargs["generator"] = None
         name = function._schema.name.split("::")[1]
+        made: list[torch.Tensor | None]
         try:
             if draws and name in OVERWRITING:
                 # Changes no shape. To run it without values would import torch's compiler, 70 MB.
@@ -253,7 +253,8 @@ class DeferredInit:
         only_shape = name.endswith("_like") or name.startswith("new_")
         reading = list(args[1:] if name in OVERWRITING or only_shape else args)
         reads = {self._ref(tensor).cell for tensor in leaves((reading, kwargs), torch.Tensor)}
-        overwrites = {self._ref(args[0]).cell} - reads if name in OVERWRITING and self._covers(args[0]) else set()
+        whole = name in OVERWRITING and self._ref(args[0]).covers_its_cell()
+        overwrites = {self._ref(args[0]).cell} - reads if whole else set()
         self._pending |= {cell for cell in writes if cell.real is not None}
 
         options = dict(kwargs)
@@ -294,9 +295,6 @@ class DeferredInit:
             cell.nbytes = max(cell.nbytes, storage.nbytes())
         return Ref(cell, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
-    def _covers(self, tensor: torch.Tensor) -> bool:
-        return self._ref(tensor).covers_its_cell()
-
     def _is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the memory appears in the recording."""
         return _key(tensor) in self._cells
@@ -305,9 +303,6 @@ class DeferredInit:
         """Whether the values are not there yet."""
         known = self._cells.get(_key(tensor))
         return tensor.is_meta or (known is not None and known[1] in self._pending)
-
-    def _is_made_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_meta and self._is_known(tensor)
 
 
 class _Called(TorchDispatchMode):
@@ -356,12 +351,14 @@ class _Asked(TorchFunctionMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _inner(tensor: Any) -> list[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
-    return [getattr(tensor, name) for name in names]
+    # A distributed tensor names its mesh too.
+    return [part for part in (getattr(tensor, name) for name in names) if isinstance(part, torch.Tensor)]
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -376,7 +373,7 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 def _checksum(storage: torch.UntypedStorage) -> int:
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return int(flat.sum(dtype=torch.int64).item())
+    return int(flat.sum(dtype=torch.int64))
 
 
 def _take(take: Take, name: str, ref: Ref, storage: torch.UntypedStorage) -> None:
@@ -385,17 +382,6 @@ def _take(take: Take, name: str, ref: Ref, storage: torch.UntypedStorage) -> Non
 
 def _put(put: Callable[[torch.Tensor], None], ref: Ref, grad: bool, storage: torch.UntypedStorage) -> None:
     put(ref.of(storage).clone().requires_grad_(grad))
-
-
-def _places(
-    value: Any, put: Callable[[torch.Tensor], None], where: str, depth: int = 2
-) -> Iterator[tuple[Callable[[torch.Tensor], None], torch.Tensor]]:
-    """The tensors in an attribute, each with the function that puts another one in its place."""
-    if isinstance(value, torch.Tensor):
-        yield put, value
-    elif isinstance(value, (list, dict)) and depth:
-        for key, item in enumerate(value) if isinstance(value, list) else value.items():
-            yield from _places(item, partial(value.__setitem__, key), f"{where}[{key!r}]", depth - 1)
 
 
 def _refusal(function: Any, error: Exception) -> ConfigError:
@@ -411,5 +397,5 @@ def _refusal(function: Any, error: Exception) -> ConfigError:
         frame = frame.f_back
     return ConfigError(
         f"configure_model calls {function}{place}, which cannot be put off until each process knows its part of the "
-        f"model: {str(error).splitlines()[0]} Move this to __init__, where it runs as usual."
+        f"model: {str(error).splitlines()[0].rstrip('.')}. Move this to __init__, where it runs as usual."
     )

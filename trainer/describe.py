@@ -18,6 +18,7 @@ def describe(run: RunState) -> str:
         f"processes   {plan.num_processes} ({plan.reasons['devices']})",
         f"strategy    {plan.strategy.describe()} ({plan.reasons['strategy']})",
         f"precision   {plan.precision.name} ({plan.reasons['precision']})",
+        *([f"compile     {plan.compilation.describe()}"] if plan.compilation is not None else []),
         f"step        {run.accumulate_grad_batches} micro-batch(es) on {plan.num_processes} process(es)"
         + _global_batch(run),
         f"length      {_length(run)}",

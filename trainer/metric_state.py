@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from trainer.metrics import Accumulator, Entry, MetricLog, Options, Section, is_torchmetric
+from trainer.metrics import Entry, MetricLog, Options, Section, is_torchmetric
+from trainer.reductions import Accumulator, stacked
 
 log = logging.getLogger("trainer")
 
@@ -73,10 +74,16 @@ def _copied(state: Any) -> Any:
 
 def _section_state(section: Section) -> dict[str, Any]:
     return {
-        name: {"options": vars(entry.options), "epoch": vars(entry.epoch)}
+        name: {"options": vars(entry.options), "epoch": {**vars(entry.epoch), **_pending(entry)}}
         for name, entry in section.entries.items()
         if entry.options.on_epoch
     }
+
+
+def _pending(entry: Entry) -> dict[str, Any]:
+    """Many small tensors as one."""
+    values, weights = entry.epoch.pending, entry.epoch.pending_weights
+    return {"pending": stacked(values) if values else [], "pending_weights": list(weights)}
 
 
 def _add_to_section(section: Section, state: dict[str, Any], device: torch.device) -> None:
@@ -84,6 +91,8 @@ def _add_to_section(section: Section, state: dict[str, Any], device: torch.devic
         values: dict[str, Any] = {
             key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in saved["epoch"].items()
         }
+        if isinstance(values.get("pending"), torch.Tensor):
+            values["pending"] = list(values["pending"].unbind())
         entry = section.entries.get(name)
         if entry is None:
             entry = section.entries[name] = Entry(name, Options(**saved["options"]))

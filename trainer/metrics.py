@@ -4,103 +4,17 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from trainer.errors import ConfigError
 from trainer.log_arguments import as_number, check_first, checked_weight
+from trainer.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host
 
 GatherObjects = Callable[[Any], list[Any]]
-Number = float | torch.Tensor
-
-REDUCTIONS = ("mean", "sum", "min", "max")
-
-
-@dataclass
-class Accumulator:
-    """A running reduction. Tensors are added up where they are; Python numbers on the host; they meet when read."""
-
-    reduction: str
-    on_host: float | None = None
-    on_device: torch.Tensor | None = None
-    weight_on_host: float = 0.0
-    weight_on_device: torch.Tensor | None = None
-
-    def add(self, value: Number, weight: Number) -> None:
-        if self.reduction == "mean":
-            self._add_weighted(value, weight)
-        elif isinstance(value, torch.Tensor):
-            wide = _wide(value)
-            self.on_device = wide if self.on_device is None else _COMBINE[self.reduction](self.on_device, wide)
-        else:
-            self.on_host = value if self.on_host is None else _COMBINE_HOST[self.reduction](self.on_host, value)
-
-    def _add_weighted(self, value: Number, weight: Number) -> None:
-        if isinstance(weight, torch.Tensor):
-            wide = _wide(weight)
-            self.weight_on_device = wide if self.weight_on_device is None else self.weight_on_device + wide
-            value = torch.as_tensor(value, device=weight.device)
-        else:
-            self.weight_on_host += weight
-        if not isinstance(value, torch.Tensor):
-            assert not isinstance(weight, torch.Tensor)
-            self.on_host = (self.on_host or 0.0) + value * weight
-        elif isinstance(weight, torch.Tensor):
-            product = _wide(value) * wide
-            self.on_device = product if self.on_device is None else self.on_device + product
-        elif self.on_device is None:
-            self.on_device = _wide(value) * weight
-        else:
-            self.on_device.add_(value, alpha=weight)
-
-    def merge(self, other: Accumulator) -> None:
-        """Take in what another process has added up of the same name."""
-        if other.on_host is not None:
-            on_host = self.on_host
-            self.on_host = other.on_host if on_host is None else _COMBINE_HOST[self.reduction](on_host, other.on_host)
-        if other.on_device is not None:
-            on_device = self.on_device
-            combine = _COMBINE.get(self.reduction, torch.add)
-            self.on_device = other.on_device if on_device is None else combine(on_device, other.on_device)
-        self.weight_on_host += other.weight_on_host
-        if other.weight_on_device is not None:
-            weight = self.weight_on_device
-            self.weight_on_device = other.weight_on_device if weight is None else weight + other.weight_on_device
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The device values to read; `host_value` takes their numbers in the same order."""
-        return [tensor for tensor in (self.on_device, self.weight_on_device) if tensor is not None]
-
-    def host_value(self, read: Iterator[float]) -> tuple[float | None, float]:
-        """(reduced value so far, weight so far), given the numbers of `tensors()`."""
-        value = self.on_host
-        if self.on_device is not None:
-            from_device = next(read)
-            value = from_device if value is None else _COMBINE_HOST[self.reduction](value, from_device)
-        weight = self.weight_on_host + (next(read) if self.weight_on_device is not None else 0.0)
-        return value, weight
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    """A 0-dim copy in float64 (float32 on devices without it), so that long sums keep their digits."""
-    dtype = torch.float32 if value.device.type == "mps" else torch.float64
-    return value.detach().reshape(()).to(dtype, copy=True)
-
-
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
-_COMBINE_HOST: dict[str, Callable[[float, float], float]] = {
-    "mean": lambda a, b: a + b,
-    "sum": lambda a, b: a + b,
-    "min": min,
-    "max": max,
-}
 
 
 @dataclass(frozen=True)
@@ -188,7 +102,6 @@ class MetricLog:
         self,
         name: str,
         value: Any,
-        *,
         prog_bar: bool = False,
         logger: bool = True,
         on_step: bool | None = None,
@@ -201,31 +114,35 @@ class MetricLog:
         if section.batches and self.samples == 0:
             return
         key = f"{name}/{section.loader}" if section.loader else name
-        is_metric = is_torchmetric(value)
         entry = section.entries.get(key)
         if entry is None:
+            metric = value if is_torchmetric(value) else None
             entry = section.entries[key] = self._new_entry(
-                section, key, value if is_metric else None, on_step, on_epoch, reduction, prog_bar, logger
+                section, key, metric, on_step, on_epoch, reduction, prog_bar, logger
             )
-        if is_metric:
-            self._log_metric(entry, value)
-            return
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
-            value = value.detach()
+            if value.requires_grad:
+                value = value.detach()
         elif not isinstance(value, (int, float)):
+            if is_torchmetric(value):
+                self._log_metric(entry, value)
+                return
             value = as_number(name, value)
-        if weight is None:
-            weight = self._batch_weight() if section.batches else 1
-        else:
+        if weight is not None:
             weight = checked_weight(name, weight)
-        if entry.options.on_step:
+        elif section.batches:
+            weight = self.samples if self.samples is not None else self._batch_weight()
+        else:
+            weight = 1
+        options = entry.options
+        if options.on_step:
             if entry.window != self.window:
                 entry.window = self.window
-                entry.window_values = []
+                entry.window_values.clear()
             entry.window_values.append((value, weight))
-        if entry.options.on_epoch:
+        if options.on_epoch:
             entry.epoch.add(value, weight)
         if section.loader:
             overall = section.overall.setdefault(name, Entry(name, entry.options))
@@ -276,33 +193,37 @@ class MetricLog:
                 f"self.log({entry.name!r}, on_step=True) needs the value of this batch: call the metric, "
                 f"self.{entry.options.metric}(preds, target), instead of update(); or log it with on_epoch=True only."
             )
-        entry.window, entry.window_values = self.window, [(value, self._batch_weight())]
+        weight = self.samples if self.samples is not None else self._batch_weight()
+        entry.window, entry.window_values = self.window, [(value, weight)]
 
     def _batch_weight(self) -> int:
-        if self.samples is None:
-            sizes = {tensor.shape[0] for tensor in tensors_in(self.batch) if tensor.dim() > 0}
-            if len(sizes) == 1:
-                self.samples = sizes.pop()
-            else:
-                self.samples = 1
-                warnings.warn(
-                    "the number of samples of a batch cannot be told, so every batch counts the same in means over the "
-                    "epoch. Pass batch_size=... to self.log.",
-                    stacklevel=4,
-                )
+        """The samples of a batch of which the loader does not tell it."""
+        sizes: set[int] = set()
+        add_sizes(self.batch, sizes)
+        if len(sizes) == 1:
+            self.samples = sizes.pop()
+        else:
+            self.samples = 1
+            warnings.warn(
+                "the number of samples of a batch cannot be told, so every batch counts the same in means over the "
+                "epoch. Pass batch_size=... to self.log.",
+                stacklevel=4,
+            )
         return self.samples
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_step(self) -> Values:
         """The values of the window just done, reduced over its micro-batches and over processes."""
+        logged = [e for e in self.train.entries.values() if e.options.on_step and e.window == self.window]
+        numbers = iter(to_host([n for e in logged for one in e.window_values for n in one if is_tensor(n)]))
         local: dict[str, tuple[Options, Accumulator]] = {}
-        for name, entry in self.train.entries.items():
-            if entry.options.on_step and entry.window == self.window:
-                accumulator = Accumulator(entry.options.reduction)
-                for value, weight in entry.window_values:
-                    accumulator.add(value, weight)
-                local[name] = (entry.options, accumulator)
+        for entry in logged:
+            accumulator = Accumulator(entry.options.reduction)
+            for one in entry.window_values:
+                value, weight = (next(numbers) if is_tensor(n) else n for n in one)
+                accumulator.add(value, weight)
+            local[entry.name] = (entry.options, accumulator)
         values = Values()
         for name, (options, value) in self._reduce(local).items():
             values.put(name, options, value, "step")
@@ -332,14 +253,14 @@ class MetricLog:
 
     def _reduce(self, local: dict[str, tuple[Options, Accumulator]]) -> dict[str, tuple[Options, float]]:
         """One host copy of everything, one gather; then the same arithmetic on every process."""
-        numbers = iter(_to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
+        numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
         mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
         combined: dict[str, tuple[Options, float | None, float]] = {}
         for theirs in self.gather_objects(mine):
             for name, (options, value, weight) in theirs.items():
                 if name in combined and value is not None:
                     _, before, weight_before = combined[name]
-                    value = value if before is None else _COMBINE_HOST[options.reduction](before, value)
+                    value = value if before is None else COMBINE_HOST[options.reduction](before, value)
                     weight += weight_before
                 combined[name] = (options, value, weight)
         return {
@@ -369,29 +290,28 @@ class MetricLog:
         return float(value)
 
 
+def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
+
+
 def is_torchmetric(value: Any) -> bool:
     """Whether `value` is a `torchmetrics.Metric`, without importing torchmetrics for those who do not use it."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a batch of nested dicts, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
+def add_sizes(batch: Any, sizes: set[int]) -> None:
+    """Add the first dimension of each tensor in a batch of nested dicts, lists and tuples."""
+    if isinstance(batch, (list, tuple)):
+        for item in batch:
+            if isinstance(item, torch.Tensor):
+                if item.dim():
+                    sizes.add(item.size(0))
+            else:
+                add_sizes(item, sizes)
+    elif isinstance(batch, torch.Tensor):
+        if batch.dim():
+            sizes.add(batch.size(0))
     elif isinstance(batch, Mapping):
         for item in batch.values():
-            yield from tensors_in(item)
-    elif isinstance(batch, (list, tuple)):
-        for item in batch:
-            yield from tensors_in(item)
-
-
-def _to_host(tensors: list[torch.Tensor]) -> list[float]:
-    """The numbers of 0-dim tensors, with one copy from each device."""
-    numbers = [0.0] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        for place, number in zip(places, torch.stack([tensors[p] for p in places]).tolist(), strict=True):
-            numbers[place] = number
-    return numbers
+            add_sizes(item, sizes)

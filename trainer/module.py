@@ -15,6 +15,7 @@ from typing_extensions import Never, Self
 
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.store import locate
+from trainer.compilation import OUTSIDE_OF_GRAPHS
 from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
 from trainer.log_arguments import refuse_options
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 Reduction = Literal["mean", "sum", "min", "max"]
+NOT_KEPT = ("_trainer", "_toggled_parameters", "_wrapper", "_compiled_call_impl", *OUTSIDE_OF_GRAPHS)
+"""What of a run does not go into copies and pickles of a module."""
 READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch")
 
 
@@ -173,16 +176,8 @@ class TrainModule(nn.Module):
         """
         if unknown:
             refuse_options(unknown)
-        self.trainer.metrics.log(
-            name,
-            value,
-            prog_bar=prog_bar,
-            logger=logger,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            reduction=reduction,
-            weight=weight if weight is not None else batch_size,
-        )
+        weight = weight if weight is not None else batch_size
+        self.trainer.metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduction, weight)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """`log` each entry with the same options."""
@@ -383,7 +378,7 @@ class TrainModule(nn.Module):
         self.__dict__["_trainer"] = trainer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_toggled_parameters", "_wrapper")}
+        return {key: value for key, value in self.__dict__.items() if key not in NOT_KEPT}
 
     def overrides(self, name: str) -> bool:
         """Whether the subclass (or this instance) defines the method `name` itself."""

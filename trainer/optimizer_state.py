@@ -59,8 +59,13 @@ def state_by_position(
     }
 
 
-def matching_groups(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> list[dict[str, Any]]:
+def matching_groups(
+    module: nn.Module, optimizer: Optimizer, state: dict[str, Any], names: list[list[str]] | None = None
+) -> list[dict[str, Any]]:
     """The saved groups in the order of the optimizer's own, each with its parameters' names in the optimizer's order.
+
+    Args:
+        names: of the parameters of each group, where the optimizer has others in their place.
 
     Raises:
         CheckpointError: the optimizer is of another kind, or has other parameters.
@@ -71,7 +76,7 @@ def matching_groups(module: nn.Module, optimizer: Optimizer, state: dict[str, An
             f"the checkpoint holds the state of {state['kind']}, but configure_optimizers gave {kind}. Use the same "
             "optimizer; to start a new training from these weights, use load_from_checkpoint and fit without ckpt_path."
         )
-    names = names_by_group(module, optimizer)
+    names = names_by_group(module, optimizer) if names is None else names
     saved = [group["params"] for group in state["param_groups"]]
     if sorted(map(sorted, names)) != sorted(map(sorted, saved)):
         ours, theirs = {n for group in names for n in group}, {n for group in saved for n in group}

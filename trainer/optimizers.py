@@ -182,6 +182,16 @@ def monitored(metrics: Mapping[str, float], config: SchedulerConfig) -> float | 
     )
 
 
+def forget_gradients(optimizer: Optimizer) -> None:
+    """`optimizer.zero_grad()`, without the 12 microseconds that torch's own takes around the same loop."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step` cannot be called without a closure, as of LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from trainer.callbacks import PROFILERS
 from trainer.callbacks.base import Callback, Logger, callback_problems
 from trainer.callbacks.checkpoint import ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger
 from trainer.callbacks.model_summary import ModelSummary
-from trainer.callbacks.profiler import SimpleProfiler
 from trainer.callbacks.progress import ProgressBar
 from trainer.callbacks.tensorboard import TensorBoardLogger
 from trainer.callbacks.timer import Timer
+from trainer.compilation import Compilation, missing_tools, read_compile
 from trainer.errors import ConfigError, raise_problems
 from trainer.precision import Precision, resolve_precision
 from trainer.runtime.devices import choose_accelerator, parse_devices
@@ -34,6 +35,8 @@ class Plan:
     precision: Precision
     callbacks: list[Callback]
     loggers: list[Logger]
+    compilation: Compilation | None
+    """What torch.compile is to do."""
     reasons: dict[str, str]
     """What was chosen, in words: "device", "devices", "strategy", "precision"."""
 
@@ -57,20 +60,22 @@ def make_plan(settings: Settings) -> Plan:
         if settings.devices != "auto" and devices != environment.local_world_size:
             problems.append(
                 f"devices={settings.devices!r}, but {environment.source} started {environment.local_world_size} "
-                f"processes on this machine: give devices='auto', or --nproc-per-node {devices}."
+                f"processes on this machine: give devices='auto', or {environment.count_option} {devices}."
             )
         devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
         num_nodes = environment.num_nodes
     elif num_nodes > 1:
         problems.append(
             f"num_nodes={num_nodes}, but this process was not started on several machines. Start it on each one with: "
-            f"torchrun --nnodes {num_nodes} --nproc-per-node {devices} --rdzv-backend c10d "
-            "--rdzv-endpoint HOST:29500 ..."
+            f"trainer launch --nnodes {num_nodes} --nproc-per-node {devices} --rdzv HOST:29500 ..."
         )
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
     strategy.device_ids = device_ids
     precision = resolve_precision(settings.precision)
     problems += strategy.problems(precision, device_type, devices * num_nodes)
+    compilation = read_compile(settings.compile)
+    if compilation is not None:
+        problems += missing_tools(compilation, device_type)
     callbacks, loggers = _callbacks(settings, problems)
     raise_problems(problems, "the Trainer's arguments")
     reasons = {
@@ -79,7 +84,9 @@ def make_plan(settings: Settings) -> Plan:
         "strategy": strategy_reason,
         "precision": "the default" if settings.precision == "32-true" else "given",
     }
-    return Plan(device_type, devices, devices * num_nodes, strategy, precision, callbacks, loggers, reasons)
+    return Plan(
+        device_type, devices, devices * num_nodes, strategy, precision, callbacks, loggers, compilation, reasons
+    )
 
 
 def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback], list[Logger]]:
@@ -97,7 +104,8 @@ def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback],
     if settings.max_seconds is not None and missing(Timer):
         callbacks.append(Timer(duration=settings.max_seconds))
     if settings.profiler is not None:
-        callbacks.append(SimpleProfiler() if isinstance(settings.profiler, str) else settings.profiler)
+        profiler = settings.profiler
+        callbacks.append(PROFILERS[profiler]() if isinstance(profiler, str) else profiler)
     if settings.enable_model_summary and missing(ModelSummary):
         callbacks.append(ModelSummary())
     if settings.enable_progress_bar and missing(ProgressBar):

@@ -13,6 +13,10 @@ from torch import nn
 from trainer.errors import ConfigError, unknown
 
 
+NOTHING = nullcontext()
+"""The context that does nothing; one for all, because it is entered in every step."""
+
+
 @dataclass(frozen=True)
 class Precision:
     """A choice of dtypes. Casting is decided here and nowhere else.
@@ -61,7 +65,7 @@ class Precision:
             return torch.autocast(device.type, dtype=self.autocast)
         if self.weights is not torch.float32:
             return default_dtype(self.weights)
-        return nullcontext()
+        return NOTHING
 
     def init_context(self) -> AbstractContextManager[Any]:
         """The context in which `configure_model` builds layers: they are created in the stored dtype."""

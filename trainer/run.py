@@ -17,6 +17,7 @@ from trainer.callbacks.base import in_calling_order
 from trainer.checkpoint.content import restore_training
 from trainer.checkpoint.place import Place, place_of
 from trainer.checkpoint.run_state import read_run
+from trainer.compilation import start_compiling
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.loaders import make_feeds
@@ -30,9 +31,11 @@ from trainer.run_directory import choose_run_dir, find_after_restart, find_check
 from trainer.runtime.environment import detect_environment
 from trainer.runtime.failure import report_failure
 from trainer.runtime.launch import die_with_parent, launch_processes
+from trainer.runtime.meeting import Meeting
 from trainer.runtime.restart import FitRecord, agreed_exit, max_restarts
 from trainer.runtime.seed import derive_seed, seed_everything, set_deterministic
-from trainer.runtime.stop import StopSwitch, exit_code
+from trainer.runtime.slurm import requeue
+from trainer.runtime.stop import TRY_AGAIN, StopSwitch, exit_code
 from trainer.settings import DEFAULT_MAX_EPOCHS
 
 if TYPE_CHECKING:
@@ -62,6 +65,7 @@ def running(
         trainer.watchdog.patient = True
         _finish(trainer)
         _say_why_it_stopped(trainer)
+        trainer.leaving = True
         # The first process to exit would have the others ended, in the middle of their closing work.
         trainer.strategy.barrier()
         trainer.stop_switch.done()
@@ -83,6 +87,8 @@ def running(
     finally:
         _tear_down(trainer)
     if trainer.stop_reason is not None and exit_code(trainer.stop_reason) and not _interactive():
+        if exit_code(trainer.stop_reason) == TRY_AGAIN and trainer.is_global_zero:
+            requeue()
         sys.exit(agreed_exit(exit_code(trainer.stop_reason), trainer.strategy.store))
 
 
@@ -235,6 +241,8 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     if checkpoint is not None:
         trainer.hooks.on_load_checkpoint(trainer, module, checkpoint)
     strategy.setup_module(module, for_training=stage == "fit")
+    if trainer.plan.compilation is not None:
+        trainer.undo_compile = start_compiling(trainer, trainer.plan.compilation)
     if checkpoint is not None:
         strategy.load_module_state(checkpoint["model"])
         log.info("restored %s", path)
@@ -264,7 +272,13 @@ def _places(trainer: Trainer, ckpt_path: Any) -> tuple[Place | None, Path]:
 def _start_watching(trainer: Trainer) -> None:
     """The threads that look at the clock while the loop runs."""
     switch, limit = trainer.stop_switch, trainer.settings.watchdog_seconds
-    trainer.watchdog.start(switch.store, trainer.rank, trainer.world_size, limit, lambda: trainer.global_step)
+    rank, world_size = trainer.rank, trainer.world_size
+    trainer.leaving, trainer.meeting = False, None
+    if switch.store is not None:
+        trainer.meeting = Meeting(
+            switch.store, rank, world_size, lambda: trainer.metrics.window + 10**9 * trainer.leaving
+        )
+    trainer.watchdog.start(switch.store, rank, world_size, limit, lambda: trainer.global_step, trainer.meeting)
     if trainer.deadline is not None and trainer.stage == "fit":
         trainer.deadline.start(switch)
 
@@ -340,10 +354,13 @@ def _prepare_data(trainer: Trainer) -> None:
 def _tear_down(trainer: Trainer) -> None:
     release_folders(trainer)
     trainer.watchdog.stop()
+    trainer.meeting = None
     if trainer.deadline is not None:
         trainer.deadline.stop()
     trainer.stop_switch.uninstall()
     trainer.undo_deterministic()
+    trainer.undo_compile()
+    trainer.undo_compile = lambda: None
     trainer.strategy.teardown()
     trainer.module.attach(None)
     trainer.module.untoggle_optimizer()

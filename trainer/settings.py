@@ -14,7 +14,9 @@ from typing import Any, Concatenate, Literal
 
 from typing_extensions import ParamSpec
 
+from trainer.callbacks import PROFILERS
 from trainer.callbacks.base import Callback, Logger
+from trainer.compilation import compile_problems
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.precision import Precision, resolve_precision
 from trainer.runtime.deadline import read_deadline
@@ -115,7 +117,9 @@ class Settings:
     inference_mode: bool = True
     """Evaluate under torch.inference_mode; False: torch.no_grad."""
     profiler: str | Callback | None = None
-    """Where the time goes: "simple" prints a table at the end; or a profiling callback."""
+    """Where the time goes: "simple" prints a table at the end, "torch" writes traces; or a profiling callback."""
+    compile: bool | str | dict[str, Any] = False
+    """torch.compile in place: True, "blocks", a mode such as "max-autotune", or its arguments (and "blocks")."""
 
     def problems(self) -> list[str]:
         """Everything wrong with these settings, one sentence each."""
@@ -245,6 +249,7 @@ def _unknown_choices(settings: Settings) -> list[str]:
     else:
         problems += _problem(lambda: resolve_strategy(settings.strategy, 1))
     problems += _problem(lambda: resolve_precision(settings.precision))
+    problems += compile_problems(settings.compile)
     return problems + _problem(lambda: choose_accelerator(settings.accelerator))
 
 
@@ -266,8 +271,9 @@ def _wrong_types(settings: Settings) -> list[str]:
         problems.append(f"default_root_dir={settings.default_root_dir!r}: give a folder, such as 'runs'.")
     if not isinstance(settings.benchmark, (bool, type(None))):
         problems.append(f"benchmark={settings.benchmark!r}: give True, False or None.")
-    if not (settings.profiler is None or settings.profiler == "simple" or isinstance(settings.profiler, Callback)):
-        problems.append(f"profiler={settings.profiler!r}: allowed are None, 'simple', or a callback.")
+    if settings.profiler not in (None, *PROFILERS) and not isinstance(settings.profiler, Callback):
+        names = ", ".join(map(repr, PROFILERS))
+        problems.append(f"profiler={settings.profiler!r}: allowed are None, {names}, or a callback.")
     if settings.gradient_clip_algorithm not in ("norm", "value"):
         problems.append(
             f"gradient_clip_algorithm={settings.gradient_clip_algorithm!r}: allowed are 'norm' and 'value'."

@@ -23,10 +23,12 @@ from trainer.errors import ConfigError, unknown
 from trainer.metrics import MetricLog, Values
 from trainer.module import TrainModule
 from trainer.optimizers import ManualOptimizer, SchedulerConfig
+from trainer.phases import Phases
 from trainer.plan import make_plan
 from trainer.progress import Progress
 from trainer.runtime.deadline import Deadline
 from trainer.runtime.lock import FolderLock
+from trainer.runtime.meeting import Meeting
 from trainer.runtime.seed import set_rng_state
 from trainer.runtime.stop import StopSwitch
 from trainer.runtime.watchdog import Watchdog
@@ -60,17 +62,21 @@ class RunState:
         self.training = self.validating = self.sanity_checking = self.fitted = False
         self.stop_switch = StopSwitch(None)
         self.watchdog = Watchdog()
+        self.meeting: Meeting | None = None
+        self.leaving = False
+        """The last collective of a run is all that is left to do."""
         self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
         self.stop_reason: str | None = None
         self.undo_deterministic: Callable[[], None] = lambda: None
         self.undo_compile: Callable[[], None] = lambda: None
+        self.phases = Phases()
         self.datamodule: DataModule | None = None
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
         self.scheduler_configs: list[SchedulerConfig] = []
         self.manual_backwards = self.manual_steps = 0
         self.manual_divisor: Divisor = None
-        self.closure_needed = False
+        self.closure_needed = self.counts_items = False
         self.clips = False
         self.moves_batches_itself = False
         self.rng_to_restore: dict[str, Any] | None = None
@@ -110,6 +116,7 @@ class RunState:
         """
         if "module" not in vars(self):
             raise ConfigError("full_state_dict: nothing has run yet: call fit or another stage first.")
+        self.meet("full_state_dict")
         return full_state(self.strategy, everywhere)
 
     # -- how far -------------------------------------------------------------------------------------------------------
@@ -234,6 +241,7 @@ class RunState:
         At the end of an epoch or an evaluation that is final, and goes to the loggers. In the middle of an epoch it is
         looked at only: the epoch's value does not depend on who has looked, when.
         """
+        self.meet("read_metrics")
         self._remember(self.metrics.read_step())
         if (self.progress.epoch_ended or self.evaluating) and not self.sanity_checking:
             self.publish(self.metrics.read_epoch(self.metrics.hooks))
@@ -268,6 +276,11 @@ class RunState:
         self.watchdog.patient = False
         if self.deadline is not None:
             self.deadline.saved(time.monotonic() - begun)
+
+    def meet(self, what: str) -> None:
+        """Before a collective that users call: raise ConfigError where only some of the processes do."""
+        if self.meeting is not None:
+            self.meeting.meet(what)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on rank 0, above the progress bar if there is one."""

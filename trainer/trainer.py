@@ -26,9 +26,10 @@ from trainer.evaluation import (
     validate_during_fit,
     validation_moments,
 )
+from trainer.manual import manual_step
 from trainer.metrics import Section
 from trainer.module import TrainModule
-from trainer.optimizers import monitored
+from trainer.optimizers import forget_gradients, monitored
 from trainer.run import running
 from trainer.runtime.seed import seed_everything
 from trainer.runtime.stop import exit_code
@@ -157,6 +158,7 @@ class Trainer(RunState):
         """
         if "module" not in vars(self):
             raise ConfigError("save_checkpoint: nothing has run yet, so there is nothing to save: call fit first.")
+        self.meet("save_checkpoint")
         if self.stage == "fit":
             # What was logged until now belongs to this step, not to the one after a resume.
             self.read_metrics()
@@ -187,6 +189,7 @@ class Trainer(RunState):
         self.hooks.on_fit_start(self, self.module)
         if self.progress.step == 0:
             sanity_check(self)
+        self.counts_items = self.module.overrides("num_items")
         self.module.train()
         self.training = True
         self.hooks.on_train_start(self, self.module)
@@ -197,12 +200,12 @@ class Trainer(RunState):
             validate_during_fit(self)
         for window in self._windows():
             if self.closure_needed:
-                outputs = self._step_with_closure(window)
+                outputs, data, _ = self._step_with_closure(window)
             else:
-                outputs = self._train_step(window)
+                outputs, data, _ = self._train_step(window)
                 self._update()
-            self._end_step(window, outputs)
-            if self.validation_due():
+            self._end_step(window, outputs, data)
+            if self.val_feeds and self.validation_due():
                 validate_during_fit(self)
             if self._stopped_inside_epoch():
                 return
@@ -238,11 +241,11 @@ class Trainer(RunState):
         metrics.section = metrics.train
         metrics.window += 1
         if not module.automatic_optimization:
-            return self._manual_step(window)
+            return manual_step(self, window)
         self._zero_grad()
         losses: list[torch.Tensor] = []
         last = len(window) - 1
-        for position, divisor in enumerate(loss_divisors(window, module, strategy)):
+        for position, divisor in enumerate(loss_divisors(window, module, strategy, self.counts_items)):
             data, batch_idx = self.transfer(window[position].data, 0), self.progress.batch + position
             metrics.batch, metrics.samples = data, window[position].samples
             hooks.on_train_batch_start(self, module, data, batch_idx)
@@ -258,17 +261,7 @@ class Trainer(RunState):
             losses.append(loss)
             if position < last:
                 hooks.on_train_batch_end(self, module, outputs, data, batch_idx)
-        return StepOutputs(outputs, data, losses)
-
-    def _manual_step(self, window: list[Batch]) -> StepOutputs:
-        """The module's own step: it calls backward and steps its optimizers itself."""
-        batch = window[0]
-        data = self.transfer(batch.data, 0)
-        self.metrics.batch, self.metrics.samples = data, batch.samples
-        (self.manual_divisor,) = loss_divisors(window, self.module, self.strategy)
-        self.hooks.on_train_batch_start(self, self.module, data, self.progress.batch)
-        outputs = self.strategy.call("training_step", data, self.progress.batch)
-        return StepOutputs(outputs, data, [])
+        return outputs, data, losses
 
     def _update(self) -> None:
         """Clip and step every optimizer."""
@@ -295,7 +288,7 @@ class Trainer(RunState):
         def closure() -> torch.Tensor:
             evaluations.append(self._train_step(window))
             self._before_optimizer_step(self.optimizers[0])
-            return torch.stack([loss.detach() for loss in evaluations[-1].losses]).sum()
+            return torch.stack([loss.detach() for loss in evaluations[-1][2]]).sum()
 
         self.strategy.step(self.optimizers[0], closure)
         return evaluations[-1]
@@ -303,19 +296,20 @@ class Trainer(RunState):
     def _zero_grad(self) -> None:
         for optimizer in self.optimizers:
             self.hooks.on_before_zero_grad(self, self.module, optimizer)
-            optimizer.zero_grad()
+            forget_gradients(optimizer)
 
-    def _end_step(self, window: list[Batch], outputs: StepOutputs) -> None:
+    def _end_step(self, window: list[Batch], outputs: Any, data: Any) -> None:
         """Everything after the update; when it is over, the step is wholly done."""
         progress = self.progress
         self.watchdog.beats += 1
         self.watchdog.patient = False
         progress.step += 1
         progress.batch += len(window)
-        progress.samples += sum(batch.total or 0 for batch in window)
-        if self.module.automatic_optimization:
+        for batch in window:
+            progress.samples += batch.total or 0
+        if self.scheduler_configs and self.module.automatic_optimization:
             self._step_schedulers("step", progress.step)
-        self.hooks.on_train_batch_end(self, self.module, outputs.outputs, outputs.data, progress.batch - 1)
+        self.hooks.on_train_batch_end(self, self.module, outputs, data, progress.batch - 1)
         if progress.step % self.settings.log_every_n_steps == 0:
             # Before a checkpoint of this step is written: a resumed run does not log the step again.
             self.publish(self.metrics.read_step())
@@ -361,12 +355,13 @@ class Trainer(RunState):
     def _stopped_inside_epoch(self) -> bool:
         """Whether to leave the epoch unfinished. After its last batch only a signal does that."""
         self.stop_reason = self.stop_reason or self.stop_switch.at_boundary(self.progress.step)
-        if self.progress.batch == self.num_training_batches:
-            return exit_code(self.stop_reason) != 0
-        return self.stop_reason is not None or self._out_of_steps()
+        if self.stop_reason is None and not self._out_of_steps():
+            return False
+        return exit_code(self.stop_reason) != 0 if self.progress.batch == self.num_training_batches else True
 
     def _out_of_steps(self) -> bool:
-        return self.max_steps is not None and self.progress.step >= self.max_steps
+        last = self.settings.max_steps
+        return last is not None and -1 < last <= self.progress.step
 
     def validation_due(self) -> bool:
         """Whether val_check_interval asks for validation after the window just done."""

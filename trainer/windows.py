@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,16 +15,13 @@ from trainer.strategies.base import Strategy
 
 Divisor = float | torch.Tensor | None
 
+UNDIVIDED: Sequence[Divisor] = (None,)
+"""Of a window of one micro-batch on one process, whose loss is over samples."""
 
-class StepOutputs(NamedTuple):
-    """What a step leaves for its closing hooks."""
 
-    outputs: Any
-    """What `training_step` returned for the last micro-batch."""
-    data: Any
-    """The last micro-batch, on the device."""
-    losses: list[torch.Tensor]
-    """The losses of all micro-batches as they went into backward: their sum is the step's loss."""
+StepOutputs = tuple[Any, Any, list[torch.Tensor]]
+"""What a step leaves: what `training_step` returned for the last micro-batch; that micro-batch, on the device; and the
+losses of all micro-batches as they went into backward, whose sum is the step's loss."""
 
 
 def checked_loss(
@@ -36,47 +33,53 @@ def checked_loss(
         ConfigError: there is none, or it cannot be differentiated; with `detect_anomaly`, it is not finite.
     """
     loss = outputs
-    step = f"{type(module).__name__}.{where}"
-    if isinstance(outputs, Mapping):
-        if "loss" not in outputs:
-            raise ConfigError(
-                f'{step} a dict without "loss"; it has: {", ".join(map(str, outputs))}. Return {{"loss": loss, ...}}.'
-            )
-        loss = outputs["loss"]
-    if not isinstance(loss, torch.Tensor):
-        what = "None" if loss is None else f"a value of type {type(loss).__name__}"
-        hint = " Did you forget 'return loss'? A batch cannot be skipped here: leave it out of the data."
-        hint = hint if loss is None else ""
-        raise ConfigError(
-            f"{step} {what}; what is needed is the loss, a tensor with one element and a gradient.{hint} "
-            "To optimize by hand, set automatic_optimization = False."
-        )
-    if loss.numel() != 1:
-        raise ConfigError(f"{step} a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean().")
-    if not loss.requires_grad:
-        raise ConfigError(
-            f"{step} a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no "
-            "parameter that requires a gradient took part in it. Compute it from the module's outputs."
-        )
-    if detect_anomaly and not torch.isfinite(loss).all():
-        raise ConfigError(
-            f"{step} the loss {loss.item()}, which is not finite. Look at the batch and the learning rate; "
-            "gradient_clip_val or a lower lr often help."
-        )
+    if not isinstance(loss, torch.Tensor) and isinstance(loss, Mapping):
+        loss = loss.get("loss", outputs)
+    fits = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+    if not fits or (detect_anomaly and not torch.isfinite(loss).all()):
+        raise ConfigError(f"{type(module).__name__}.{where} {_what_is_wrong(loss)}")
+    assert isinstance(loss, torch.Tensor)
     return loss
 
 
-def loss_divisors(window: Sequence[Batch], module: TrainModule, strategy: Strategy) -> list[Divisor]:
+def _what_is_wrong(loss: Any) -> str:
+    """With something that is not a finite loss with a gradient."""
+    if isinstance(loss, Mapping):
+        return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
+    if not isinstance(loss, torch.Tensor):
+        what = "None" if loss is None else f"a value of type {type(loss).__name__}"
+        hint = " Did you forget 'return loss'? A batch cannot be skipped here: leave it out of the data."
+        return (
+            f"{what}; what is needed is the loss, a tensor with one element and a gradient."
+            f"{hint if loss is None else ''} To optimize by hand, set automatic_optimization = False."
+        )
+    if loss.numel() != 1:
+        return f"a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()."
+    if not loss.requires_grad:
+        return (
+            "a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no parameter that "
+            "requires a gradient took part in it. Compute it from the module's outputs."
+        )
+    return (
+        f"the loss {loss.item()}, which is not finite. Look at the batch and the learning rate; gradient_clip_val or a "
+        "lower lr often help."
+    )
+
+
+def loss_divisors(
+    window: Sequence[Batch], module: TrainModule, strategy: Strategy, counts_items: bool
+) -> Sequence[Divisor]:
     """By what each micro-batch's loss, a mean over its own items, is divided before backward; None: by nothing.
 
     The sum of the divided losses over the window and all processes, averaged by the strategy, is then the mean over all
-    items: the loss of one big batch. Items are those of `module.num_items`, else samples, else whole micro-batches.
+    items: the loss of one big batch. Items are those of `module.num_items` if it `counts_items`, else samples, else
+    whole micro-batches.
     """
     average = strategy.gradient_average
-    if module.overrides("num_items"):
+    if counts_items:
         return _by_items([_items(batch, module) for batch in window], strategy)
     if len(window) == 1 and average == 1:
-        return [None]
+        return UNDIVIDED
     if any(batch.samples is None for batch in window):
         return [None if len(window) == 1 else len(window)] * len(window)
     total = sum(batch.total or 0 for batch in window)

@@ -1,7 +1,8 @@
 """Run by tests: trainings of two processes into which trouble comes at a step, on the ranks that are named.
 
-Each argument is a JSON object: root, how, who ("0", "1", "both", "none"), options of the Trainer, and seconds until the
-deadline. Trouble comes once: what goes on from a checkpoint is left in peace.
+Each argument is a JSON object: root, how, who ("0", "1", "both", "none"), options of the Trainer, whether checkpoints
+are written in the background, and seconds until the deadline. Trouble comes once: what goes on from a checkpoint is
+left in peace.
 """
 
 from __future__ import annotations
@@ -61,7 +62,14 @@ class Net(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fit(root: str, how: str = "none", who: str = "none", deadline: float | None = None, **options: Any) -> None:
+def fit(
+    root: str,
+    how: str = "none",
+    who: str = "none",
+    deadline: float | None = None,
+    asynchronous: bool = False,
+    **options: Any,
+) -> None:
     rank = os.environ.get("RANK")
     Path(root).mkdir(exist_ok=True)
     numbers = torch.Generator().manual_seed(0)
@@ -75,7 +83,7 @@ def fit(root: str, how: str = "none", who: str = "none", deadline: float | None 
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=CSVLogger(),
-        callbacks=[ModelCheckpoint(every_n_train_steps=5)],
+        callbacks=[ModelCheckpoint(every_n_train_steps=5, asynchronous=asynchronous)],
     )
     try:
         trainer.fit(

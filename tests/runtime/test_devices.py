@@ -46,7 +46,7 @@ def test_accelerator(found: Any, asked: str, cuda: int, mps: bool, device_type: 
         ("cuda", "accelerator='cuda', but: no CUDA device found. Use accelerator='auto' or 'cpu'."),
         ("gpu", "accelerator='gpu', but: no CUDA device found, no MPS."),
         ("mps", "accelerator='mps', but: no MPS."),
-        ("tpu", "accelerator='tpu' is not in this version"),
+        ("tpu", "accelerator='tpu', but torch_tpu is not installed"),
         ("cudaa", "unknown accelerator 'cudaa'. Did you mean 'cuda'?"),
     ],
 )

@@ -60,6 +60,7 @@ def hand_over(
     trainer: Trainer, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]
 ) -> None:
     """See `Trainer.save_with`."""
+    trainer.meet(f"save_with at step {trainer.global_step}")
     begun = trainer.begin_save()
     state = collect(trainer)
     trainer.hooks.on_save_checkpoint(trainer, trainer.module, state)

@@ -225,6 +225,8 @@ class _Splitter:
         if problem:
             self._refuse(problem)
             return None
+        if tensor.device.type == "xla":
+            tensor = tensor.cpu()  # There it has no memory that can be looked at.
         memory = _memory(tensor)
         name = self._name_of.get(memory) if memory else None
         if name is None:

@@ -14,6 +14,9 @@ VERBS = {
     "validate": "run the validation of a module",
     "test": "run the test of a module",
     "predict": "write a module's predictions",
+    "estimate": "say how much memory a training will need on each process, for every strategy",
+    "launch": "start a script, a module or a command on several devices or machines",
+    "env": "show how this process was started, versions and devices",
     "checkpoint": "look into checkpoints: ls, show, verify, export",
 }
 """Name: what it does. The command is `run(arguments)` in `trainer/cli/<name>.py`, which returns the exit code."""

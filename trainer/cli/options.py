@@ -70,13 +70,13 @@ def make_parser(verb: str, summary: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Findings) -> Options:
-    """Take a command line apart; what is wrong with it goes to `findings`."""
+def overrides_of(arguments: list[str], findings: Findings) -> tuple[list[tuple[str, Node]], list[str]]:
+    """The dotted options of a command line as names and values, and the words that are none of them."""
     from trainer.config_files import read_value
-    from trainer.config_tree import COMMAND_LINE, Node
+    from trainer.config_tree import COMMAND_LINE
 
     fixed: list[str] = []
-    options = Options()
+    overrides = []
     for option, name, value in _split(arguments, fixed):
         name = ALIASES.get(name, name)
         if value is None:
@@ -84,7 +84,16 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Findi
         elif not all(name.split(".")):
             findings.add(COMMAND_LINE, f"{option} is no name: write --trainer.max_epochs, with one dot between names.")
         elif (node := read_value(value, option, findings)) is not None:
-            options.overrides.append((name, node))
+            overrides.append((name, node))
+    return overrides, fixed
+
+
+def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Findings) -> Options:
+    """Take a command line apart; what is wrong with it goes to `findings`."""
+    from trainer.config_tree import COMMAND_LINE, Node
+
+    options = Options()
+    options.overrides, fixed = overrides_of(arguments, findings)
     try:
         known, rest = parser.parse_known_args(fixed)
     except ConfigError as error:

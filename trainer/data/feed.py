@@ -84,6 +84,8 @@ class Feed:
         """Samples per epoch over all processes, after the limit; None if unknown."""
         self.batch_size: int | None = source.batch_size
         """Samples of a full micro-batch on one process; None if unknown."""
+        self.num_workers: int | None = loader.num_workers if isinstance(loader, DataLoader) else None
+        """Processes that load batches; None: it is no DataLoader."""
         self.note: str | None = source.note
         """One line that the user should read at the start of the run, or None."""
         self.exact: bool = source.exact

@@ -7,18 +7,20 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import ConfigError
+from trainer.runtime.rendezvous import free_port
 from trainer.runtime.restart import LAUNCHED
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     from trainer.runtime.agent import Agent
@@ -47,13 +49,31 @@ def launch_processes(num_processes: int, max_restarts: int = 0) -> NoReturn:
             "into a script and run `python script.py`, or start it with "
             f"`torchrun --nproc-per-node {num_processes} script.py`, or use devices=1."
         )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // num_processes)))
+    launch_command(sys.orig_argv[1:], num_processes, max_restarts)
+
+
+def launch_command(command: Sequence[str], num_processes: int, max_restarts: int = 0) -> NoReturn:
+    """As `launch_processes`, with other arguments of Python than those of this process."""
+    run_agents(lambda: _local_agent(command, num_processes, max_restarts), num_processes)
+
+
+def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
+    """Run the processes of this machine, `num_processes` of them, to their end, as `launch_processes` says.
+
+    Raises:
+        SystemExit: always, in the end.
+        TrainerError: from `make_agent`.
+    """
+    from trainer.runtime.agent import silence_elastic
+
+    silence_elastic()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_processes)))
     os.environ[LAUNCHED] = str(os.getpid())
     # The agent's own handlers end everything 30 s after the second signal; ours come instead.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     sys.stdout.flush()
     sys.stderr.flush()
-    agent, rendezvous = _make_agent(num_processes, max_restarts)
+    agent = make_agent()
     passing = _SignalPassing(agent)
     passing.install()
     code = 1
@@ -66,7 +86,8 @@ def launch_processes(num_processes: int, max_restarts: int = 0) -> NoReturn:
     finally:
         if code != 0:
             passing.send(signal.SIGKILL)  # what the processes may have left behind
-        rendezvous.shutdown()
+            agent.leave()
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
     raise SystemExit(code)
 
 
@@ -148,43 +169,55 @@ class _SignalPassing:
         return [worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None]
 
 
-def _make_agent(num_processes: int, max_restarts: int) -> tuple[Agent, RendezvousHandler]:
+def _local_agent(command: Sequence[str], num_processes: int, max_restarts: int) -> Agent:
+    from trainer.runtime.agent import Agent
+
+    rendezvous, store, port = _local_rendezvous()
+    here = "127.0.0.1"
+    return Agent(worker_spec(command, num_processes, max_restarts, rendezvous, here, (here, port)), store)
+
+
+def worker_spec(
+    command: Sequence[str],
+    num_processes: int,
+    max_restarts: int,
+    rendezvous: RendezvousHandler,
+    own_address: str,
+    meeting: tuple[str, int],
+) -> WorkerSpec:
+    """What torch's agent is to run on this machine: `command`, the arguments of Python.
+
+    `meeting`: host and port of the store that the processes use.
+    """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from trainer.runtime.agent import Agent, silence_elastic
-
-    silence_elastic()
-    rendezvous, port = _make_rendezvous()
-    spec = WorkerSpec(
+    return WorkerSpec(
         role="trainer",
         local_world_size=num_processes,
         rdzv_handler=rendezvous,
         entrypoint=sys.executable,
         # The agent replaces ${local_rank} and $$ in the arguments; a user's dollar is to stay a dollar.
-        args=tuple(argument.replace("$", "$$") for argument in sys.orig_argv[1:]),
+        args=tuple(argument.replace("$", "$$") for argument in command),
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        master_addr="127.0.0.1",
-        master_port=port,
-        local_addr="127.0.0.1",
+        master_addr=meeting[0],
+        master_port=meeting[1],
+        local_addr=own_address,
     )
-    return Agent(spec), rendezvous
 
 
-def _make_rendezvous() -> tuple[RendezvousHandler, int]:
+def _local_rendezvous() -> tuple[RendezvousHandler, Store, int]:
     """A store on a free port of this machine, held by this process: it outlives every process that fails."""
     import torch.distributed.elastic.rendezvous.registry as registry
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     for attempt in range(5):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
+        port = free_port()
         parameters = RendezvousParameters("static", f"127.0.0.1:{port}", uuid.uuid4().hex, 1, 1, rank=0)
         handler = registry.get_rendezvous_handler(parameters)
         try:
-            handler.next_rendezvous()  # opens the port now, and keeps it
-            return handler, port
+            store: Any = handler.next_rendezvous().store  # opens the port now, and keeps it
+            return handler, store.underlying_store, port
         except RuntimeError:
             # Somebody took the port in between.
             if attempt == 4:
@@ -205,7 +238,8 @@ def _exit_code(codes: list[int]) -> int:
     return 128 - code if code < 0 else code
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

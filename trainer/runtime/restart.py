@@ -9,6 +9,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from trainer.runtime.rendezvous import attempt
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -31,31 +33,18 @@ def agent_store(timeout: timedelta = _TIMEOUT) -> Store | None:
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
-def attempt_store(timeout: timedelta) -> Store | None:
-    """The agent's store, with keys of this attempt alone, to join a process group with; None without one.
-
-    torch itself would give the processes of a second attempt the addresses of the dead ones of the first.
-    """
-    store = agent_store(timeout)
-    if store is None:
-        return None
-    from torch._C._distributed_c10d import PrefixStore
-
-    return PrefixStore(f"trainer/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
 class FitRecord:
     """One `fit` of the script over all attempts: where it writes. The n-th fits of all attempts are the same one.
 
-    For rank 0. Without restarts it does nothing.
+    For rank 0. Without a launcher's store it does nothing.
     """
 
     def __init__(self) -> None:
-        self._store = agent_store() if max_restarts() else None
+        self._store = agent_store()
         self.former: str | None = None
         """The run directory of this fit in a former attempt; None in the first."""
         if self._store is not None:
-            number = self._store.add(f"trainer/fits/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1)
+            number = self._store.add(f"trainer/fits/attempt{attempt()}", 1)
             self._key = f"trainer/run_dir/{number}"
             if self._store.check([self._key]):
                 self.former = self._store.get(self._key).decode()

@@ -41,7 +41,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     """The global generators' states as data: tensors on the cpu, numbers, strings, None.
 
     Args:
-        device: also the generator of this device, if it is a cuda or mps one.
+        device: also the generator of this device, if it is a cuda, mps or xla one.
     """
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
@@ -57,6 +57,10 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
         state["cuda"] = torch.cuda.get_rng_state(device)
     elif device is not None and device.type == "mps":
         state["mps"] = torch.mps.get_rng_state()
+    elif device is not None and device.type == "xla":
+        from torch_xla.core import xla_model
+
+        state["xla"] = xla_model.get_rng_state(device)
     return state
 
 
@@ -67,6 +71,10 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
     elif device is not None and device.type == "mps" and "mps" in state:
         torch.mps.set_rng_state(state["mps"].cpu())
+    elif device is not None and device.type == "xla" and "xla" in state:
+        from torch_xla.core import xla_model
+
+        xla_model.set_rng_state(state["xla"], device)
     inner = dict(state["numpy"]["state"])
     if "key" in inner:
         inner["key"] = inner["key"].cpu().numpy().astype(np.uint32)

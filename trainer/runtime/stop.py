@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import TrainerError
 from trainer.runtime.failure import first_failure, follow_failure
+from trainer.runtime.rendezvous import attempt
 from trainer.runtime.siblings import Siblings, say_done
 
 if TYPE_CHECKING:
@@ -370,7 +371,6 @@ def _own_keys(store: Store, rank: int) -> Store:
     """The part of the store that belongs to this switch: the n-th of every process share one."""
     from torch.distributed.distributed_c10d import PrefixStore  # not there in a torch built without distributed
 
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    common = PrefixStore(f"trainer/attempt{attempt}", store)
+    common = PrefixStore(f"trainer/attempt{attempt()}", store)
     number = common.add(f"switches/{rank}", 1)
     return PrefixStore(f"run{number}", common)

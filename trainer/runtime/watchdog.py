@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer.runtime.failure import first_failure, write_error
+from trainer.runtime.meeting import Meeting
 from trainer.runtime.siblings import say_done
 
 if TYPE_CHECKING:
@@ -44,7 +45,13 @@ class Watchdog:
         self._closed = threading.Event()
 
     def start(
-        self, store: Store | None, rank: int, world_size: int, limit: float | None, step: Callable[[], int]
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        limit: float | None,
+        step: Callable[[], int],
+        meeting: Meeting | None = None,
     ) -> None:
         """Begin to watch; does nothing for a single process (`store` None) or without a limit.
 
@@ -53,13 +60,14 @@ class Watchdog:
             rank, world_size: of this process.
             limit: seconds without a beat that are too long.
             step: gives the number of steps done.
+            meeting: what the thread answers for, while it is there.
         """
         self.patient = True
         if store is None or limit is None:
             return
         self._closed = threading.Event()
         own: Any = store  # torch's stubs do not know `clone`
-        watch = _Watch(self, own.clone(), rank, world_size, limit, step, self._closed)
+        watch = _Watch(self, own.clone(), rank, world_size, limit, step, self._closed, meeting)
         self._thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
         self._thread.start()
         # A daemon thread that comes back from C++ while Python exits would abort the process.
@@ -87,6 +95,7 @@ class _Watch:
         limit: float,
         step: Callable[[], int],
         closed: threading.Event,
+        meeting: Meeting | None,
     ) -> None:
         self._watchdog = watchdog
         self._store = store
@@ -94,7 +103,8 @@ class _Watch:
         self._limit = limit
         self._step = step
         self._closed = closed
-        self._interval = min(10.0, limit / 10)
+        self._meeting = meeting
+        self._interval = min(2.0, limit / 10)
         self._since = time.monotonic()
 
     def run(self) -> None:
@@ -117,6 +127,8 @@ class _Watch:
                 return
             if first_failure(self._store) is not None:
                 continue  # it ends already
+            if self._meeting is not None:
+                self._meeting.answer(self._store)
             if time.monotonic() - self._since > limit and (beats, patient) == (
                 self._watchdog.beats,
                 self._watchdog.patient,

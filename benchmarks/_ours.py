@@ -1,0 +1,107 @@
+"""The same work with the trainer of this repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from benchmarks._task import Net, Task, optimizer_of
+from benchmarks._turns import Clock, Contender
+from trainer import Trainer, TrainModule
+
+OFF: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+}
+
+
+class Regression(TrainModule):
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return optimizer_of(self)
+
+
+class LoggedRegression(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+
+class Classification(TrainModule):
+    def __init__(self, net: Net, classes: int) -> None:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        super().__init__()
+        self.net = net
+        self.accuracy = MulticlassAccuracy(classes, average="micro")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.net(x)
+        self.log("val_loss", F.cross_entropy(logits, y))
+        self.accuracy.update(logits, y)
+        self.log("val_acc", self.accuracy)
+
+
+def trainer(task: Task, folder: Path, **options: Any) -> Trainer:
+    common: dict[str, Any] = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "accumulate_grad_batches": task.accumulate,
+        "default_root_dir": folder,
+    }
+    return Trainer(**{**common, **options})
+
+
+def all_on() -> dict[str, Any]:
+    """Progress bar, model summary and checkpoints are on by default; both loggers."""
+    from trainer.callbacks import CSVLogger, TensorBoardLogger
+
+    return {"logger": [CSVLogger(), TensorBoardLogger()]}
+
+
+def training(task: Task) -> list[Contender]:
+    """Everything off; off but for one `self.log` per step; and everything on."""
+
+    def off(clock: Clock, folder: Path) -> None:
+        trainer(task, folder, **OFF).fit(Regression(Net(clock)), task.data())
+
+    def off_and_log(clock: Clock, folder: Path) -> None:
+        trainer(task, folder, **OFF).fit(LoggedRegression(Net(clock)), task.data())
+
+    def on(clock: Clock, folder: Path) -> None:
+        trainer(task, folder, **all_on()).fit(LoggedRegression(Net(clock)), task.data())
+
+    plain = task.accumulate == 1 and not task.loader
+    return [
+        Contender("ours, everything off", off, bar=1.03 if plain else 1.10),
+        Contender("ours, off, one self.log per step", off_and_log),
+        Contender("ours, all on: bar, CSV, TensorBoard, checkpoints, self.log", on, bar=1.10),
+    ]
+
+
+def validation(task: Task) -> list[Contender]:
+    """`Trainer.validate` with torchmetrics, without and with the progress bar."""
+
+    def run(clock: Clock, folder: Path, **options: Any) -> None:
+        module = Classification(Net(clock, task.classes), task.classes)
+        trainer(task, folder, **{**OFF, **options}).validate(module, task.data())
+
+    return [
+        Contender("ours, validate: log(loss), log(torchmetrics)", run, bar=1.10),
+        Contender("ours, the same with the bar", lambda c, f: run(c, f, enable_progress_bar=True), bar=1.10),
+    ]

@@ -1,0 +1,154 @@
+"""What a benchmark found out: each contender's figures, the machine, a table in Markdown, and all of it in JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "pytorch-lightning",
+    "accelerate",
+    "transformers",
+    "pytorch-ignite",
+    "mosaicml",
+    "keras",
+    "torchmetrics",
+    "tensorboard",
+    "deepspeed",
+)
+"""Whose versions are worth telling."""
+
+
+@dataclass
+class Times:
+    """What one contender took in each round, and what the hand-written loop took right beside it; in seconds."""
+
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    loop_cpu: list[float] = field(default_factory=list)
+    loop_wall: list[float] = field(default_factory=list)
+
+    def add(self, own: tuple[float, float], loop: tuple[float, float]) -> None:
+        """(CPU time, wall time) of one round."""
+        self.cpu.append(own[0])
+        self.wall.append(own[1])
+        self.loop_cpu.append(loop[0])
+        self.loop_wall.append(loop[1])
+
+    def ratio(self, kind: str = "cpu") -> float:
+        """The median, over rounds, of its time divided by the loop's in the same round."""
+        own, loop = (self.cpu, self.loop_cpu) if kind == "cpu" else (self.wall, self.loop_wall)
+        return median(a / b for a, b in zip(own, loop, strict=True))
+
+    def above(self) -> float:
+        """The median, over rounds, of its CPU time less the loop's."""
+        return median(a - b for a, b in zip(self.cpu, self.loop_cpu, strict=True))
+
+
+@dataclass
+class Report:
+    """The result of one benchmark."""
+
+    name: str
+    what: str
+    """One paragraph: what was measured, and in which unit."""
+    unit: str = "us"
+    scale: float = 1e6
+    ratios: bool = True
+    """Whether its times are compared with the loop's by ratios, too."""
+    results: dict[str, Times] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Contenders that did not run, and why."""
+    bars: dict[str, float] = field(default_factory=dict)
+    """The ratio of CPU time that a contender is to stay below."""
+
+    def table(self) -> str:
+        """The figures in Markdown."""
+        u = self.unit
+        lines = [
+            f"| | CPU {u}: median | least | wall {u}: median | least "
+            f"| above the loop, CPU {u} |" + (" ratio, CPU | ratio, wall |" if self.ratios else ""),
+            "|---|---|---|---|---|---|" + ("---|---|" if self.ratios else ""),
+        ]
+        for name, t in self.results.items():
+            if not t.cpu:
+                continue
+            cpu, wall = [s * self.scale for s in t.cpu], [s * self.scale for s in t.wall]
+            bar = f" (bar: {self.bars[name]:.2f})" if name in self.bars else ""
+            lines.append(
+                f"| {name} | {median(cpu):.4g} | {min(cpu):.4g} | {median(wall):.4g} | {min(wall):.4g} | "
+                f"{t.above() * self.scale:+.3g} |"
+                + (f" {t.ratio():.3f}{bar} | {t.ratio('wall'):.3f} |" if self.ratios else "")
+            )
+        lines += [f"\nLeft out: {name} ({why})." for name, why in self.left_out.items()]
+        return "\n".join(lines)
+
+    def page(self) -> str:
+        """The table with everything that is needed to repeat it."""
+        at = surroundings()
+        head = f"# {self.name}\n\n{self.what}\n\n`{at['command']}`\n\n"
+        rounds = min((len(t.cpu) for t in self.results.values() if t.cpu), default=0)
+        return (
+            f"{head}{self.table()}\n\n{rounds} rounds. {at['machine']}, {at['cores']} cores, "
+            f"{at['threads']} thread(s), load {at['load']}; Python {at['python']}, "
+            + ", ".join(f"{name} {number}" for name, number in at["versions"].items())
+            + ".\n"
+        )
+
+    def save(self, folder: Path | None) -> None:
+        """Print the page; write it and the figures into `folder`, if one is given."""
+        print(f"\n{self.page()}", flush=True)
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.name}.md").write_text(self.page())
+        everything: dict[str, Any] = {
+            **surroundings(),
+            "what": self.what,
+            "results": {
+                name: {"ratio_cpu": t.ratio(), "ratio_wall": t.ratio("wall"), **vars(t)}
+                for name, t in self.results.items()
+                if t.cpu
+            },
+            "left_out": self.left_out,
+            "bars": self.bars,
+        }
+        (folder / f"{self.name}.json").write_text(json.dumps(everything, indent=1) + "\n")
+
+
+def surroundings() -> dict[str, Any]:
+    """The machine, the versions, and the command."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "machine": f"{platform.system()} {platform.machine()}, {_processor()}",
+        "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS", "1"),
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown processor"

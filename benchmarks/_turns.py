@@ -1,0 +1,141 @@
+"""Contenders in one process, in turns: each between two runs of the hand-written loop, round after round."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import gc
+import logging
+import os
+import random
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks._report import Report, Times
+
+FIRST = 0.1
+"""The part of the steps that is not measured: caches, lazy imports, allocators."""
+
+
+class Clock:
+    """Counts forward passes, and looks at the clocks at two of them: set-up and tear-down do not count."""
+
+    def __init__(self, passes: int) -> None:
+        self.first, self.last = max(1, int(passes * FIRST)), passes
+        self.count = 0
+        self.marks: list[tuple[float, float]] = []
+
+    def tick(self) -> None:
+        self.count += 1
+        if self.count == self.first or self.count == self.last:
+            self.marks.append((time.process_time(), time.perf_counter()))
+
+    def per_pass(self) -> tuple[float, float]:
+        """Seconds of CPU and of wall time for each pass between the two."""
+        assert self.count >= self.last, f"only {self.count} of {self.last} forward passes were made"
+        (cpu, wall), (cpu_end, wall_end) = self.marks
+        passes = self.last - self.first
+        return (cpu_end - cpu) / passes, (wall_end - wall) / passes
+
+
+@dataclass
+class Contender:
+    """One way of doing the same work."""
+
+    name: str
+    run: Callable[[Clock, Path], None]
+    """Does it all in the given folder, ticking the clock at each forward pass."""
+    bar: float | None = None
+
+
+def arguments_of(prog: str, text: str | None, steps: int, rounds: int) -> argparse.ArgumentParser:
+    """The options that these benchmarks share."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {prog}", description=text)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="contenders whose name contains it")
+    parser.add_argument("--save", type=Path, default=None, help="folder for NAME.md and NAME.json")
+    return parser
+
+
+def take_turns(
+    report: Report,
+    loop: Contender,
+    contenders: Sequence[Contender],
+    passes: int,
+    rounds: int,
+    only: Sequence[str] = (),
+) -> None:
+    """Fill the report: each contender between two runs of the loop, in a new order every round.
+
+    One that fails is left out, and the report says why.
+    """
+    wanted = [c for c in contenders if not only or any(text.lower() in c.name.lower() for text in only)]
+    report.results = {loop.name: Times(), **{c.name: Times() for c in wanted}}
+    report.bars = {c.name: c.bar for c in wanted if c.bar is not None}
+    shuffled = random.Random(0)
+    with terminal():
+        _once(loop, passes)
+        for number in range(rounds):
+            shuffled.shuffle(wanted)
+            before = _once(loop, passes)
+            for contender in list(wanted):
+                try:
+                    own = _once(contender, passes)
+                except Exception as error:
+                    if number:
+                        raise
+                    report.left_out[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                    if not isinstance(error, ImportError):
+                        traceback.print_exc(file=sys.__stderr__)
+                    del report.results[contender.name]
+                    wanted.remove(contender)
+                    continue
+                after = _once(loop, passes)
+                beside = ((before[0] + after[0]) / 2, (before[1] + after[1]) / 2)
+                report.results[contender.name].add(own, beside)
+                report.results[loop.name].add(after, after)
+                before = after
+            print(f"round {number + 1} of {rounds}", file=sys.__stderr__, flush=True)
+
+
+def _once(contender: Contender, passes: int) -> tuple[float, float]:
+    clock = Clock(passes)
+    gc.collect()
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        contender.run(clock, Path(folder))
+    return clock.per_pass()
+
+
+@contextmanager
+def terminal() -> Iterator[None]:
+    """Inside, stdout and stderr are a terminal of 120 columns, which another process reads: a bar costs what it costs
+    on a screen. Warnings and log messages are switched off."""
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+    reader = subprocess.Popen(["cat"], stdin=master, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(master)
+    before = sys.stdout, sys.stderr
+    screen = open(slave, "w", buffering=1)  # noqa: SIM115
+    sys.stdout = sys.stderr = screen
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        sys.stdout, sys.stderr = before
+        logging.disable(logging.NOTSET)
+        screen.close()
+        reader.kill()
+        reader.wait()

@@ -1,0 +1,74 @@
+"""What `import trainer` costs beyond `import torch`, in fresh processes that take turns; and the peers' imports.
+
+`from trainer import Trainer, TrainModule`, because `import trainer` alone imports nothing until it is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks._report import Report, Times
+
+CODE = """
+import json, time
+import torch
+cpu, wall = time.process_time(), time.perf_counter()
+{}
+print(json.dumps([cpu, time.process_time() - cpu, time.perf_counter() - wall]))
+"""
+IMPORTS = {
+    "nothing": "",
+    "from trainer import Trainer, TrainModule": "from trainer import Trainer, TrainModule",
+    "pytorch_lightning": "import pytorch_lightning",
+    "lightning_fabric": "import lightning_fabric",
+    "accelerate": "import accelerate",
+    "transformers": "from transformers import Trainer, TrainingArguments",
+    "ignite": "import ignite.engine",
+    "composer": "import composer",
+    "keras": "import keras",
+}
+BAR_SECONDS = 0.15
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks import", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT")
+    parser.add_argument("--save", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    wanted = {
+        name: code
+        for name, code in IMPORTS.items()
+        if (not name.isidentifier() or name == "nothing" or find_spec(name) is not None)
+        and (not options.only or name == "nothing" or any(text in name for text in options.only))
+    }
+    report = Report(
+        "import",
+        "Seconds that an import takes after `import torch`, in a fresh process. The bar for ours: "
+        f"{BAR_SECONDS} s of CPU time above `nothing`.",
+        unit="ms",
+        scale=1e3,
+        ratios=False,
+        results={name: Times() for name in wanted},
+    )
+    order = list(wanted)
+    for number in range(options.rounds):
+        random.Random(number).shuffle(order)
+        took = {name: _once(wanted[name]) for name in order}
+        for name, own in took.items():
+            report.results[name].add(own, took["nothing"])
+        print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+    report.save(options.save)
+    return 0
+
+
+def _once(code: str) -> tuple[float, float]:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE.format(code)], capture_output=True, check=True)
+    _, cpu, wall = json.loads(done.stdout.splitlines()[-1])
+    return cpu, wall

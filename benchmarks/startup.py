@@ -1,0 +1,66 @@
+"""From the start of the process to the end of its first step, beyond a hand-written script: processes in turns."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import _ours, _peers
+from benchmarks._report import Report, Times
+from benchmarks._task import Task
+
+LOOP = "hand-written loop"
+LEFT_OUT = ("one self.log", "Lightning, barebones", "HF Trainer, as it comes", "supervised", "Keras, as it")
+"""Contenders that start like another one."""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks startup", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT")
+    parser.add_argument("--save", type=Path, default=None)
+    options = parser.parse_args(arguments)
+    names = [c.name for c in [*_ours.training(Task(1)), *_peers.training(Task(1))]]
+    names = [name for name in names if not any(text in name for text in LEFT_OUT)]
+    names = [name for name in names if not options.only or any(t.lower() in name.lower() for t in options.only)]
+    report = Report(
+        "startup",
+        "Milliseconds from the start of the process to the end of the first step; `above the loop` is the median over "
+        "rounds of the difference to the hand-written script in the same round. The bar for ours: 300 ms of CPU time.",
+        unit="ms",
+        scale=1e3,
+        ratios=False,
+        results={name: Times() for name in [LOOP, *names]},
+    )
+    for number in range(options.rounds):
+        random.Random(number).shuffle(names)
+        took = {name: _once(name) for name in [LOOP, *names]}
+        for name, own in took.items():
+            report.results[name].add(own, took[LOOP])
+        print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+    report.save(options.save)
+    return 0
+
+
+def _once(name: str) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        began = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks._first_step", name, folder],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        wall = time.perf_counter() - began
+    found = re.search(r"first step after ([\d.e-]+) s", done.stdout)
+    if found is None:
+        raise RuntimeError(f"{name} made no step:\n{done.stdout}\n{done.stderr}")
+    return float(found[1]), wall

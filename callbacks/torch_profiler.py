@@ -1,0 +1,149 @@
+"""TorchProfiler: traces of single steps, to look at in Perfetto or TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.profiler import record_function
+from torch.profiler import profile, schedule
+
+from trainer.callbacks.base import Callback
+from trainer.errors import raise_problems
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+
+class TorchProfiler(Callback):
+    """Records steps of `fit` with torch.profiler, on every process, and writes for each recording two files in
+    `<run directory>/profile/`: `rank0.<step>.pt.trace.json.gz`, a trace for https://ui.perfetto.dev or for TensorBoard
+    with the plugin torch-tb-profiler (`tensorboard --logdir <run directory>`), and `rank0.<step>.txt`, a table of the
+    operators that took most time. `<step>` is the last step recorded.
+
+    In the trace the parts of the loop have the names that SimpleProfiler's table has: `data wait`, `forward
+    (training_step)`, `backward`, `optimizer step`, `ProgressBar.on_train_batch_end`, ...
+
+    A recording goes through `wait` steps that are not looked at, `warmup` steps whose records are thrown away, and
+    `active` steps; after it the next one begins. Recording slows the steps down; waiting costs some microseconds for
+    the names, and after the last recording nothing is left.
+
+    Args:
+        wait: steps before a recording, at least those in which caches are filled and code is compiled.
+        warmup: steps to warm the profiler up.
+        active: steps of a recording. Each one takes megabytes in the file.
+        repeat: recordings; 0: until the end of the run.
+        record_shapes: with the shapes of the operators' inputs.
+        profile_memory: with each allocation of memory.
+        with_stack: with the lines of Python that called the operators. Slow.
+        with_flops: with an estimate of the floating-point operations of matrix products and convolutions.
+        dirpath: where to write instead.
+        rows: lines of the table of operators.
+    """
+
+    def __init__(
+        self,
+        wait: int = 5,
+        warmup: int = 2,
+        active: int = 3,
+        repeat: int = 1,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        dirpath: str | Path | None = None,
+        rows: int = 30,
+    ) -> None:
+        smallest = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "rows": 1}
+        given = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat, "rows": rows}
+        problems = [
+            f"TorchProfiler({name}={value!r}): give a whole number from {smallest[name]}."
+            for name, value in given.items()
+            if type(value) is not int or value < smallest[name]
+        ]
+        raise_problems(problems, "TorchProfiler")
+        self.wait, self.warmup, self.active, self.repeat, self.rows = wait, warmup, active, repeat, rows
+        self.options: dict[str, Any] = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+            "with_flops": with_flops,
+        }
+        self.dirpath = dirpath
+        self.traces: list[Path] = []
+        """What this process has written."""
+        self._profile: profile | None = None
+        self._open: list[tuple[str, Any]] = []
+        self._folder = Path()
+        self._rank = self._step = 0
+
+    def begin_phase(self, name: str) -> None:
+        label = record_function(name)
+        label.__enter__()
+        self._open.append((name, label))
+
+    def end_phase(self, name: str) -> None:
+        began = [phase for phase, _ in self._open]
+        while name in began:
+            label = self._open.pop()[1]
+            label.__exit__(None, None, None)
+            if began.pop() == name:
+                return
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.traces.clear()
+        self._folder = Path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "profile"
+        self._rank = trainer.rank
+        steps = schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
+        self._profile = profile(schedule=steps, on_trace_ready=self._write, **self.options)
+        self._profile.start()
+        trainer.phases.listen(trainer, self)
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._profile is None:
+            return
+        self._step = trainer.global_step
+        running, self._profile = self._profile, None  # after an error in it, to stop it may crash the process
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
+            running.step()
+        self._profile = running
+        if self.repeat and len(self.traces) == self.repeat:
+            self._close(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._close(trainer)
+        if not self.traces and not trainer.settings.fast_dev_run:
+            log.warning(
+                "TorchProfiler has recorded nothing: a recording takes wait + warmup + active = %d steps, and the run "
+                "ended before. Make wait smaller.",
+                self.wait + self.warmup + self.active,
+            )
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        """What was recorded until then is written."""
+        self._close(trainer)
+
+    def _close(self, trainer: Trainer) -> None:
+        trainer.phases.forget(self)
+        if self._profile is not None:
+            running, self._profile = self._profile, None
+            running.stop()
+            self._open.clear()
+
+    def _write(self, recorded: profile) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank{self._rank}.{self._step}.pt.trace.json.gz"
+        recorded.export_chrome_trace(str(path))
+        averages = recorded.key_averages()
+        by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
+        table = averages.table(sort_by=by, row_limit=self.rows)
+        path.with_name(f"rank{self._rank}.{self._step}.txt").write_text(table)
+        self.traces.append(path)
+        if self._rank == 0:
+            log.info("wrote a trace, %s: open it in https://ui.perfetto.dev, or in TensorBoard", path)

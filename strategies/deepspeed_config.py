@@ -1,0 +1,364 @@
+"""The user's DeepSpeed configuration, with every `"auto"` filled in and every contradiction with the trainer found."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.errors import raise_problems
+from trainer.precision import Precision
+from trainer.strategies.deepspeed_checks import AUTO, MODELS, default_of, key_problems, tool_problems, whole_problems
+from trainer.strategies.deepspeed_optimizer import optimizer_section, scheduler_problems
+
+DEFAULT_STAGE = 2
+"""The stage where neither the strategy nor the JSON names one."""
+SUBJECT = "the DeepSpeed configuration"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the trainer and the strategy say of the run. None: they say nothing, or do not know it yet."""
+
+    stage: int | None = None
+    offload_optimizer: str | None = None
+    """ "cpu", "nvme" or "none"."""
+    offload_parameters: str | None = None
+    nvme_path: str | None = None
+    precision: Precision | None = None
+    device_type: str = "cpu"
+    micro_batch: int | None = None
+    """Samples of a micro-batch on one process."""
+    window: int | None = None
+    world_size: int | None = None
+    clip_norm: float | None = None
+    optimizer: Optimizer | None = None
+    schedulers: Sequence[object] | None = None
+    hidden_size: int | None = None
+    """Width of the model, from which the sizes of buckets follow; see `hidden_size_of`."""
+
+
+@dataclass
+class Resolved:
+    """A configuration for DeepSpeed's engine."""
+
+    config: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of how it was read, one sentence each."""
+
+
+def config_problems(given: str | Path | Mapping[str, Any] | None, run: Run) -> list[str]:
+    """Everything wrong with a configuration that can be seen with what is known in `run`, one sentence each.
+
+    Needs DeepSpeed, starts nothing, and may be asked before there are processes, optimizers or data.
+    """
+    config, problems = read_config(given)
+    problems += key_problems(config)
+    resolver = _Resolver(config, run)
+    problems += [problem for problem in resolver.problems if problem not in problems]
+    return problems + tool_problems(resolver.config, run.device_type)
+
+
+def resolve_config(given: str | Path | Mapping[str, Any] | None, run: Run) -> Resolved:
+    """The configuration as DeepSpeed gets it: whole, without any `"auto"`.
+
+    What `run` does not say is DeepSpeed's own default. A `"scheduler"` section is left out: the loop steps schedules.
+
+    Raises:
+        ConfigError: everything wrong in one message.
+    """
+    config, problems = read_config(given)
+    problems += key_problems(config)
+    resolver = _Resolver(config, run)
+    problems += [problem for problem in resolver.problems if problem not in problems]
+    resolver.config.pop("scheduler", None)
+    if run.optimizer is None:
+        resolver.config.pop("optimizer", None)
+    problems += _fill_the_rest(resolver.config)
+    raise_problems(problems or whole_problems(resolver.config), SUBJECT)
+    return Resolved(resolver.config, resolver.notes)
+
+
+def read_config(given: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """A copy of the configuration in a file or dict, and what is wrong with that; None is an empty one."""
+    if given is None:
+        return {}, []
+    if isinstance(given, Mapping):
+        try:
+            return json.loads(json.dumps(dict(given))), []
+        except (TypeError, ValueError) as error:
+            return {}, [f"config={given!r} holds what JSON cannot: {error}."]
+    if not isinstance(given, (str, Path)):
+        return {}, [f"config={given!r}: give the path of a DeepSpeed JSON file, or a dict."]
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return {}, [
+            f"config={str(given)!r} cannot be read: {reason}. Give the path of a DeepSpeed JSON file, or a dict."
+        ]
+    return _parse(text, str(given))
+
+
+def hidden_size_of(module: nn.Module) -> int | None:
+    """The width in the `config` of the outermost submodule that has one, as transformers' models do."""
+    for part in module.modules():
+        config = vars(part).get("config")
+        for owner in (config, _entry(config, "text_config")):
+            size, sizes = _entry(owner, "hidden_size"), _entry(owner, "hidden_sizes")
+            if isinstance(size, int):
+                return size
+            if isinstance(sizes, (list, tuple)) and sizes:
+                return int(max(sizes))
+    return None
+
+
+def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
+    """Write a resolved configuration into the run directory, as deepspeed.json."""
+    (run_dir / "deepspeed.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _parse(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
+    repeated: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [key for key, _ in pairs]
+        repeated.extend(sorted({key for key in names if names.count(key) > 1}))
+        return dict(pairs)
+
+    try:
+        config = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        # DeepSpeed reads its files with hjson, which allows comments and trailing commas.
+        import hjson
+
+        repeated.clear()
+        try:
+            config = hjson.loads(text, object_pairs_hook=unique)
+        except hjson.HjsonDecodeError:
+            return {}, [f"{name} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}."]
+    problems = [f"{name} has {key!r} more than once." for key in repeated]
+    if isinstance(config, dict):
+        return json.loads(json.dumps(config)), problems
+    return {}, [*problems, f"{name} holds no JSON object: a DeepSpeed configuration begins with {{."]
+
+
+def _entry(owner: Any, name: str) -> Any:
+    return owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
+
+
+class _Resolver:
+    """Fills in what follows from the run, and collects where the configuration says something else."""
+
+    def __init__(self, config: Mapping[str, Any], run: Run) -> None:
+        self.config: dict[str, Any] = copy.deepcopy(dict(config))
+        self.run = run
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        if "bfloat16" in self.config:
+            self.config.setdefault("bf16", self.config.pop("bfloat16"))
+        wrong = [name for name in ("zero_optimization", *MODELS) if not isinstance(self._section(name), dict)]
+        if wrong:
+            return  # DeepSpeed's own check of the sections has told it.
+        self._zero()
+        self._precision()
+        self._batches()
+        self._clipping()
+        self._buckets()
+        found, notes = optimizer_section(self.config, run.optimizer)
+        self.problems += found + scheduler_problems(self.config, run.optimizer, run.schedulers)
+        self.notes += notes
+        self._rest()
+
+    def _section(self, *path: str) -> Any:
+        """The dict at a path, or what else is there; an empty one that is not in the configuration if nothing is."""
+        part: Any = self.config
+        for name in path:
+            part = part.get(name) if isinstance(part, dict) else None
+            if part is None or part == AUTO:
+                part = {}
+        return part
+
+    def _value(self, *path: str) -> Any:
+        section = self._section(*path[:-1])
+        value = section.get(path[-1]) if isinstance(section, dict) else None
+        return None if value == AUTO else value
+
+    def _set(self, value: Any, *path: str) -> None:
+        section = self.config
+        for name in path[:-1]:
+            if section.get(name) in (None, AUTO):
+                section[name] = {}
+            section = section[name]
+        section[path[-1]] = value
+
+    def _take(self, value: Any, source: str, fix: str, *path: str) -> None:
+        """Write the run's value; where the JSON has another one, say so."""
+        given = self._value(*path)
+        if value is None:
+            return
+        if given is None:
+            self._set(value, *path)
+        elif not _same(given, value):
+            self._contradiction(path, given, f"{source}={value!r}", fix)
+
+    def _contradiction(self, path: Sequence[str], given: Any, trainers: str, fix: str) -> None:
+        self.problems.append(
+            f"{'.'.join(path)}={json.dumps(given)} in the DeepSpeed configuration, but {trainers}. {fix}, "
+            'or write "auto" there.'
+        )
+
+    def _zero(self) -> None:
+        run = self.run
+        self._take(run.stage, "the strategy has stage", "Use the strategy of that stage", "zero_optimization", "stage")
+        if self._value("zero_optimization", "stage") is None:
+            self._set(DEFAULT_STAGE, "zero_optimization", "stage")
+        for name, device in (("offload_optimizer", run.offload_optimizer), ("offload_param", run.offload_parameters)):
+            where = ("zero_optimization", name)
+            self._take(device, "the strategy has its device", "Give the strategy the same", *where, "device")
+            if self._value(*where, "device") is None and self._section("zero_optimization").get(name) is not None:
+                self._set("none", *where, "device")
+            if self._value(*where, "device") == "nvme":
+                self._take(run.nvme_path, "the strategy's nvme_path", "Give the strategy the same", *where, "nvme_path")
+                if self._value(*where, "nvme_path") is None:
+                    self.problems.append(f"{'.'.join(where)} to nvme needs a folder: give nvme_path=.")
+        stage = self._value("zero_optimization", "stage")
+        offloads = [n for n in ("offload_optimizer", "offload_param") if self._offloads(n)]
+        if "offload_param" in offloads and stage != 3:
+            self.problems.append(f"offload_param needs stage 3, and the stage is {stage}: use 'deepspeed_stage_3'.")
+        if "offload_optimizer" in offloads and stage == 0:
+            self.problems.append("offload_optimizer needs stage 1, 2 or 3, and the stage is 0.")
+
+    def _offloads(self, name: str) -> bool:
+        return self._value("zero_optimization", name, "device") in ("cpu", "nvme")
+
+    def _precision(self) -> None:
+        precision = self.run.precision
+        if precision is None:
+            return
+        names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        wanted = names.get(precision.autocast or precision.weights)
+        autocast = self._section("torch_autocast")
+        if isinstance(autocast, dict) and autocast.get("enabled") is True:
+            dtype = str(autocast.get("dtype", "bfloat16")).removeprefix("torch.")
+            if {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(dtype, dtype) != wanted:
+                fix = "Give Trainer(precision='bf16-mixed' or '16-mixed')"
+                self._contradiction(("torch_autocast", "dtype"), dtype, f"precision={precision.name!r}", fix)
+            wanted = None
+        for name, allowed in (("fp16", "'16-mixed'"), ("bf16", "'bf16-mixed'")):
+            enabled = self._value(name, "enabled")
+            if enabled is None and (name == wanted or name in self.config):
+                self._set(name == wanted, name, "enabled")
+            elif enabled is not None and enabled != (name == wanted):
+                fix = f"Give Trainer(precision={allowed})" if enabled else "Give Trainer(precision='32-true')"
+                self._contradiction((name, "enabled"), enabled, f"the trainer's precision={precision.name!r}", fix)
+
+    def _batches(self) -> None:
+        run = self.run
+        window, micro = "gradient_accumulation_steps", "train_micro_batch_size_per_gpu"
+        given = self._value(window)
+        self._take(run.window, "accumulate_grad_batches", f"Give Trainer(accumulate_grad_batches={given})", window)
+        self._take(run.micro_batch, "the DataLoader's batch_size", "Give the DataLoader the same", micro)
+        total = self._value("train_batch_size")
+        parts = {
+            "micro-batch": run.micro_batch or self._value(micro),
+            "window": run.window or self._value(window),
+            "processes": run.world_size,
+        }
+        unknown = [name for name, value in parts.items() if value is None]
+        product = math.prod(value for value in parts.values() if isinstance(value, int))
+        if not isinstance(total, int):
+            if not unknown:
+                self._set(product, "train_batch_size")
+        elif (unknown and total % product) or (not unknown and total != product):
+            told = " x ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
+            divides = (
+                f"is no multiple of {told} = {product}" if unknown else f"does not multiply out: {told} = {product}"
+            )
+            self.problems.append(
+                f'train_batch_size={total} {divides}. Write {"" if unknown else f"{product}, or "}"auto".'
+            )
+        elif unknown == ["micro-batch"]:
+            self._set(total // product, micro)
+
+    def _clipping(self) -> None:
+        given, norm = self._value("gradient_clipping"), self.run.clip_norm
+        self._take(norm, "gradient_clip_val", f"Give Trainer(gradient_clip_val={given})", "gradient_clipping")
+        if given and norm is None and self.run.optimizer is not None:
+            self.notes.append(f"gradients are clipped by the norm {given}, as the DeepSpeed configuration says")
+
+    def _buckets(self) -> None:
+        """As accelerate and transformers have them (accelerate 1.15, accelerator.py, _prepare_deepspeed)."""
+        zero, hidden = self._section("zero_optimization"), self.run.hidden_size
+        if hidden is None:
+            return
+        for name, size in (
+            ("reduce_bucket_size", hidden * hidden),
+            ("prefetch_bucket_size", int(0.9 * hidden * hidden)),
+            ("param_persistence_threshold", 10 * hidden),
+        ):
+            for spelling in (name, f"stage3_{name}"):
+                if zero.get(spelling) == AUTO:
+                    zero[spelling] = size
+
+    def _rest(self) -> None:
+        """What our engine needs, and what has no effect here."""
+        if self.config.get("gradient_allreduce_op") == "sum":
+            self.problems.append('gradient_allreduce_op="sum" would change the gradients: the trainer averages them.')
+        if self._section("data_efficiency").get("enabled") is True:
+            self.problems.append("data_efficiency needs DeepSpeed's own data loader; remove it.")
+        # Any torch optimizer may be divided and offloaded; DeepSpeed would otherwise take its own few only.
+        self._default(True, "zero_allow_untested_optimizer")
+        if self._offloads("offload_optimizer"):
+            self._default(False, "zero_force_ds_cpu_optimizer")
+        without_effect = [name for name in ("checkpoint", "dataloader_drop_last") if name in self.config]
+        if without_effect:
+            self.notes.append(f"without effect in the DeepSpeed configuration: {', '.join(without_effect)}")
+
+    def _default(self, value: Any, name: str) -> None:
+        if self.config.get(name, AUTO) == AUTO:
+            self.config[name] = value
+
+
+def _same(given: Any, value: Any) -> bool:
+    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (given, value))
+    return math.isclose(given, value, rel_tol=1e-9) if numbers else bool(given == value)
+
+
+def _fill_the_rest(config: dict[str, Any]) -> list[str]:
+    """Replace each "auto" that is left by DeepSpeed's default; the problems are those that have none."""
+    problems = []
+    for name, missing in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
+        if config.get(name, AUTO) == AUTO:
+            config[name] = missing
+    if config.get("train_batch_size", AUTO) == AUTO:
+        config.pop("train_batch_size", None)
+    if config.get("train_micro_batch_size_per_gpu", AUTO) == AUTO:
+        # Only DeepSpeed's own figures of samples per second use it.
+        config["train_micro_batch_size_per_gpu"] = 1
+    for path, owner in _autos(config, ()):
+        if path == ("data_types", "keep_in_fp32_modules"):
+            continue  # a value of DeepSpeed's own
+        try:
+            owner[path[-1]] = default_of(path[0], path[1:])
+        except (KeyError, IndexError, StopIteration):
+            problems.append(
+                f'{".".join(path)}="auto" cannot be filled in: nothing in the trainer says it. Give a value.'
+            )
+    return problems
+
+
+def _autos(section: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    for name, value in list(section.items()):
+        if value == AUTO:
+            yield (*path, name), section
+        elif isinstance(value, dict):
+            yield from _autos(value, (*path, name))

@@ -1,0 +1,73 @@
+"""Trouble under strategies that divide the state: it ends like under the others, and goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.trouble import STEPS, TROUBLE
+from tests.harness import Running, run_python, start_python
+from trainer.strategies import STRATEGIES
+from trainer.testing import fault
+from trainer.testing.compare import compare_runs
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are killed, and their parents looked at")
+
+SCRIPT = Path(__file__).with_name("trouble.py")
+KINDS = sorted({"fsdp", "deepspeed_stage_2", "deepspeed_stage_3"} & STRATEGIES.keys())
+"""One of each kind of dividing; `test_resume_sharded.py` has all."""
+
+DISTURBED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "killed in a step": ({"how": "SIGKILL", "who": "1"}, {}),
+    "an error in a step": ({"how": "error", "who": "1"}, {}),
+    "hangs in a step": ({"how": "hang", "who": "1", "watchdog_seconds": 5.0}, {}),
+    "killed while it writes its part": ({}, fault("in_file", count=16, rank=1)),
+    "killed when all parts are there": ({}, fault("before_manifest", count=2, rank=0)),
+    "killed after the commit": ({}, fault("after_rename", count=2, rank=0)),
+    "its disk is full": ({}, fault("in_file", "full", count=16, rank=1)),
+    "killed in the background while it writes its part": ({"asynchronous": True}, fault("in_file", count=16, rank=1)),
+}
+ELSEWHERE = ("killed in a step", "killed while it writes its part", "killed in the background while it writes its part")
+AGAIN = {"max_restarts": 1}
+
+
+def start(strategy: str, *runs: dict[str, Any], env: dict[str, str] | None = None) -> Running:
+    return start_python(SCRIPT, *(json.dumps({"strategy": strategy, **run}) for run in runs), env=env)
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_it_goes_on_to_the_same_bits(strategy: str) -> None:
+    start(strategy, {"root": "whole"}).wait(200).check(0)
+    disturbed = DISTURBED if strategy == "fsdp" else {name: DISTURBED[name] for name in ELSEWHERE}
+    whole = Path("whole/version_0")
+    running = [start(strategy, {"root": name, **AGAIN, **run}, env=env) for name, (run, env) in disturbed.items()]
+    try:
+        results = [one.wait(280) for one in running]
+    finally:
+        for one in running:
+            one.kill()
+    for name, result in zip(disturbed, results, strict=True):
+        result.check(0)
+        assert "starting all processes again (1 of 1)" in result.stderr, (name, result.stderr)
+        assert compare_runs(whole, Path(name) / "version_0") == [], name
+        assert list(Path(name).glob("version_0/checkpoints/.tmp-*")) == [], name
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_an_agreed_stop_is_saved_and_gone_on_from(strategy: str) -> None:
+    stops = {
+        "term": {"how": "SIGTERM", "who": "1"},
+        "in the background": {"how": "SIGTERM", "who": "1", "asynchronous": True},
+    }
+    runs = [{"root": "whole"}, *({"root": name, **run} for name, run in stops.items()), *({"root": n} for n in stops)]
+    result = run_python(SCRIPT, *(json.dumps({"strategy": strategy, **run}) for run in runs), timeout=280).check(0)
+    for name in stops:
+        (line,) = {line for line in result.stdout.splitlines() if line.startswith(f"{name} ") and line.endswith("143")}
+        assert TROUBLE < int(line.removeprefix(name).split()[0]) < STEPS
+        assert f"{name} {STEPS} None None" in result.stdout
+        differences = compare_runs(Path("whole/version_0"), Path(name) / "version_0")
+        assert [difference for difference in differences if "follows" not in difference] == [], name

@@ -1,0 +1,375 @@
+"""The user's DeepSpeed JSON: taken as it is, filled in, and compared with the trainer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.errors import ConfigError
+from trainer.precision import PRECISIONS
+from trainer.strategies.deepspeed_checks import KNOWN_KEYS, default_of, key_problems, tool_problems
+from trainer.strategies.deepspeed_config import Run, config_problems, hidden_size_of, resolve_config, write_config
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _deepspeed() -> None:
+    """DeepSpeed warns of torch functions when it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("deepspeed")
+
+
+# The JSON files that users bring, as they stand in their documents.
+FROM_A_GUIDE = """
+{ "fp16": {"enabled": false}, "bf16": {"enabled": true}, "zero_optimization": { "stage": 2,
+"offload_optimizer": {"device": "cpu"}, "allgather_bucket_size": 5e8, "reduce_bucket_size": 5e8 }}
+"""
+ZERO_2 = """
+{
+  "train_batch_size": "auto",
+  "gradient_accumulation_steps": "auto",
+  "gradient_clipping": 1.0,
+  "fp16": { "enabled": true, "loss_scale": 0, "loss_scale_window": 1000 },
+  "zero_optimization": {
+    "stage": 2,
+    "allgather_partitions": true,
+    "allgather_bucket_size": 5e8,
+    "reduce_scatter": true,
+    "reduce_bucket_size": 5e8,
+    "overlap_comm": true,
+    "contiguous_gradients": true
+  }
+}
+"""
+ZERO_3 = """
+{
+  "train_batch_size": "auto",
+  "gradient_accumulation_steps": "auto",
+  "gradient_clipping": 1.0,
+  "fp16": { "enabled": true },
+  "zero_optimization": {
+    "stage": 3,
+    "overlap_comm": true,
+    "contiguous_gradients": true,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": true
+  }
+}
+"""
+FILES = {"guide": (FROM_A_GUIDE, "bf16-mixed", 2), "zero2": (ZERO_2, "16-mixed", 2), "zero3": (ZERO_3, "16-mixed", 3)}
+WEIGHT = torch.nn.Parameter(torch.ones(2))
+
+
+def adamw(**options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([WEIGHT], **{"lr": 3e-4, **options})
+
+
+def run(**facts: Any) -> Run:
+    """A run of 2 processes with micro-batches of 4 and windows of 3."""
+    known = {
+        "precision": PRECISIONS["32-true"],
+        "micro_batch": 4,
+        "window": 3,
+        "world_size": 2,
+        "optimizer": adamw(),
+        "schedulers": [],
+        "hidden_size": 64,
+    }
+    return Run(**{**known, **facts})
+
+
+def problems_of(given: Any, **facts: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        resolve_config(given, run(**facts))
+    return str(error.value)
+
+
+# -- JSONs that users bring --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_json_is_taken_unmodified_and_all_its_keys_pass_through(name: str, as_file: bool, tmp_path: Path) -> None:
+    text, precision, stage = FILES[name]
+    given = json.loads(text)
+    (tmp_path / "ds.json").write_text(text)
+    facts = run(precision=PRECISIONS[precision], stage=stage)
+    assert config_problems(tmp_path / "ds.json", Run(precision=PRECISIONS[precision])) == []
+
+    resolved = resolve_config(str(tmp_path / "ds.json") if as_file else given, facts).config
+
+    def same(one: dict[str, Any], other: dict[str, Any]) -> None:
+        for key, value in one.items():
+            if isinstance(value, dict):
+                same(value, other[key])
+            elif value != "auto":
+                assert other[key] == value
+            else:
+                assert isinstance(other[key], int)
+
+    same(given, resolved)
+    assert "auto" not in json.dumps(resolved)
+    assert given == json.loads(text)
+    assert resolved["train_batch_size"] == 24
+    assert resolved["train_micro_batch_size_per_gpu"] == 4
+    assert resolved["gradient_accumulation_steps"] == 3
+    # Any optimizer, offloaded too: the engine gets the one of configure_optimizers.
+    assert resolved["zero_allow_untested_optimizer"] is True
+    assert resolved.get("zero_force_ds_cpu_optimizer") == (False if name == "guide" else None)
+
+
+def test_buckets_follow_from_the_width_of_the_model_as_in_accelerate() -> None:
+    zero = resolve_config(json.loads(ZERO_3), run(precision=PRECISIONS["16-mixed"])).config["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 64 * 64
+    assert zero["stage3_prefetch_bucket_size"] == int(0.9 * 64 * 64)
+    assert zero["stage3_param_persistence_threshold"] == 640
+
+
+def test_without_a_width_they_are_deepspeeds_own() -> None:
+    facts = run(precision=PRECISIONS["16-mixed"], hidden_size=None)
+    zero = resolve_config(json.loads(ZERO_3), facts).config["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 500_000_000
+    assert zero["stage3_prefetch_bucket_size"] == 50_000_000
+    assert zero["stage3_param_persistence_threshold"] == 100_000
+
+
+def test_what_is_resolved_is_what_deepspeed_reads(tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    resolved = resolve_config(json.loads(ZERO_2), run(precision=PRECISIONS["16-mixed"], world_size=1)).config
+    write_config(resolved, tmp_path)
+    read = DeepSpeedConfig(json.loads((tmp_path / "deepspeed.json").read_text()))
+    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (12, 4, 3)
+    assert read.gradient_clipping == 1.0
+    assert read.float16_config.enabled
+    assert read.zero_optimization_stage == 2
+
+
+def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{\n  # ours\n  "zero_optimization": {"stage": 3,},\n}')
+    assert resolve_config(tmp_path / "ds.json", run()).config["zero_optimization"] == {"stage": 3}
+
+
+def test_no_json_is_a_configuration_too() -> None:
+    resolved = resolve_config(
+        None, run(stage=1, offload_optimizer="cpu", clip_norm=0.5, precision=PRECISIONS["bf16-mixed"])
+    )
+    assert resolved.config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert resolved.config["gradient_clipping"] == 0.5
+    assert resolved.config["bf16"] == {"enabled": True}
+    assert resolve_config(None, Run()).config["zero_optimization"] == {"stage": 2}
+
+
+@pytest.mark.parametrize(
+    ("precision", "enabled"),
+    [("32-true", []), ("bf16-mixed", ["bf16"]), ("bf16-true", ["bf16"]), ("16-mixed", ["fp16"])],
+)
+def test_auto_precision_is_the_trainers(precision: str, enabled: list[str]) -> None:
+    given = {"fp16": {"enabled": "auto", "loss_scale": "auto"}, "bf16": {"enabled": "auto"}}
+    config = resolve_config(given, run(precision=PRECISIONS[precision])).config
+    assert [name for name in ("fp16", "bf16") if config[name]["enabled"]] == enabled
+    assert config["fp16"]["loss_scale"] == 0
+
+
+def test_a_batch_size_that_multiplies_out_says_the_micro_batch_where_the_loader_does_not() -> None:
+    config = resolve_config({"train_batch_size": 24}, run(micro_batch=None)).config
+    assert config["train_micro_batch_size_per_gpu"] == 4
+
+
+# -- optimizer and scheduler -------------------------------------------------------------------------------------------
+
+
+def test_auto_values_of_the_optimizer_are_the_modules_even_when_a_schedule_has_begun() -> None:
+    optimizer = adamw(betas=(0.8, 0.9), weight_decay=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    names = ("lr", "betas", "eps", "weight_decay")
+    given = {"optimizer": {"type": "AdamW", "params": dict.fromkeys(names, "auto")}}
+    section = resolve_config(given, run(optimizer=optimizer)).config["optimizer"]
+    assert section == {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.1}}
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw", "auto"])
+def test_an_optimizer_that_is_the_modules_is_no_contradiction(kind: str) -> None:
+    given = {"optimizer": {"type": kind, "params": {"lr": 3e-4, "torch_adam": True}}}
+    resolved = resolve_config(given, run())
+    assert "torch_adam" in resolved.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"type": "SGD"}, "configure_optimizers returned a AdamW"),
+        ({"type": "AdamW", "params": {"lr": 1e-2}}, "lr=0.01"),
+        ({"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.5}}, "weight_decay=0.5"),
+    ],
+)
+def test_another_optimizer_than_the_modules_is_a_contradiction(section: dict[str, Any], words: str) -> None:
+    assert words in problems_of({"optimizer": section})
+
+
+WARMUP = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 10}}}
+
+
+def test_a_schedule_of_autos_is_the_modules_and_is_not_given_to_the_engine() -> None:
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw(), lambda step: 1.0)
+    given = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}}
+    assert "scheduler" not in resolve_config(given, run(schedulers=[schedule])).config
+
+
+def test_a_schedule_that_the_module_has_not_is_told_with_the_line_to_write() -> None:
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    text = problems_of(WARMUP)
+    line = text.split("Return it there: ")[1].split("; return")[0]
+    assert "configure_optimizers returned no schedule" in text
+    optimizer = adamw()
+    names: dict[str, Any] = {
+        "optimizer": optimizer,
+        "self": SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=100)),
+    }
+    exec(line, names)  # what the message says works
+    assert isinstance(names["schedule"], WarmupDecayLR)
+    assert resolve_config(WARMUP, run(optimizer=optimizer, schedulers=[names["schedule"]]))
+    other = copy.deepcopy(WARMUP)
+    other["scheduler"]["params"]["warmup_num_steps"] = 11
+    assert "WarmupDecayLR" in problems_of(other, optimizer=optimizer, schedulers=[names["schedule"]])
+
+
+# -- contradictions ----------------------------------------------------------------------------------------------------
+
+
+def test_all_contradictions_come_in_one_message_with_both_values() -> None:
+    given = json.loads(ZERO_3)
+    given |= {"train_batch_size": 60, "gradient_accumulation_steps": 2, "steps_per_pint": 1}
+    given["zero_optimization"] |= {"stge": 3, "offload_param": {"device": "nvme"}}
+    text = problems_of(given, stage=2, clip_norm=0.5, precision=PRECISIONS["bf16-mixed"])
+    for words in (
+        "8 problems",
+        "stage=3 in the DeepSpeed configuration, but the strategy has stage=2",
+        "fp16.enabled=true in the DeepSpeed configuration, but the trainer's precision='bf16-mixed'",
+        "gradient_accumulation_steps=2 in the DeepSpeed configuration, but accumulate_grad_batches=3",
+        "train_batch_size=60 does not multiply out: micro-batch 4 x window 3 x processes 2 = 24",
+        "gradient_clipping=1.0 in the DeepSpeed configuration, but gradient_clip_val=0.5",
+        "needs a folder: give nvme_path=",
+        "'steps_per_pint' is not a DeepSpeed key, and it would be ignored. Did you mean 'steps_per_print'?",
+        "'zero_optimization.stge' is not a DeepSpeed key. Did you mean 'stage'?",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("given", "facts", "words"),
+    [
+        ({"fp16": {"enabled": True}}, {}, "Give Trainer(precision='16-mixed')"),
+        ({"bf16": {"enabled": False}}, {"precision": PRECISIONS["bf16-mixed"]}, "bf16.enabled=false"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, {}, "torch_autocast"),
+        ({"train_micro_batch_size_per_gpu": 8}, {}, "the DataLoader's batch_size=4"),
+        ({"train_batch_size": 25}, {"micro_batch": None}, "no multiple of window 3 x processes 2 = 6"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "offload_param needs stage 3"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {"offload_optimizer": "cpu"}, "'cpu'"),
+        ({"gradient_allreduce_op": "sum"}, {}, "averages"),
+        ({"zero_optimization": {"stage": 7}}, {}, "zero_optimization.stage=7"),
+        ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "valid integer"),
+        ({"zero_optimization": 2}, {}, "zero_optimization=2: give an object"),
+        ({"train_batch_size": "8"}, {}, "train_batch_size='8'"),
+        ({"amp": {"enabled": True}}, {}, "removed"),
+        ({"zero_stage": 2, "offload_optimizer": False}, {}, '{"zero_optimization": {"stage": ...}}'),
+        ({"steps_per_print": "auto"}, {}, 'steps_per_print="auto" cannot be filled in'),
+        ("no/such.json", {}, "No such file"),
+        ({"dtype": torch.float32}, {}, "what JSON cannot"),
+        (7, {}, "give the path"),
+    ],
+)
+def test_a_contradiction_is_told(given: Any, facts: dict[str, Any], words: str) -> None:
+    assert words in problems_of(given, **facts)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"fp16": {"enabled": tr', "line 1"), ("[1]", "no JSON object"), ('{"fp16": {}, "fp16": {}}', "more than once")],
+)
+def test_a_broken_file_is_told(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    assert words in problems_of(tmp_path / "ds.json")
+
+
+def test_nothing_is_said_of_what_is_not_known_yet() -> None:
+    given = {**json.loads(ZERO_2), "train_batch_size": 7, "optimizer": {"type": "SGD"}, **WARMUP}
+    assert config_problems(given, Run()) == []
+
+
+# -- the machine, and DeepSpeed itself ---------------------------------------------------------------------------------
+
+
+def test_offloading_names_the_compiler_that_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nvme = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}}
+    forced = {
+        "zero_force_ds_cpu_optimizer": True,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for config in (nvme, forced):
+        (problem,) = tool_problems(config, "cuda")
+        assert all(tool in problem for tool in ("g++", "ninja", "nvcc"))
+    assert tool_problems({**forced, "zero_force_ds_cpu_optimizer": False}, "cuda") == []
+    assert "nvcc" not in tool_problems(forced, "cpu")[0]
+
+
+def test_the_keys_of_the_top_level_are_those_that_the_installed_deepspeed_reads() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    asked: set[str] = set()
+
+    class Recording(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+        def keys(self) -> Any:
+            return self
+
+        def __copy__(self) -> Recording:
+            return self
+
+    DeepSpeedConfig(Recording(train_micro_batch_size_per_gpu=1))
+    assert len(asked) > 50
+    assert asked <= set(KNOWN_KEYS)
+
+
+def test_deepspeeds_own_models_say_the_defaults() -> None:
+    assert default_of("zero_optimization", ("offload_optimizer", "pin_memory")) is True
+    assert default_of("zero_optimization", ("offload_param", "device")) == "none"
+    with pytest.raises(KeyError):
+        default_of("zero_optimization", ("stge",))
+    assert key_problems({"tensorboard": {"enabld": True}}) == [
+        "tensorboard.enabld=True: Extra inputs are not permitted."
+    ]
+
+
+def test_the_width_is_found_in_the_config_of_a_model_inside_the_module() -> None:
+    inner, outer = torch.nn.Linear(1, 1), torch.nn.Module()
+    outer.model = inner
+    assert hidden_size_of(outer) is None
+    inner.config = SimpleNamespace(hidden_sizes=[8, 32])  # type: ignore[assignment]
+    assert hidden_size_of(outer) == 32
+    inner.config = {"text_config": {"hidden_size": 16}}  # type: ignore[assignment]
+    assert hidden_size_of(outer) == 16

@@ -1,0 +1,302 @@
+"""DeepSpeed's engine in the trainer's hands: the numbers of plain torch, on two processes."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.harness import run_distributed
+from tests.strategies import deepspeed_runs
+from tests.strategies.deepspeed_runs import CLIP, ENGINES, Net, Running, by_hand, differences, strictly, whole, windows
+from trainer import ConfigError
+from trainer.precision import PRECISIONS
+from trainer.strategies.deepspeed import (
+    DeepSpeedStage1Strategy,
+    DeepSpeedStage2OffloadStrategy,
+    DeepSpeedStage3Strategy,
+    DeepSpeedStrategy,
+)
+from trainer.strategies.single import SingleDeviceStrategy
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+
+KINDS = [(engine, late) for engine in ENGINES for late in (False, True)]
+
+
+# -- on two processes --------------------------------------------------------------------------------------------------
+
+
+class SometimesTied(Net):
+    """Uses some of its parameters in every other step only; SGD, where a gradient of zero changes nothing."""
+
+    used = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(hidden) + self.tied(hidden) if self.used else self.last(hidden) + self.scale
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def everything() -> dict[str, Any]:
+    """All that the tests below look at, from one start of the processes: importing DeepSpeed costs seconds."""
+    strictly()
+    found: dict[str, Any] = {"losses": {}, "twice": {}, "left": {}, "broken": {}, "unused": {}, "bf16": {}}
+    for engine, late in KINDS:
+        run = Running(ENGINES[engine](), late=late)
+        losses = run.steps(3)
+        found["twice"][engine, late] = validated_and_gone_on(run, losses)
+        found["left"][engine, late] = left_behind(run.module)
+    for engine in ENGINES:
+        found["losses"][engine] = Running(ENGINES[engine](), late=True).steps(6)
+        found["broken"][engine] = goes_on_after_an_error(engine)
+        found["unused"][engine] = with_unused_parameters(engine)
+        run = Running(ENGINES[engine](), precision="bf16-mixed", late=True)
+        found["bf16"][engine] = run.steps(6), {str(p.dtype) for p in run.module.parameters()}
+    found["evaluation only"] = {late: evaluated_only(late) for late in (False, True)}
+    found["refused"] = refusals()
+    found["linear"] = nn.functional.linear.__module__
+    return found
+
+
+def validated_and_gone_on(run: Running, losses: list[float]) -> dict[str, Any]:
+    """After half of a training: evaluation of the module, and the other half as a second training."""
+    strategy, module = run.strategy, run.module
+    state = run.state()
+    strategy.teardown()
+    strategy.setup_module(module, for_training=False)
+    with torch.inference_mode():
+        value = float(strategy.call("validation_step", windows()[0][0], 0))
+    evaluated = differences(whole(strategy, strategy.module_state()), state["model"])
+    strategy.teardown()
+    run.begin()
+    kept = differences(whole(strategy, strategy.module_state()), state["model"])
+    strategy.teardown()
+    run.begin(state)
+    losses = losses + run.steps(3)
+    strategy.teardown()
+    plain = Running(SingleDeviceStrategy(), state=state)
+    with torch.no_grad():
+        expected = float(plain.module.validation_step(windows()[0][0], 0))
+    return {
+        "losses": losses,
+        "evaluated": value - expected,
+        "differences": evaluated + kept,
+        "keys": list(module.state_dict()) == list(plain.module.state_dict()),
+    }
+
+
+def left_behind(module: nn.Module) -> list[str]:
+    """What an engine has left in a module that it no longer has."""
+    found = []
+    for part in module.modules():
+        found += [name for name in vars(part) if name.startswith("ds_") or name in ("pre_bwd_fn", "_external_params")]
+        found += [str(hook) for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+    return found
+
+
+def goes_on_after_an_error(engine: str) -> bool:
+    """An error in the middle of a forward, and the same module in another training."""
+    run = Running(ENGINES[engine](), late=True)
+    run.steps(1)
+
+    def failing(batch: Any, batch_idx: int) -> None:
+        run.module.first(batch[0])
+        raise ZeroDivisionError
+
+    run.module.training_step = failing  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        run.steps(1)
+    # Nothing here may talk to the other processes, which could be anywhere.
+    run.module.state_dict()
+    run.strategy.teardown()
+    del run.module.training_step
+    run.begin()
+    return all(loss == loss for loss in run.steps(2))
+
+
+def with_unused_parameters(engine: str) -> list[float]:
+    """By how much the weights are off after each step when some steps leave parameters out."""
+    deepspeed_runs.Net = SometimesTied  # type: ignore[misc]
+    try:
+        run = Running(ENGINES[engine]())
+    finally:
+        deepspeed_runs.Net = Net  # type: ignore[misc]
+    torch.manual_seed(0)
+    plain = SometimesTied()
+    optimizer = plain.configure_optimizers()
+    schedule = deepspeed_runs.schedule(optimizer)
+    off = []
+    for number, window in enumerate(windows()):
+        plain.used = run.module.used = number % 2 == 0  # type: ignore[assignment]
+        run.step(window)
+        optimizer.zero_grad()
+        for batch in window:
+            (plain.training_step(batch, 0) / len(window)).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        state = whole(run.strategy, run.strategy.module_state())
+        off.append(max(float((tensor - state[name]).abs().max()) for name, tensor in plain.state_dict().items()))
+    return off
+
+
+def evaluated_only(late: bool) -> tuple[float, list[str]]:
+    """Stage 3 without any training before: by how much the result is off, and which weights differ."""
+    weights = by_hand()[1]
+    strategy = DeepSpeedStage3Strategy(deepspeed_runs.DIVIDE_ALL)
+    strategy.setup_environment("cpu", PRECISIONS["32-true"])
+    module, plain = Net(late), Net()
+    with strategy.init_context(module, values_follow=True):
+        module.configure_model()
+    strategy.setup_module(module, for_training=False)
+    strategy.load_module_state(weights)
+    plain.load_state_dict(weights)
+    with torch.inference_mode():
+        value = float(strategy.call("validation_step", windows()[0][0], 0))
+        off = value - float(plain.validation_step(windows()[0][0], 0))
+    different = differences(whole(strategy, strategy.module_state()), weights)
+    strategy.teardown()
+    return off, different
+
+
+def refusals() -> dict[str, str]:
+    """What the engine cannot do, and what is said."""
+    found = {}
+
+    def refused(name: str, optimizers: Any, module: Net | None = None, clip_norm: float | None = None) -> None:
+        strategy = DeepSpeedStage1Strategy()
+        strategy.setup_environment("cpu", PRECISIONS["32-true"])
+        module = Net() if module is None else module
+        with pytest.raises(ConfigError) as caught:
+            strategy.setup_module(module, for_training=True)
+            (optimizer,) = strategy.setup_optimizers(optimizers(module), clip_norm)
+            strategy.clip_gradients(optimizer, 2.0, "norm")
+        found[name] = str(caught.value)
+
+    class Clipping(Net):
+        def configure_gradient_clipping(self, *args: Any) -> None: ...
+
+    manual = Net()
+    manual.automatic_optimization = False
+    sgd = torch.optim.SGD
+    refused("two optimizers", lambda m: [sgd(m.first.parameters(), 0.1), sgd(m.last.parameters(), 0.1)])
+    refused("not by element", lambda m: [torch.optim.Adafactor(m.parameters())])
+    refused("all frozen", lambda m: [sgd([{"params": m.first.parameters()}, {"params": m.frozen.parameters()}], 0.1)])
+    refused("own clipping", lambda m: [m.configure_optimizers()], Clipping())
+    refused("other clipping", lambda m: [m.configure_optimizers()], clip_norm=1.0)
+    refused("manual", lambda m: [m.configure_optimizers()], manual)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("engine"))
+    try:
+        return run_distributed(everything, 2, timeout=280)[0]
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_losses_are_those_of_a_loop_by_hand(found: dict[str, Any], engine: str) -> None:
+    assert found["losses"][engine] == pytest.approx(by_hand()[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "late"), KINDS)
+def test_a_module_may_be_evaluated_and_trained_again(found: dict[str, Any], engine: str, late: bool) -> None:
+    twice = found["twice"][engine, late]
+    assert twice["losses"] == pytest.approx(by_hand()[0], abs=1e-5)
+    assert twice["evaluated"] == pytest.approx(0, abs=1e-6)
+    assert twice["differences"] == []
+    assert twice["keys"]
+
+
+def test_the_engine_leaves_nothing_behind(found: dict[str, Any]) -> None:
+    assert set(map(tuple, found["left"].values())) == {()}
+    assert not found["linear"].startswith("deepspeed")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_after_an_error_the_module_can_be_used_again(found: dict[str, Any], engine: str) -> None:
+    assert found["broken"][engine]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_parameter_that_a_step_does_not_use_keeps_its_value(found: dict[str, Any], engine: str) -> None:
+    assert found["unused"][engine] == pytest.approx([0.0] * 6, abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bf16_is_computed_in_bf16_and_close(found: dict[str, Any], engine: str) -> None:
+    losses, dtypes = found["bf16"][engine]
+    assert dtypes == {"torch.bfloat16"}
+    assert losses == pytest.approx(by_hand()[0], rel=0.01)
+    assert losses != pytest.approx(by_hand()[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_stage_3_evaluates_without_having_trained(found: dict[str, Any], late: bool) -> None:
+    off, different = found["evaluation only"][late]
+    assert off == pytest.approx(0, abs=1e-6)
+    assert different == []
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("two optimizers", "2 optimizers, and DeepSpeed's engine takes one"),
+        ("not by element", "Adafactor needs whole parameters"),
+        ("all frozen", "group 1 of the SGD has no parameter that requires a gradient"),
+        ("own clipping", "Clipping.configure_gradient_clipping cannot be used"),
+        ("other clipping", "clips by the norm 1.0, as it was at the start, and cannot clip by norm 2.0"),
+        ("manual", "cannot do manual optimization"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_told(found: dict[str, Any], what: str, words: str) -> None:
+    assert words in found["refused"][what]
+
+
+# -- before anything is started ----------------------------------------------------------------------------------------
+
+
+def problems(strategy: DeepSpeedStrategy, precision: str = "32-true", device_type: str = "cpu") -> str:
+    return "\n".join(strategy.problems(PRECISIONS[precision], device_type, 2))
+
+
+def test_what_is_possible_has_no_problems() -> None:
+    for make in ENGINES.values():
+        assert problems(make(), "bf16-mixed") == ""
+
+
+def test_problems_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "stage=4" in problems(DeepSpeedStrategy(stage=4))
+    assert "'mps'" in problems(DeepSpeedStage1Strategy(), device_type="mps")
+    assert "Type fp16 is not supported on your device" in problems(DeepSpeedStage1Strategy(), "16-mixed")
+    assert "'64-true' is not one of DeepSpeed's" in problems(DeepSpeedStage1Strategy(), "64-true")
+    assert "needs stage 3" in problems(DeepSpeedStage1Strategy(offload_parameters="cpu"))
+    assert "no effect without offload_optimizer" in problems(DeepSpeedStage1Strategy(cpu_adam=True))
+    in_json = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    monkeypatch.setenv("PATH", "")
+    assert "g++ and ninja cannot be found" in problems(DeepSpeedStage2OffloadStrategy(cpu_adam=True))
+    assert "no effect" not in problems(DeepSpeedStrategy(in_json, cpu_adam=True))
+
+
+def test_deepspeed_that_is_not_installed_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.strategies.deepspeed.find_spec", lambda name: None)
+    assert 'pip install "exact-trainer[deepspeed]"' in problems(DeepSpeedStage1Strategy())
+
+
+def test_the_stage_is_the_strategys_or_the_jsons() -> None:
+    assert DeepSpeedStrategy().stage == 2
+    assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).stage == 3
+    assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).forwards_together
+    assert DeepSpeedStage1Strategy({"zero_optimization": {"stage": "auto"}}).stage == 1
+    assert DeepSpeedStage2OffloadStrategy().describe() == "deepspeed_stage_2_offload (stage=2, offload_optimizer=cpu)"

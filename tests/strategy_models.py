@@ -1,0 +1,164 @@
+"""A small GPT and an MLP for the suites over strategies, with everything that makes parity hard."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from trainer import TrainModule
+
+VOCABULARY, LENGTH, WIDTH, HEADS = 19, 8, 16, 2
+FEATURES = 6
+IGNORED = -100
+WARM_UP, STEPS = 5, 20
+
+
+def warm_up_and_cosine(step: int) -> float:
+    if step < WARM_UP:
+        return (step + 1) / WARM_UP
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP)))
+
+
+class Trained(TrainModule):
+    """AdamW that decays matrices only, warm-up and cosine by the step; nothing in it depends on the strategy."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The mean over the batch's items."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=False, weight=self.num_items(batch))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val_loss", loss, weight=self.num_items(batch))
+        self.log("val_largest", batch[0].float().max(), reduction="max")
+
+    def optimizer(self) -> Optimizer:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer()
+        return [optimizer], [{"scheduler": LambdaLR(optimizer, warm_up_and_cosine), "interval": "step"}]
+
+
+class MLP(Trained):
+    """A regression: the loss is a mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[:, 0]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    @staticmethod
+    def data(samples: int) -> TensorDataset:
+        x = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(x, x.sum(1) + x[:, 0] * x[:, 1])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_feed_forward = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.project = nn.Linear(WIDTH, WIDTH)
+        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        attended = scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.feed_forward(self.norm_feed_forward(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, tied: bool, frozen: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("temperature", torch.tensor(0.5))
+        if tied:
+            nn.init.normal_(self.tokens.weight, std=0.1)
+            self.head.weight = self.tokens.weight
+        if frozen:
+            self.positions.requires_grad_(False)
+            self.blocks[0].qkv.requires_grad_(False)
+            self.blocks[1].norm_attention.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) / self.temperature
+
+
+class GPT(Trained):
+    """Next-token prediction.
+
+    Args:
+        ragged: sequences of different lengths, and a loss that is a mean over tokens instead of samples.
+        tied: one matrix reads tokens and writes them.
+        frozen: some weights do not train: a layer of its own, and parts of both blocks.
+        deferred: the layers are built in `configure_model`.
+    """
+
+    def __init__(self, ragged: bool = False, tied: bool = False, frozen: bool = False, deferred: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.ragged = ragged
+        self.net: Transformer | None = None if deferred else Transformer(tied, frozen)
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Transformer(self.hparams.tied, self.hparams.frozen)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.net is not None
+        return self.net(tokens)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        return cross_entropy(self(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+    def num_items(self, batch: Any) -> int | None:
+        return int((batch[1] != IGNORED).sum()) if self.ragged else None
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])[:, -1]
+
+    def data(self, samples: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1)
+        start = torch.randint(VOCABULARY, (samples, 1), generator=generator)
+        stride = torch.randint(1, 4, (samples, 1), generator=generator)
+        tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+        if self.ragged:
+            lengths = torch.randint(1, LENGTH + 1, (samples, 1), generator=generator)
+            targets[torch.arange(LENGTH) >= lengths] = IGNORED
+        return TensorDataset(inputs, targets)

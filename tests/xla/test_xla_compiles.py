@@ -1,0 +1,150 @@
+"""How often XLA compiles: not again once everything has happened for the first time, and otherwise it says why."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.compare import QUIET
+from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import LearningRateMonitor, ModelCheckpoint
+from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
+from trainer.strategies.xla_compiles import compiles_so_far
+
+
+class MLP(TrainModule):
+    """Each test has a width of its own: what another one has compiled is not compiled again."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = cross_entropy(self.layers(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.layers(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=1e-2)
+        # From exactly 0 to exactly 1, numbers that XLA likes to build into the program.
+        schedule = LambdaLR(optimizer, lambda step: min(1.0, step / 100))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def numbers(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 12, generator=generator)
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class Compiles(Callback):
+    """How many graphs were compiled by the end of each step."""
+
+    def __init__(self) -> None:
+        self.by_step: list[int] = []
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.by_step.append(compiles_so_far())
+
+
+@pytest.mark.parametrize("kind", [XlaStrategy, XlaFsdpStrategy])
+def test_nothing_is_compiled_after_the_warm_up(kind: Any, tmp_path: Path) -> None:
+    """Twelve epochs of 20 steps, with everything on; each thing has happened once after two of them."""
+    count = Compiles()
+    trainer = Trainer(
+        strategy=kind(),
+        max_epochs=12,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        val_check_interval=10,
+        log_every_n_steps=5,
+        default_root_dir=tmp_path,
+        callbacks=[count, ModelCheckpoint(every_n_train_steps=7, save_top_k=-1), LearningRateMonitor()],
+    )
+    trainer.fit(MLP(), DataLoader(numbers(320), 8, shuffle=True), DataLoader(numbers(24), 8))
+    assert len(count.by_step) == 240
+    print(count.by_step)
+    assert count.by_step[-1] - count.by_step[39] == 0
+    watch = trainer.strategy.compile_watch
+    assert watch.recompiles == 0
+    assert len(list(tmp_path.rglob("manifest.json"))) >= 30
+
+
+def fit(strategy: XlaStrategy, samples: int, module: TrainModule | None = None, **options: Any) -> Trainer:
+    trainer = Trainer(strategy=strategy, max_epochs=2, **QUIET, **options)
+    trainer.fit(module or MLP(), DataLoader(numbers(samples), 8))
+    return trainer
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_short_last_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = XlaStrategy(warmup_steps=5)
+    fit(strategy, 8 * 9 + 5, MLP(48))
+    (warning,) = warnings_of(caplog)
+    assert "training_step number 10 was compiled again" in warning
+    assert "batch[0] is (5, 12) instead of (8, 12); batch[1] is (5,) instead of (8,)" in warning
+    assert "drop_last=True" in warning
+    assert strategy.compile_watch.recompiles == 1
+
+
+def test_a_short_last_batch_is_filled_up(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = XlaStrategy(warmup_steps=5, pad_last_batch=True)
+    trainer = fit(strategy, 8 * 9 + 5, MLP(56))
+    assert strategy.compile_watch.recompiles == 0
+    assert warnings_of(caplog) == []
+    assert trainer.progress.samples == 2 * (8 * 9 + 5)
+
+
+def test_filling_up_repeats_the_batch_s_own_samples() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, index: int) -> None:
+            seen.append(batch[0].cpu())
+
+    fit(XlaStrategy(pad_last_batch=True), 8 + 3, callbacks=[Look()])
+    rows = numbers(11).tensors[0]
+    assert torch.equal(seen[1], rows[[8, 9, 10, 8, 9, 10, 8, 9]])
+
+
+def test_a_dropped_last_batch_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = XlaStrategy(warmup_steps=5)
+    trainer = Trainer(strategy=strategy, max_epochs=2, **QUIET)
+    trainer.fit(MLP(64), DataLoader(numbers(8 * 9 + 5), 8, drop_last=True))
+    assert strategy.compile_watch.recompiles == 0
+    assert warnings_of(caplog) == []
+
+
+def test_a_short_window_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = XlaStrategy(warmup_steps=3)
+    fit(strategy, 8 * 11, MLP(24), accumulate_grad_batches=2)
+    assert any("it has 1 micro-batches instead of 2" in warning for warning in warnings_of(caplog))
+
+
+class Branching(MLP):
+    """A Python number that changes, built into the program."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return cross_entropy(self.layers(batch[0]).roll(batch_idx % 7, 0), batch[1].roll(batch_idx % 7, 0))
+
+
+def test_what_changes_without_the_shapes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = XlaStrategy(warmup_steps=3)
+    fit(strategy, 8 * 6, Branching(40))
+    assert strategy.compile_watch.recompiles == 4
+    assert all("the shapes of its batches are not new" in warning for warning in warnings_of(caplog))

@@ -1,0 +1,166 @@
+"""bfloat16, recomputed activations, tied weights and random numbers on XLA devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from tests.compare import QUIET, assert_same_bits
+from tests.strategy_models import GPT
+from trainer import Callback, Trainer, TrainModule, seed_everything
+from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
+
+KINDS = [XlaStrategy, XlaFsdpStrategy]
+STEPS = 8
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.losses.append(trainer.callback_metrics["loss"])
+
+
+def fit(strategy: Any, module: Any = None, **settings: Any) -> dict[str, Any]:
+    """STEPS steps; the seed before the module is made, and again in the trainer."""
+    seed_everything(5)
+    module, losses = module() if module else GPT(tied=True), Losses()
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu" if strategy == "single_device" else "auto",
+        seed=5,
+        max_steps=STEPS,
+        max_epochs=-1,
+        log_every_n_steps=1,
+        callbacks=[losses],
+        **QUIET,
+        **settings,
+    )
+    trainer.fit(module, DataLoader(module.data(64), 8))
+    return {"losses": losses.losses, "weights": trainer.full_state_dict(), "module": module, "trainer": trainer}
+
+
+class Dtypes(GPT):
+    """Remembers in which dtypes it computes."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.seen: set[tuple[str, torch.dtype]] = set()
+        for layer in self.net.modules():
+            if isinstance(layer, (nn.Linear, nn.LayerNorm)):
+                layer.register_forward_hook(self.look)
+
+    def look(self, layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.seen.add((type(layer).__name__, output.dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_computes_in_bfloat16_and_keeps_float32_weights(kind: Any) -> None:
+    mixed, full = fit(kind(), Dtypes, precision="bf16-mixed"), fit(kind())
+    assert ("Linear", torch.bfloat16) in mixed["module"].seen
+    assert ("Linear", torch.float32) not in mixed["module"].seen
+    assert {value.dtype for value in mixed["weights"].values()} == {torch.float32}
+    assert mixed["losses"] == pytest.approx(full["losses"], abs=0.03)
+    assert mixed["losses"] != full["losses"]
+    assert mixed["losses"][-1] < mixed["losses"][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_true_bfloat16_keeps_everything_in_it(kind: Any) -> None:
+    low, full = fit(kind(), Dtypes, precision="bf16-true"), fit(kind())
+    assert {dtype for _, dtype in low["module"].seen} == {torch.bfloat16}
+    assert {value.dtype for value in low["weights"].values()} == {torch.bfloat16}
+    states = low["trainer"].optimizers[0].state.values()
+    assert {state["exp_avg"].dtype for state in states} == {torch.bfloat16}
+    assert low["losses"] == pytest.approx(full["losses"], abs=0.1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_weights_stay_one(kind: Any) -> None:
+    net = fit(kind())["module"].net
+    assert net.head.weight is net.tokens.weight
+    assert net.head.weight.device.type == "xla"
+    separate = fit(kind(), lambda: GPT(tied=False))["module"].net
+    assert separate.head.weight is not separate.tokens.weight
+
+
+class Noisy(TrainModule):
+    """Blocks with dropout: what is computed twice has to draw the same numbers twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.4)) for _ in range(3))
+        self.outer = nn.Linear(16, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outer(x)[:, 0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.1)
+
+    @staticmethod
+    def data(samples: int) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(samples, 6, generator=generator)
+        return torch.utils.data.TensorDataset(x, x.sum(1))
+
+
+class Counting(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[0].register_forward_hook(self.count)
+
+    def count(self, *args: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputing_activations_changes_nothing(kind: Any) -> None:
+    kept, recomputed = fit(kind(), Counting), fit(kind(activation_checkpointing="auto"), Counting)
+    assert recomputed["module"].calls == 2 * kept["module"].calls == 2 * 3 * STEPS
+    assert recomputed["losses"] == pytest.approx(kept["losses"], abs=1e-6)
+    for name, value in kept["weights"].items():
+        torch.testing.assert_close(recomputed["weights"][name], value, atol=1e-6, rtol=1e-5)
+    assert all("forward" not in vars(block) for block in recomputed["module"].blocks)
+
+
+def test_the_seed_decides_the_numbers_on_the_devices() -> None:
+    first, again = fit(XlaStrategy(), Noisy), fit(XlaStrategy(), Noisy)
+    assert_same_bits(first["weights"], again["weights"])
+    other = Trainer(strategy=XlaStrategy(), seed=6, max_steps=STEPS, max_epochs=-1, **QUIET)
+    seed_everything(5)
+    module = Noisy()
+    seed_everything(6)
+    other.fit(module, DataLoader(module.data(64), 8))
+    assert not torch.equal(other.full_state_dict()["inner.weight"], first["weights"]["inner.weight"])
+
+
+def test_dropout_draws_other_numbers_each_step() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Look(Noisy):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(nn.functional.dropout(torch.ones(64, device=self.device), 0.5))
+            return super().training_step(batch, batch_idx)
+
+    fit(XlaStrategy(), Look)
+    masks = {tuple(mask.cpu().tolist()) for mask in seen}
+    assert len(masks) == STEPS

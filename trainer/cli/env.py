@@ -1,0 +1,179 @@
+"""`trainer env`: how this process was started and why that is known, versions and devices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import trainer
+from trainer.cli.main import refuse
+from trainer.cli.options import ErrorParser
+
+EXAMPLES = """\
+examples:
+  trainer env                                  on this machine
+  trainer env --json                           for programs, and for reports of errors
+  srun -n 2 trainer env                        what a job step would see
+  torchrun --nproc-per-node 2 -m trainer env   what torchrun's processes see
+"""
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "deepspeed",
+    "torch_xla",
+    "ray",
+    "tensorboard",
+    "torchmetrics",
+    "transformers",
+)
+PREFIXES = (
+    "TRAINER_",
+    "CUDA_VISIBLE",
+    "HIP_VISIBLE",
+    "NCCL_",
+    "GLOO_",
+    "OMP_NUM_THREADS",
+    "TORCH_",
+    "PYTORCH_",
+    "PET_",
+)
+
+
+def run(arguments: list[str]) -> int:
+    """Print what was found. Returns the exit code: 2 if the variables contradict each other."""
+    from trainer.errors import ConfigError
+
+    parser = ErrorParser(
+        prog="trainer env",
+        description="Show how this process was started and why that is known, versions and devices.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as end:  # of --help
+        return int(end.code or 0)
+    except ConfigError as error:
+        return refuse(str(error))
+    found = {"versions": versions(), "machine": machine(), "devices": devices(), **environment()}
+    if options.json:
+        text = json.dumps(found, indent=2)
+    else:
+        text = "\n".join(_lines(found))
+    # In one piece, since several processes may print at once.
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+    return 2 if found["problem"] else 0
+
+
+def versions() -> dict[str, str | None]:
+    """The packages that matter, None for those that are not installed. Imports none of them."""
+    found: dict[str, str | None] = {"trainer": trainer.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Name, system, processors and memory of this machine."""
+    from trainer.runtime.launch import usable_cores
+
+    memory = None
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cores": usable_cores(),
+        "memory_gib": None if memory is None else round(memory, 1),
+    }
+
+
+def devices() -> dict[str, Any]:
+    """The accelerators that torch sees, and the backends for collectives that it has."""
+    import torch
+    import torch.distributed as dist
+
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        gpus.append({"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)})
+    backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    return {
+        "built_for": (torch.version.cuda and f"CUDA {torch.version.cuda}") or torch.version.hip or "cpu",
+        "cuda": gpus,
+        "mps": torch.backends.mps.is_available(),
+        "backends": [name for name, available in backends.items() if dist.is_available() and available()],
+    }
+
+
+def environment() -> dict[str, Any]:
+    """What was detected, and for each way to be started which of its variables are seen and what follows."""
+    from trainer.errors import ConfigError
+    from trainer.runtime.environment import SOURCES, detect_environment
+
+    sources, decided, problem = [], "", ""
+    for source in SOURCES:
+        seen = {name: os.environ[name] for name in source.variables if name in os.environ}
+        try:
+            verdict = source.read(os.environ)
+        except ConfigError as error:
+            verdict = f"contradiction: {error}"
+        if not decided and isinstance(verdict, str):
+            answer = f"no: {verdict}"
+        elif not decided:
+            answer, decided = "decides", source.name
+        else:
+            answer = f"not asked: {decided} comes first"
+        sources.append({"name": source.name, "decides_when": source.decides, "seen": seen, "answer": answer})
+    try:
+        place = vars(detect_environment())
+    except ConfigError as error:
+        place, problem = {}, str(error)
+    others = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    return {"started_by": place, "problem": problem, "sources": sources, "variables": others}
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    place, here, seen = found["started_by"], found["machine"], found["devices"]
+    lines = ["started by:"]
+    if found["problem"]:
+        lines.append(f"  error: {found['problem']}")
+    elif place["source"] == "single process":
+        lines.append("  nobody who tells: a single process (Trainer(devices=...) starts more by itself)")
+    else:
+        lines.append(
+            f"  {place['source']}: rank {place['rank']} of {place['world_size']}, on this machine "
+            f"{place['local_rank']} of {place['local_world_size']}, machine {place['node_rank']} of "
+            f"{place['num_nodes']}, meeting at {place['master_addr']}:{place['master_port']}"
+        )
+    lines.append("why (asked in this order):")
+    for source in found["sources"]:
+        lines.append(f"  {source['name']:<12}{source['answer']}")
+        if source["seen"]:
+            lines.append(f"  {'':<12}  {' '.join(f'{name}={value}' for name, value in source['seen'].items())}")
+    known = {name: number for name, number in found["versions"].items() if number is not None}
+    lines += ["versions:", "  " + ", ".join(f"{name} {number}" for name, number in known.items())]
+    lines.append(f"  not installed: {', '.join(n for n, number in found['versions'].items() if number is None)}")
+    memory = "" if here["memory_gib"] is None else f", {here['memory_gib']} GiB of memory"
+    lines += ["machine:", f"  {here['host']}: {here['system']}, {here['cores']} cores for this process{memory}"]
+    lines += ["devices:", f"  torch is built for {seen['built_for']}; collectives: {', '.join(seen['backends'])}"]
+    lines += [f"  cuda:{i} {gpu['name']}, {gpu['memory_gib']} GiB" for i, gpu in enumerate(seen["cuda"])]
+    if seen["mps"]:
+        lines.append("  mps")
+    if not seen["cuda"] and not seen["mps"]:
+        lines.append("  no GPU is seen")
+    lines += ["other variables that matter:"] if found["variables"] else []
+    return lines + [f"  {name}={value}" for name, value in found["variables"].items()]

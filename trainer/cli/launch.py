@@ -1,0 +1,254 @@
+"""`trainer launch`: start a script, module or trainer command on all devices of this machine, or of several."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from trainer.cli.main import refuse
+from trainer.cli.options import ErrorParser
+
+if TYPE_CHECKING:
+    from trainer.runtime.machines import Machines
+
+EXAMPLES = """\
+examples:
+  trainer launch --nproc-per-node 2 train.py --lr 0.1
+  trainer launch --nproc-per-node 2 -m mypackage.train
+  trainer launch --nproc-per-node 2 trainer fit --config run.yaml
+  trainer launch --nproc-per-node 8 --max-restarts 3 train.py
+
+  the same on each of four machines (the launcher on node1 holds the meeting place):
+  trainer launch --nnodes 4 --nproc-per-node 8 --rdzv node1:29500 train.py
+
+  a file for Slurm's sbatch:
+  trainer launch --slurm --print --nodes 4 --gpus-per-node 8 --time 24:00:00 train.py > run.sbatch
+
+In a pod of Kubeflow its variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MAX_RESTARTS, PET_RDZV_ENDPOINT,
+PET_RDZV_ID, PET_MASTER_ADDR and PET_MASTER_PORT are taken for what is not given here.
+"""
+TORCHRUN_ONLY = {
+    "--rdzv-backend": "it is always c10d: leave it out",
+    "--tee": "the output of all processes goes to this terminal",
+    "--redirects": "the output of all processes goes to this terminal",
+    "--log-dir": "the output of all processes goes to this terminal",
+    "--no-python": "give a script, -m MODULE or a trainer command",
+    "--node-rank": "",
+    "--rdzv-id": "",
+}
+
+
+def run(arguments: list[str]) -> int:
+    """Start what the arguments say, and end as it does. Returns the exit code of wrong usage."""
+    from trainer.errors import ConfigError, TrainerError
+
+    parser = _parser(os.environ)
+    try:
+        options = parser.parse_args(arguments)
+        command = _command(options)
+        if options.slurm:
+            return _slurm(options)
+        machines = _machines(options, os.environ)
+        number, restarts = _number_of_processes(options.nproc_per_node), _restarts(options.max_restarts)
+        _start(command, number, restarts, machines)
+    except SystemExit as end:
+        return int(end.code or 0)
+    except ConfigError as error:
+        return refuse(str(error))
+    except TrainerError as error:
+        refuse(str(error))
+        return 1
+
+
+def _start(command: list[str], number: int, restarts: int, machines: Machines | None) -> NoReturn:
+    import trainer.runtime.with_parent as with_parent
+
+    with _quiet_torch():
+        import torch.distributed  # noqa: F401
+    from trainer.runtime.launch import launch_command
+    from trainer.runtime.machines import launch_on_machine
+
+    dying_with_us = ["-I", "-S", str(Path(with_parent.__file__).resolve()), *command]
+    if machines is None:
+        launch_command(dying_with_us, number, restarts)
+    launch_on_machine(dying_with_us, number, restarts, machines)
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Without the stack traces that torch's C++ prints beside an exception; only in this process."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "FATAL"
+    yield
+    del os.environ[name]
+
+
+def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = ErrorParser(
+        prog="trainer launch",
+        usage="trainer launch [OPTIONS] SCRIPT.py [ARGUMENTS] | -m MODULE [ARGUMENTS] | trainer COMMAND [ARGUMENTS]",
+        description="Start processes as torchrun does: its words and their meaning. All counts are per machine.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def option(name: str, *more: str, pet: str | None = None, default: str | None = None, help: str) -> None:
+        also = [name.replace("-", "_").replace("__", "--", 1)] if "-" in name[2:] else []
+        parser.add_argument(
+            name, *more, *also, metavar=_metavar(name), help=help, default=environ.get(pet or "", default)
+        )
+
+    option("--nnodes", pet="PET_NNODES", default="1", help="machines: a number, or MIN:MAX (default: 1)")
+    option(
+        "--nproc-per-node",
+        pet="PET_NPROC_PER_NODE",
+        help="processes on this machine: a number, gpu, cpu or auto (default: one for each GPU, one without)",
+    )
+    endpoint = environ.get("PET_RDZV_ENDPOINT") or _joined(environ, "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    option("--rdzv", "--rdzv-endpoint", "--rdzv_endpoint", default=endpoint, help="where the machines meet")
+    option(
+        "--node-rank", pet="PET_NODE_RANK", help="number of this machine; 0 holds the meeting place (default: found)"
+    )
+    option("--rdzv-id", pet="PET_RDZV_ID", default="none", help="tells runs at one meeting place apart")
+    option("--rdzv-conf", pet="PET_RDZV_CONF", default="", help="such as join_timeout=1200,keep_alive_interval=5")
+    option("--max-restarts", pet="PET_MAX_RESTARTS", default="0", help="start all again after a failure (default: 0)")
+    parser.add_argument("--standalone", action="store_true", help="one machine, which is the default")
+    parser.add_argument("-m", "--module", action="store_true", help="the program is a module")
+    slurm = parser.add_argument_group("for Slurm")
+    slurm.add_argument("--slurm", action="store_true", help="with --print: write a file for sbatch, start nothing")
+    slurm.add_argument("--print", action="store_true", help="to the standard output")
+    slurm.add_argument("--nodes", metavar="N", default="1", help="machines (default: 1)")
+    slurm.add_argument("--gpus-per-node", metavar="N", help="GPUs, and processes, on each machine")
+    slurm.add_argument("--ntasks-per-node", metavar="N", help="processes on each machine without GPUs (default: 1)")
+    for name in ("time", "partition", "account", "job-name", "cpus-per-task", "mem", "constraint", "qos"):
+        slurm.add_argument(f"--{name}", metavar=_metavar(f"--{name}"), help=f"as sbatch's --{name}")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _metavar(name: str) -> str:
+    named = ("--partition", "--account", "--job-name", "--rdzv-id", "--constraint", "--qos")
+    special = {"--rdzv": "HOST:PORT", "--rdzv-conf": "KEY=N,...", "--time": "HH:MM:SS"}
+    return special.get(name, "NAME" if name in named else "N")
+
+
+def _joined(environ: Mapping[str, str], address: str, port: str) -> str | None:
+    return f"{environ[address]}:{environ.get(port, '29500')}" if environ.get(address) else None
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """The arguments of Python that run the program."""
+    from trainer.errors import ConfigError
+
+    program = [word for i, word in enumerate(options.program) if not (i == 0 and word == "--")]
+    if not program:
+        raise ConfigError(
+            "nothing to launch: give a script, -m MODULE, or a trainer command. See trainer launch --help."
+        )
+    first = program[0]
+    if options.module:
+        return ["-m", *program]
+    if first.startswith("-"):
+        raise ConfigError(_unknown_option(first))
+    if first == "trainer":
+        return ["-m", *program]
+    if not Path(first).is_file():
+        what = "Is it a module? Write -m before it." if re.fullmatch(r"\w+(\.\w+)*", first) else "Look at the path."
+        raise ConfigError(f"there is no script {first!r} in {os.getcwd()}. {what}")
+    return program
+
+
+def _unknown_option(option: str) -> str:
+    name = option.partition("=")[0].replace("_", "-").replace("--", "\0", 1).replace("\0", "--")
+    if TORCHRUN_ONLY.get(name):
+        return f"{option} is torchrun's, and not ours: {TORCHRUN_ONLY[name]}."
+    known = ["--nnodes", "--nproc-per-node", "--rdzv", "--node-rank", "--rdzv-id", "--rdzv-conf", "--max-restarts"]
+    close = get_close_matches(name, [*known, "--slurm", "--print", "--nodes", "--gpus-per-node", "--time"], n=1)
+    hint = f"Did you mean {close[0]}?" if close else f"Options before the program: {', '.join(known)}."
+    return f"unknown option {option!r}. {hint}"
+
+
+def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machines | None:
+    """Which machines take part; None for this one alone. Finds all that is wrong with it."""
+    from trainer.errors import raise_problems
+    from trainer.runtime.machines import CONF, Machines
+
+    problems = []
+    counts = re.fullmatch(r"(?:(\d+):)?(\d+)", options.nnodes)
+    least, most = (int(counts[1] or counts[2]), int(counts[2])) if counts else (1, 1)
+    if counts is None or not 1 <= least <= most:
+        problems.append(f"--nnodes {options.nnodes}: give a number of machines from 1, or MIN:MAX.")
+    if options.standalone and most > 1:
+        problems.append(f"--standalone is one machine, --nnodes {options.nnodes} are several: take one away.")
+    host, _, port = (options.rdzv or "").rpartition(":") if ":" in (options.rdzv or "") else (options.rdzv, "", "29500")
+    if most > 1 and not options.rdzv:
+        problems.append(
+            f"--nnodes {options.nnodes} machines have to meet: give --rdzv HOST:PORT, the name of one of them and a "
+            "free port of it, the same on all."
+        )
+    elif options.rdzv and not (port.isdecimal() and 0 < int(port) < 65536 and host):
+        problems.append(f"--rdzv {options.rdzv}: give HOST:PORT, such as node1:29500.")
+    if options.node_rank is not None and not (options.node_rank.isdecimal() and int(options.node_rank) < most):
+        problems.append(f"--node-rank {options.node_rank}: give a number from 0 to {most - 1} (--nnodes {most}).")
+    conf = {}
+    for entry in filter(None, options.rdzv_conf.split(",")):
+        key, _, value = entry.partition("=")
+        if key not in CONF or not value.isdecimal() or int(value) < 1:
+            problems.append(f"--rdzv-conf {entry}: give KEY=SECONDS with one of {', '.join(CONF)}.")
+        else:
+            conf[key] = int(value)
+    raise_problems(problems, "the options")
+    if most == 1:
+        return None
+    node_rank = None if options.node_rank is None else int(options.node_rank)
+    return Machines(least, most, host.strip("[]"), int(port), node_rank, options.rdzv_id, conf)
+
+
+def _number_of_processes(given: str | None) -> int:
+    from trainer.errors import ConfigError
+
+    if given is not None and given.isdecimal() and int(given) > 0:
+        return int(given)
+    if given not in (None, "gpu", "cpu", "auto"):
+        raise ConfigError(f"--nproc-per-node {given}: give a number from 1, gpu, cpu or auto.")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if given == "gpu" and not gpus:
+        raise ConfigError("--nproc-per-node gpu, but no CUDA device is found. Give a number, or cpu.")
+    if given == "cpu" or (given == "auto" and not gpus):
+        return os.cpu_count() or 1
+    return gpus or 1
+
+
+def _restarts(given: str) -> int:
+    from trainer.errors import ConfigError
+
+    if not given.isdecimal():
+        raise ConfigError(f"--max-restarts {given}: give a number from 0.")
+    return int(given)
+
+
+def _slurm(options: argparse.Namespace) -> int:
+    from trainer.cli.sbatch import sbatch_file
+    from trainer.errors import ConfigError
+
+    if not options.print:
+        raise ConfigError("--slurm writes a file for sbatch, and starts nothing: add --print, and give it to sbatch.")
+    if options.nnodes not in ("1", options.nodes) or options.rdzv:
+        raise ConfigError(
+            "with --slurm the machines are --nodes, and meet by themselves: leave --nnodes and --rdzv out."
+        )
+    print(sbatch_file(options, ["trainer", "launch", *sys.argv[2:]]), end="")
+    return 0

@@ -1,0 +1,158 @@
+"""Running reductions of logged values, which are added up where they are: on the device, or on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.runtime.tpu import number_on_xla
+
+Number = float | torch.Tensor
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+@dataclass
+class Accumulator:
+    """A running reduction. Tensors are added up where they are; Python numbers on the host; they meet when read."""
+
+    reduction: str
+    on_host: float | None = None
+    on_device: torch.Tensor | None = None
+    weight_on_host: float = 0.0
+    weight_on_device: torch.Tensor | None = None
+    pending: list[torch.Tensor] = field(default_factory=list)
+    """Copies of the latest values of a mean, which are added up together: one by one takes six times as long. They are
+    always the same number, counted from the first value, so that a resumed run rounds in the same places."""
+    pending_weights: list[float] = field(default_factory=list)
+
+    def add(self, value: Number, weight: Number) -> None:
+        if self.reduction == "mean":
+            self._add_weighted(value, weight)
+        elif isinstance(value, torch.Tensor):
+            wide = _wide(value)
+            before = _begin(wide, self.reduction) if self.on_device is None else self.on_device
+            self.on_device = wide if before is None else _COMBINE[self.reduction](before, wide)
+        else:
+            self.on_host = value if self.on_host is None else COMBINE_HOST[self.reduction](self.on_host, value)
+
+    def _add_weighted(self, value: Number, weight: Number) -> None:
+        if isinstance(weight, torch.Tensor):
+            wide = _wide(weight)
+            before = _begin(wide, "mean") if self.weight_on_device is None else self.weight_on_device
+            self.weight_on_device = wide if before is None else before + wide
+            value = torch.as_tensor(value, device=weight.device)
+        else:
+            self.weight_on_host += weight
+        if not isinstance(value, torch.Tensor):
+            assert not isinstance(weight, torch.Tensor)
+            self.on_host = (self.on_host or 0.0) + value * weight
+        elif isinstance(weight, torch.Tensor):
+            product = _wide(value) * wide
+            before = _begin(product, "mean") if self.on_device is None else self.on_device
+            self.on_device = product if before is None else before + product
+        elif value.device.type == "xla":  # there a step is a program: the same ones every time
+            before = _begin(value, "mean") if self.on_device is None else self.on_device
+            self.on_device = _wide(value) * weight if before is None else before.add_(value, alpha=weight)
+        else:
+            self.pending.append(value.detach().clone() if value.requires_grad else value.clone())
+            self.pending_weights.append(weight)
+            if len(self.pending) == _TOGETHER:
+                self.settle()
+
+    def settle(self) -> None:
+        """Add up what is pending."""
+        weights = set(self.pending_weights)
+        if len(weights) == 1:
+            added = stacked(self.pending).sum() * weights.pop()
+            self.on_device = added if self.on_device is None else self.on_device + added
+        else:  # without copying the weights to the device, which would wait for it
+            for value, weight in zip(self.pending, self.pending_weights, strict=True):
+                added = _wide(value) * weight
+                self.on_device = added if self.on_device is None else self.on_device + added
+        self.pending.clear()
+        self.pending_weights.clear()
+
+    def merge(self, other: Accumulator) -> None:
+        """Take in what another process has added up of the same name."""
+        self.settle()
+        other.settle()
+        if other.on_host is not None:
+            on_host = self.on_host
+            self.on_host = other.on_host if on_host is None else COMBINE_HOST[self.reduction](on_host, other.on_host)
+        if other.on_device is not None:
+            on_device = self.on_device
+            combine = _COMBINE.get(self.reduction, torch.add)
+            self.on_device = other.on_device if on_device is None else combine(on_device, other.on_device)
+        self.weight_on_host += other.weight_on_host
+        if other.weight_on_device is not None:
+            weight = self.weight_on_device
+            self.weight_on_device = other.weight_on_device if weight is None else weight + other.weight_on_device
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The device values to read; `host_value` takes their numbers in the same order."""
+        return [tensor for tensor in (self.on_device, self.weight_on_device, *self.pending) if tensor is not None]
+
+    def host_value(self, read: Iterator[float]) -> tuple[float | None, float]:
+        """(reduced value so far, weight so far), given the numbers of `tensors()`."""
+        value = self.on_host
+        if self.on_device is not None:
+            from_device = next(read)
+            value = from_device if value is None else COMBINE_HOST[self.reduction](value, from_device)
+        weight = self.weight_on_host + (next(read) if self.weight_on_device is not None else 0.0)
+        for pending_weight in self.pending_weights:
+            value = (0.0 if value is None else value) + next(read) * pending_weight
+        return value, weight
+
+
+_TOGETHER = 64
+
+
+def stacked(values: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers of any shape of one element, in one wide tensor."""
+    there = [value.reshape(()) if value.dim() else value for value in values]
+    if any(value.dtype != there[0].dtype for value in there):
+        there = [_wide(value) for value in there]
+    return torch.stack(there).to(torch.float32 if there[0].device.type == "mps" else torch.float64)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """A 0-dim copy in float64 (float32 on devices without it), so that long sums keep their digits."""
+    dtype = torch.float32 if value.device.type == "mps" else torch.float64
+    return value.detach().reshape(()).to(dtype, copy=True)
+
+
+def _begin(value: torch.Tensor, reduction: str) -> torch.Tensor | None:
+    """What the first value of a reduction is combined with, as if there had been others; None: with nothing.
+
+    Where steps are recorded as programs, the first one of an epoch would otherwise be another program than the rest.
+    """
+    return number_on_xla(_BEGINNINGS[reduction]) if value.device.type == "xla" else None
+
+
+_BEGINNINGS = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+COMBINE_HOST: dict[str, Callable[[float, float], float]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "min": min,
+    "max": max,
+}
+
+
+def to_host(tensors: list[torch.Tensor]) -> list[float]:
+    """The numbers of tensors of one element, with one copy from each device."""
+    numbers = [0.0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        there = stacked([tensors[place].detach() for place in places])
+        for place, number in zip(places, there.tolist(), strict=True):
+            numbers[place] = number
+    return numbers

@@ -1,0 +1,304 @@
+"""Meeting at a host and port: told within seconds when that cannot be, and who has not come."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from trainer.errors import TrainerError
+from trainer.runtime.environment import Environment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
+
+log = logging.getLogger("trainer")
+
+ATTEMPT = "TRAINER_ATTEMPT"
+"""Environment variable: which attempt of a run this process belongs to; the same in all of them."""
+PATIENCE = "TRAINER_CONNECT_SECONDS"
+"""Environment variable: how long to try where nobody answers yet."""
+_PATIENCE_S = 60.0
+_UNREACHABLE_PATIENCE_S = 15.0
+"""The same for a host that is not there: its name is unknown, or no way leads to it."""
+_NOTICE_S = 5.0
+_HANDSHAKE_S = 10.0
+_BUSY_PATIENCE_S = 3.0
+"""A run that has just ended may still hold its port."""
+_MISSING_NOTICE_S = 30.0
+
+
+def join_store(environment: Environment, timeout: timedelta) -> Store:
+    """The store in which the processes of this attempt at the run meet; for all of them, at the same place.
+
+    It is the launcher's where there is one; else rank 0 opens it at `master_addr:master_port`.
+
+    Raises:
+        TrainerError: the address is taken or cannot be reached, or some processes do not come; names them.
+    """
+    from torch._C._distributed_c10d import PrefixStore
+
+    host, port, rank = environment.master_addr, environment.master_port, environment.rank
+    names = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = open_store(host, port, names)
+    else:
+        store = connect(host, port, f"where the processes meet ({names})")
+    store.set_timeout(timeout)
+    attempt = _meet(store, rank, environment.world_size, timeout)
+    os.environ[ATTEMPT] = attempt
+    return PrefixStore(f"trainer/attempt{attempt}", store)
+
+
+def attempt() -> str:
+    """A text that the processes of this attempt have in common, and those of no other attempt."""
+    return os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def patience() -> float:
+    """Seconds to try a connection where nobody answers yet."""
+    try:
+        return float(os.environ.get(PATIENCE, _PATIENCE_S))
+    except ValueError:
+        raise TrainerError(f"{PATIENCE}={os.environ[PATIENCE]!r} is not a number of seconds.") from None
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def open_store(host: str, port: int, names: str, wait: float = _BUSY_PATIENCE_S) -> TCPStore:
+    """Listen on `port` of this machine, which the others know as `host`.
+
+    Args:
+        names: what the user gave, for the error.
+        wait: seconds to try while another program has the port.
+
+    Raises:
+        TrainerError: the port is taken, or `host` means no machine.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    find_host(host, port, names)
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            return TCPStore(
+                host,
+                port,
+                is_master=True,
+                timeout=timedelta(seconds=_HANDSHAKE_S),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except RuntimeError as error:  # torch's DistNetworkError
+            if "EADDRINUSE" not in str(error) and "EACCES" not in str(error):
+                raise TrainerError(f"{host}:{port} ({names}) cannot be opened: {_first_line(error)}") from None
+            if time.monotonic() > deadline:
+                raise TrainerError(_busy(port, names, "EACCES" in str(error))) from None
+            time.sleep(0.25)
+
+
+def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPStore:
+    """The store that another process holds at `host:port`.
+
+    Args:
+        what: what is there, for messages: "where the processes meet (MASTER_ADDR=...)".
+        wait: seconds to try while nobody listens there yet; None: TRAINER_CONNECT_SECONDS, or 60.
+
+    Raises:
+        TrainerError: it cannot be reached, or something else listens there.
+    """
+    wait = patience() if wait is None else wait
+    _until(lambda: _reach(host, port), wait, f"{host}:{port}, {what},")
+    answer: list[TCPStore | Exception] = []
+
+    def shake_hands() -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        try:
+            answer.append(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_HANDSHAKE_S)))
+        except Exception as error:
+            answer.append(error)
+
+    # In a thread, because torch waits without end for an answer of a program that speaks something else.
+    thread = threading.Thread(target=shake_hands, name="connect", daemon=True)
+    thread.start()
+    thread.join(1.5 * _HANDSHAKE_S)
+    if answer and not isinstance(answer[0], Exception):
+        return answer[0]
+    reason = f": {_first_line(answer[0])}" if answer and isinstance(answer[0], Exception) else ""
+    raise TrainerError(
+        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
+        f"processes."
+    )
+
+
+def find_host(host: str, port: int, names: str) -> None:
+    """See that `host` means a machine.
+
+    Raises:
+        TrainerError: it does not, for fifteen seconds.
+    """
+    _until(lambda: _resolve(host, port), _UNREACHABLE_PATIENCE_S, f"{host}:{port} ({names})")
+
+
+def _until(reach: Callable[[], OSError | None], wait: float, what: str) -> None:
+    """Try until there is no error; longer while the host is there, and only nobody listens yet."""
+    began = time.monotonic()
+    told = False
+    while (error := reach()) is not None:
+        absent = not isinstance(error, ConnectionRefusedError)
+        limit = min(wait, _UNREACHABLE_PATIENCE_S) if absent and PATIENCE not in os.environ else wait
+        passed = time.monotonic() - began
+        if passed >= limit:
+            raise TrainerError(
+                f"{what} cannot be reached: {_reason(error)} (tried for {limit:.0f} s). {_advice(error)}"
+            )
+        if passed > _NOTICE_S and not told:
+            told = True
+            sys.stderr.write(f"still trying to reach {what} {_reason(error)}\n")
+            sys.stderr.flush()
+        time.sleep(min(0.25, limit))
+
+
+def _resolve(host: str, port: int) -> OSError | None:
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error
+    except UnicodeError as error:  # a label that is empty or too long
+        return socket.gaierror(socket.EAI_NONAME, str(error))
+    return None
+
+
+def _reach(host: str, port: int) -> OSError | None:
+    unresolved = _resolve(host, port)
+    if unresolved is not None:
+        return unresolved
+    try:
+        socket.create_connection((host, port), timeout=3.0).close()
+    except OSError as error:
+        return error
+    return None
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "there is no machine of this name"
+    if isinstance(error, ConnectionRefusedError):
+        return "the machine is there, but nobody listens on this port"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
+def _advice(error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return "Look at the name (`getent hosts NAME` on this machine), or give the address in numbers."
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            "Start the process that opens it (rank 0, or `trainer launch` on that machine), give the same port "
+            f"everywhere, or wait longer: {PATIENCE}=600."
+        )
+    return "Look at the address, the network and the firewall: `nc -vz HOST PORT` from this machine."
+
+
+def _busy(port: int, names: str, forbidden: bool) -> str:
+    who = "may not be opened by you" if forbidden else "is in use, by another run or another program"
+    return (
+        f"port {port} of {socket.gethostname()} ({names}) {who}. Give all processes another one, such as "
+        f"{free_port()}, which is free now; `ss -ltnp 'sport = :{port}'` shows who has it."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Number this attempt, and see that all have come.
+
+    Each process asks under a name that nobody had before, so that none takes what was said to the dead processes of
+    a former attempt. (torchrun's own count of restarts may differ between machines.)
+    """
+    if rank == 0:
+        number = str(store.add("trainer/attempts", 1))
+        _answer(store, number, world_size, timeout)
+        return number
+    name = uuid.uuid4().hex
+    store.set(f"trainer/asks/{rank}", name)
+    key = f"trainer/answers/{name}"
+    _wait(lambda: store.check([key]), timeout, lambda: "rank 0 has not come")
+    number = store.get(key).decode()
+    store.set(f"trainer/came/{number}/{rank}", "1")
+    return number
+
+
+def _answer(store: Store, number: str, world_size: int, timeout: timedelta) -> None:
+    missing, answered = set(range(1, world_size)), dict[int, str]()
+
+    def all_here() -> bool:
+        for rank in sorted(missing):
+            if store.check([f"trainer/asks/{rank}"]):
+                name = store.get(f"trainer/asks/{rank}").decode()
+                if answered.get(rank) != name:
+                    store.set(f"trainer/answers/{name}", number)
+                    answered[rank] = name
+                if store.check([f"trainer/came/{number}/{rank}"]):
+                    missing.discard(rank)
+        return not missing
+
+    _wait(all_here, timeout, lambda: f"{_ranks(missing)} of {world_size} have not come")
+
+
+def _wait(ready: Callable[[], bool], timeout: timedelta, who: Callable[[], str]) -> None:
+    began = told = time.monotonic()
+    while not ready():
+        now = time.monotonic()
+        if now - began > timeout.total_seconds():
+            raise TrainerError(f"{who()} within {timeout.total_seconds():.0f} s (timeout_seconds of the strategy).")
+        if now - told > _MISSING_NOTICE_S:
+            told = now
+            log.warning("waiting since %.0f s to begin: %s", now - began, who())
+        time.sleep(0.01)
+
+
+def _ranks(ranks: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:8]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"
+
+
+def is_own_address(host: str, port: int) -> bool:
+    """Whether `host` is this machine."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind((address[0], 0))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EINVAL):
+                    raise
+            else:
+                return True
+    return False
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address with which this machine is seen from `host`."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+        return own
