@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quick check format lint types clean
+.PHONY: help demo test test-quick test-xla check format lint types clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' Makefile | sed 's/: .*##/:/' | column -t -s:
@@ -24,6 +24,19 @@ test: .venv/ready  ## every test
 test-quick: .venv/ready  ## the tests that take less than two minutes together
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
+# torch_xla needs an older torch, and one process per file: an error in XLA ends the process.
+XLA_PYTHON ?= .venv-xla/bin/python
+
+.venv-xla/ready: pyproject.toml constraints-xla.txt
+	$(PYTHON) -m venv .venv-xla
+	.venv-xla/bin/python -m pip install --quiet --constraint constraints-xla.txt --editable . torch torch_xla pytest pytest-timeout
+	@touch .venv-xla/ready
+
+test-xla: $(if $(filter .venv-xla/bin/python,$(XLA_PYTHON)),.venv-xla/ready)  ## tests on torch_xla's CPU devices, in .venv-xla (4 GB to download)
+	@status=0; for file in tests/xla/test_*.py; do \
+	    echo "== $$file"; timeout 1800 $(XLA_PYTHON) -m pytest -q --timeout 900 $$file || status=1; \
+	done; exit $$status
+
 check: format lint types test  ## what a change has to pass
 
 format: .venv/ready  ## format the code
@@ -37,4 +50,4 @@ types: .venv/ready  ## mypy --strict
 	$(BIN)/mypy
 
 clean:           ## remove what was made here
-	rm -rf .venv build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-xla build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from benchmarks._task import BATCH, Task, optimizer_of
 from benchmarks._together import Sized, compare, loop_over, ours
 from benchmarks._turns import Clock, Contender
+from trainer.strategies.deepspeed_modules import import_deepspeed
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH,
@@ -49,14 +52,8 @@ def contenders(task: Task, net_of: Sized) -> list[Contender]:
 
 
 def main(arguments: list[str]) -> int:
-    import deepspeed.comm
-
-    # Its communication wants to be brought up once, before any engine; the group is torch's.
-    deepspeed.comm.init_distributed("gloo", verbose=False) if _is_rank() else None
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        # Without the operator for shared memory, which DeepSpeed would compile for minutes; for both.
+        import_deepspeed("cpu").init_distributed(auto_mpi_discovery=False, verbose=False)
     return compare("deepspeed", __doc__, arguments, loop, contenders)
-
-
-def _is_rank() -> bool:
-    import os
-
-    return "RANK" in os.environ

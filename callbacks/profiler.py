@@ -78,11 +78,13 @@ class SimpleProfiler(Callback):
     # -- the clock -----------------------------------------------------------------------------------------------------
 
     def begin_phase(self, part: str) -> None:
+        """What follows belongs to it, until another one begins inside it."""
         self._count_time()
         self._inside.append(part)
         self.calls[part] = self.calls.get(part, 0) + 1
 
     def end_phase(self, part: str) -> None:
+        """What follows belongs to the one around it."""
         self._count_time()
         if part in self._inside:
             # Those within it have ended too: with an exception they may not have said so.

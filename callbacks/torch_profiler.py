@@ -83,11 +83,13 @@ class TorchProfiler(Callback):
         self._rank = self._step = 0
 
     def begin_phase(self, name: str) -> None:
+        """What follows has its name in the trace."""
         label = record_function(name)
         label.__enter__()
         self._open.append((name, label))
 
     def end_phase(self, name: str) -> None:
+        """It ends here, with all that began inside it."""
         began = [phase for phase, _ in self._open]
         while name in began:
             label = self._open.pop()[1]

@@ -7,12 +7,18 @@ if __name__ != "trainer.strategies":
         "sys.path: run your script from its own folder."
     )
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from trainer.errors import ConfigError, unknown
 from trainer.strategies.base import Strategy
-from trainer.strategies.ddp import DDPStrategy
-from trainer.strategies.fsdp import FSDPStrategy
-from trainer.strategies.single import SingleDeviceStrategy
-from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
+
+if TYPE_CHECKING:
+    from trainer.strategies.ddp import DDPStrategy
+    from trainer.strategies.fsdp import FSDPStrategy
+    from trainer.strategies.single import SingleDeviceStrategy
+    from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
 
 __all__ = [
     "STRATEGIES",
@@ -25,13 +31,42 @@ __all__ = [
     "resolve_strategy",
 ]
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "single_device": SingleDeviceStrategy,
-    "ddp": DDPStrategy,
-    "fsdp": FSDPStrategy,
-    "xla": XlaStrategy,
-    "xla_fsdp": XlaFsdpStrategy,
-}
+
+class StrategyTable(Mapping[str, type[Strategy]]):
+    """The classes by name. One is imported when it is asked for, because what they need takes torch a second."""
+
+    HOMES = {
+        "single_device": "single.SingleDeviceStrategy",
+        "ddp": "ddp.DDPStrategy",
+        "fsdp": "fsdp.FSDPStrategy",
+        "xla": "xla.XlaStrategy",
+        "xla_fsdp": "xla.XlaFsdpStrategy",
+    }
+
+    def __getitem__(self, name: str) -> type[Strategy]:
+        file, kind = self.HOMES[name].split(".")
+        strategy: type[Strategy] = getattr(import_module(f"trainer.strategies.{file}"), kind)
+        return strategy
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.HOMES)
+
+    def __len__(self) -> int:
+        return len(self.HOMES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.HOMES
+
+
+STRATEGIES = StrategyTable()
+
+
+def __getattr__(name: str) -> Any:
+    for home in StrategyTable.HOMES.values():
+        file, kind = home.split(".")
+        if kind == name:
+            return getattr(import_module(f"trainer.strategies.{file}"), kind)
+    raise AttributeError(f"module 'trainer.strategies' has no attribute {name!r}")
 
 
 OTHER_NAMES = {

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.activation_checkpointing import recompute_activations
+from trainer.blocks import BlockPolicy
 from trainer.checkpoint.shards import Loadable, Shard, whole
 from trainer.compilation import Compilation, compile_in_place
+from trainer.data.side_stream import mover
 from trainer.data.transfer import move_to
 from trainer.module import TrainModule
 from trainer.optimizer_state import state_by_name, state_by_position
@@ -46,6 +49,8 @@ class Strategy:
     module: TrainModule
     scaler: torch.amp.GradScaler | None = None
     moves_batches: bool = True
+    move: Callable[[Any], Any]
+    """Moves a batch to the device."""
     device_ids: list[int] | None = None
     """Which accelerators of this machine to use, by local rank; None: the first ones."""
     gradient_average: int = 1
@@ -78,6 +83,7 @@ class Strategy:
         self.device = self.choose_device(device_type)
         self.scaler = precision.make_scaler(self.device)
         # On a machine without an accelerator every tensor is where it has to be.
+        self.move = mover(self.device)
         self.moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch
 
     def choose_device(self, device_type: str) -> torch.device:
@@ -89,8 +95,16 @@ class Strategy:
         return torch.device(device_type)
 
     def init_context(self, module: TrainModule, values_follow: bool) -> AbstractContextManager[Any]:
-        """The context in which `configure_model` builds layers. `values_follow`: those of a checkpoint will be loaded."""
+        """The context in which `configure_model` builds layers. `values_follow`: a checkpoint will be loaded."""
         return self.precision.init_context()
+
+    def checkpoint_activations(self, module: TrainModule, policy: BlockPolicy) -> None:
+        """From now on, compute the activations of these blocks again in the backward instead of keeping them.
+
+        Raises:
+            ConfigError: the policy matches nothing.
+        """
+        recompute_activations(module, policy)
 
     def setup_module(self, module: TrainModule, for_training: bool) -> None:
         """Cast and place the module, and wrap it where the strategy needs that. Runs before `configure_optimizers`."""
@@ -116,7 +130,7 @@ class Strategy:
         """The batch on this process's device, floating tensors cast if the precision says so."""
         if not self.moves_batches:
             return batch
-        batch = move_to(batch, self.device)
+        batch = self.move(batch)
         return move_to(batch, self.precision.convert_batch) if self.precision.casts_batch else batch
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
@@ -197,7 +211,7 @@ class Strategy:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
-        """Weights and buffers by name, in the keys of the plain module; of a tensor that is divided, this process's part.
+        """Weights and buffers, by the keys of the plain module; of a tensor that is divided, this process's part.
 
         Where master weights are kept in another dtype, these.
         """

@@ -39,6 +39,7 @@ from trainer.strategies.deepspeed_modules import (
     Steps,
     cast_parameters,
     clean,
+    destroy,
     divided_shard,
     dividing_context,
     hide_shapes,
@@ -164,6 +165,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         return stack
 
     def setup_module(self, module: TrainModule, for_training: bool) -> None:
+        self.teardown()
         former = self.masters if vars(self).get("module") is module else None
         self.masters = None
         super().setup_module(module, for_training)
@@ -210,13 +212,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         Raises:
             ConfigError: it is not one, or not one that DeepSpeed can divide, or clipping is not left to the engine.
         """
-        problems = optimizer_problems(optimizers, self.cpu_adam)
-        if self.module.overrides("configure_gradient_clipping"):
-            problems.append(
-                f"{type(self.module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by"
-                " the norm gradient_clip_val of the start. Remove the method."
-            )
-        raise_problems(problems, f"strategy {self.name!r}")
+        raise_problems(optimizer_problems(optimizers, self.cpu_adam, self.module), f"strategy {self.name!r}")
         return optimizers[0]
 
     def _resolve(
@@ -345,12 +341,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.engine is None:
             return
         engine, self.engine = self.engine, None
-        steps = engine.module
-        stop_gathering(steps)
-        engine.destroy()
+        destroy(engine)
         if self.stage == 3:
             leave_divided(self.module, self.masters)
-            clean(steps)
+            clean(engine.module)
         if self.masters is not None:
             cast_parameters(self.module, torch.float32)
             self.masters.let_go()

@@ -298,16 +298,18 @@ class _Resolver:
     def _buckets(self) -> None:
         """As accelerate and transformers have them (accelerate 1.15, accelerator.py, _prepare_deepspeed)."""
         zero, hidden = self._section("zero_optimization"), self.run.hidden_size
-        if hidden is None:
-            return
-        for name, size in (
-            ("reduce_bucket_size", hidden * hidden),
-            ("prefetch_bucket_size", int(0.9 * hidden * hidden)),
-            ("param_persistence_threshold", 10 * hidden),
-        ):
-            for spelling in (name, f"stage3_{name}"):
-                if zero.get(spelling) == AUTO:
-                    zero[spelling] = size
+        sizes = {
+            "reduce_bucket_size": lambda width: width * width,
+            "prefetch_bucket_size": lambda width: int(0.9 * width * width),
+            "param_persistence_threshold": lambda width: 10 * width,
+        }
+        names = [(spelling, size) for name, size in sizes.items() for spelling in (name, f"stage3_{name}")]
+        for name, size in names:
+            if zero.get(name) == AUTO and hidden is not None:
+                zero[name] = size(hidden)
+        left = [name for name, _ in names if zero.get(name) == AUTO]
+        if left and self.run.optimizer is not None:
+            self.notes.append(f"no part of the module has a config with a hidden_size: DeepSpeed's defaults for {left}")
 
     def _rest(self) -> None:
         """What our engine needs, and what has no effect here."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Adam, AdamW, Optimizer
 
+from trainer.module import TrainModule
 from trainer.precision import Precision
 
 NOT_BY_ELEMENT = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -47,8 +48,8 @@ def cpu_adam_problems(offload_optimizer: object) -> list[str]:
     return problems
 
 
-def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]:
-    """Why DeepSpeed's engine cannot take these optimizers, one sentence each."""
+def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool, module: TrainModule) -> list[str]:
+    """Why DeepSpeed's engine cannot train the module with these optimizers, one sentence each."""
     if len(optimizers) != 1:
         return [
             f"configure_optimizers gave {len(optimizers)} optimizers, and DeepSpeed's engine takes one: give several "
@@ -57,6 +58,11 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
     optimizer = optimizers[0]
     kind = type(optimizer).__name__
     problems = []
+    if module.overrides("configure_gradient_clipping"):
+        problems.append(
+            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the norm "
+            "gradient_clip_val of the start. Remove the method."
+        )
     if kind in NOT_BY_ELEMENT:
         problems.append(
             f"{kind} needs whole parameters, and DeepSpeed strings them together and divides them: use an optimizer "

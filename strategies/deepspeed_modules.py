@@ -156,6 +156,14 @@ def stop_gathering(steps: nn.Module) -> None:
             module._parameters._in_forward = False
 
 
+def destroy(engine: Any) -> None:
+    """End an engine, without talking to the other processes."""
+    stop_gathering(engine.module)
+    engine.destroy()
+    # Its destructor would do it again, whenever Python collects it, to what the next engine has made of the module.
+    engine.destroy = lambda: None
+
+
 def clean(steps: nn.Module) -> None:
     """Take away what an engine of stage 3 has put into modules and into torch, after its `destroy`."""
     from deepspeed.runtime.zero import parameter_offload

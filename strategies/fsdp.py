@@ -50,8 +50,6 @@ class FSDPStrategy(DistributedStrategy):
             among which parameters stay divided between forward and backward.
         device_mesh: for "HYBRID_SHARD", (replicas, shards); default: (machines, processes on each).
         cpu_offload: parameters, gradients and optimizer state live in the CPU's memory; the step runs there.
-        activation_checkpointing: blocks whose activations are computed again in the backward instead of being kept;
-            given like `auto_wrap_policy`. None: none.
         accumulate_unsharded: with accumulation, keep whole gradients on each process until the last micro-batch, and
             communicate once. False: reduce after every micro-batch, which needs less memory.
         reduce_dtype: dtype in which gradients are summed over processes, e.g. "bfloat16"; default: float32.
@@ -75,7 +73,6 @@ class FSDPStrategy(DistributedStrategy):
         reshard_after_forward: bool | int | None = None,
         device_mesh: tuple[int, int] | None = None,
         cpu_offload: bool = False,
-        activation_checkpointing: BlockPolicy | None = None,
         accumulate_unsharded: bool = True,
         reduce_dtype: str | None = None,
         timeout_seconds: float = 1800.0,
@@ -90,7 +87,6 @@ class FSDPStrategy(DistributedStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.device_mesh = device_mesh
         self.cpu_offload = cpu_offload
-        self.activation_checkpointing = activation_checkpointing
         self.accumulate_unsharded = accumulate_unsharded
         self.reduce_dtype: torch.dtype = getattr(torch, reduce_dtype or "float32")
         self.wrapped: Any = None
@@ -151,8 +147,6 @@ class FSDPStrategy(DistributedStrategy):
             return
         self._refuse(module)
         self.precision.convert_module(module)
-        if self.activation_checkpointing is not None:
-            raise NotImplementedError
         there = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
         if self.world_size > 1:
             # Before they are cut: all processes begin with rank 0's values.

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -14,18 +15,22 @@ from torch.optim import Optimizer
 
 from trainer.blocks import BlockPolicy, blocks_in_words, find_blocks
 from trainer.checkpoint.shards import Loadable, Shard
-from trainer.compilation import Compilation
 from trainer.data.transfer import move_to
 from trainer.errors import ConfigError, raise_problems
 from trainer.module import TrainModule
 from trainer.optimizer_state import state_by_name
-from trainer.precision import Precision
+from trainer.precision import NOTHING, Precision
 from trainer.runtime.environment import detect_environment
 from trainer.runtime.tpu import choose_tpu_stack, torch_xla_problem
 from trainer.strategies.base import Strategy
 from trainer.strategies.xla_compiles import CompileWatch
 from trainer.strategies.xla_layout import Layout, Spec, copied_to_host, move_keeping_ties
-from trainer.strategies.xla_modules import barrier_after_backward, recompute, unbiased_running_variance
+from trainer.strategies.xla_modules import (
+    advance_seed,
+    barrier_after_backward,
+    recompute,
+    unbiased_running_variance,
+)
 
 log = logging.getLogger("trainer")
 
@@ -158,9 +163,6 @@ class XlaStrategy(Strategy):
         """How a weight or buffer lies on the devices."""
         return (None,) * tensor.dim()
 
-    def compile_module(self, module: TrainModule, compilation: Compilation) -> list[nn.Module]:
-        raise ConfigError(f"strategy {self.name!r} compiles the whole step by XLA: leave compile= out.")
-
     def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
         raise_problems(
             [
@@ -177,7 +179,8 @@ class XlaStrategy(Strategy):
 
     def to_device(self, batch: Any) -> Any:
         """The batch, its floating tensors cast if the precision says so, divided among the devices by its samples."""
-        batch = move_to(batch, self._placed)
+        with torch.inference_mode(False):  # see `call`
+            batch = move_to(batch, self._placed)
         self.compile_watch.batch(batch)
         return batch
 
@@ -198,10 +201,18 @@ class XlaStrategy(Strategy):
             return tensor
         return tensor[torch.arange(self._rows) % len(tensor)]
 
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        if self.activation_checkpointing is not None:
+            advance_seed()
+        return NOTHING
+
     def call(self, step: str, *args: Any) -> Any:
-        outputs = super().call(step, *args)
-        if step != "training_step":
-            self._run(step)
+        if step == "training_step":
+            return super().call(step, *args)
+        # torch_xla has no inference tensors: a linear layer raises.
+        with torch.inference_mode(False), torch.no_grad():
+            outputs = super().call(step, *args)
+        self._run(step)
         return outputs
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
@@ -330,6 +341,6 @@ def _device_was_used_without_spmd() -> bool:
 def _check_backward(device: torch.device) -> None:
     """torch sets up its backward passes, with a queue for each device, when the first one runs."""
     try:
-        torch.ones((), device=device, requires_grad=True).clone().backward()
+        torch.autograd.backward(torch.ones((), device=device, requires_grad=True).clone())
     except RuntimeError as error:
         raise ConfigError(BACKWARD_RAN) from error

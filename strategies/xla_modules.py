@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -10,13 +11,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.errors import ConfigError
+from trainer.runtime.seed import derive_seed
 
 Undo = Callable[[], None]
 
 
 def recompute(block: nn.Module) -> Undo:
     """Let a block compute its activations again in the backward pass, with torch_xla's own function: torch's does not
-    know the device."""
+    know the device.
+
+    That one restores the seed of the whole step, not what it had become by then, so that dropout would draw other
+    numbers the second time. Here each call has a seed of its own.
+    """
+    import torch_xla.core.xla_model as xm
     from torch_xla.utils.checkpoint import checkpoint
 
     forward = block.forward
@@ -29,7 +36,16 @@ def recompute(block: nn.Module) -> Undo:
                 "activation_checkpointing: torch_xla recomputes a block from its positional arguments, and "
                 f"{type(block).__name__} was called with {', '.join(kwargs)}=: pass them by position."
             )
-        return checkpoint(forward, *args)
+        seed = advance_seed()
+
+        def seeded(self: nn.Module, *inputs: Any) -> Any:
+            xm.set_rng_state(seed)
+            return forward(*inputs)
+
+        # A method of the block: then its weights are kept apart from those of the first pass, too.
+        outputs = checkpoint(MethodType(seeded, block), *args, preserve_rng_state=False)
+        advance_seed()
+        return outputs
 
     block.forward = recomputed
 
@@ -37,6 +53,15 @@ def recompute(block: nn.Module) -> Undo:
         del block.forward
 
     return undo
+
+
+def advance_seed() -> int:
+    """Go on with another seed for the devices' random numbers, which follows from the present one; returns it."""
+    import torch_xla.core.xla_model as xm
+
+    seed = derive_seed(xm.get_rng_state(), "next")
+    xm.set_rng_state(seed)
+    return seed
 
 
 def barrier_after_backward(block: nn.Module) -> Undo:

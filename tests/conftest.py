@@ -30,7 +30,9 @@ SLOW = (
     "test_estimate_runs.py",
     "test_evaluation.py",
     "test_parity_processes.py",
+    "test_portability.py",
     "test_resume.py",
+    "test_strategy_",
 )
 """Files whose tests start many processes: `make test-quick` leaves them out."""
 

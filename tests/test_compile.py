@@ -16,6 +16,7 @@ from torch._dynamo.utils import clear_compilation_metrics, counters, get_compila
 
 from tests.compare import QUIET, assert_same_bits
 from trainer import Callback, Trainer, TrainModule
+from trainer.compilation import keep_outside_of_graphs, read_compile
 from trainer.errors import ConfigError
 
 # torch looks at .grad while it traces, and hides the warning about it, which "error" does not let it.
@@ -258,6 +259,33 @@ def test_everything_is_as_it_was() -> None:
         trained(failing, EAGER)
     assert failing.net._compiled_call_impl is None
     assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == callbacks
+
+
+def test_with_cuda_graphs_logged_values_are_copied() -> None:
+    """They write every step's results to the same memory; here a step does that itself."""
+    assert read_compile("reduce-overhead").reuses_memory  # type: ignore[union-attr]
+    assert read_compile({"options": {"triton.cudagraphs": True}}).reuses_memory  # type: ignore[union-attr]
+    assert not read_compile(EAGER).reuses_memory  # type: ignore[union-attr]
+
+    class Reuses(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            memory = torch.ones(())
+            self.log("given", memory)
+            self.log("named", value=memory)
+            self.log_dict({"in_dict": memory})
+            memory.fill_(7)
+            return self.net(batch[0]).square().mean()
+
+    module = Reuses()
+    undo = keep_outside_of_graphs(module, copy_values=True)
+    trainer = trained(module, False, epochs=1)
+    undo()
+    assert {name: trainer.callback_metrics[name] for name in ("given", "named", "in_dict")} == {
+        "given": 1,
+        "named": 1,
+        "in_dict": 1,
+    }
+    assert "log" not in vars(module)
 
 
 def test_what_the_user_has_compiled_stays_so() -> None:

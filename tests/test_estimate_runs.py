@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from examples.gpt.model import Transformer as GPT
+from examples.gpt import model as gpt
 from tests.harness import run_distributed
 from trainer import Callback, Trainer, TrainModule
 from trainer.estimate import (
@@ -132,7 +132,7 @@ def test_one_device_holds_exactly_the_estimate(precision: str) -> None:
 def test_activations_of_the_example_transformer_are_about_the_estimate(precision: str) -> None:
     """What autograd keeps for the backward of one micro-batch, beside the weights and autocast's copies of them."""
     layers, hidden, sequence, batch, vocabulary = 2, 128, 128, 8, 512
-    net = GPT(vocabulary, sequence, layers, 4, hidden, 0.0).to(REAL_PRECISIONS[precision].weights)
+    net = gpt.Transformer(vocabulary, sequence, layers, 4, hidden, 0.0).to(REAL_PRECISIONS[precision].weights)
     tokens = torch.zeros(batch, sequence, dtype=torch.int64)
     kept: dict[int, torch.Tensor] = {}
 

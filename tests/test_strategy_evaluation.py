@@ -31,11 +31,9 @@ def make_module() -> GPT:
 
 def work(name: str, folder: str) -> dict[str, Any]:
     """Train and save one way; then evaluate, in new trainers, what the run on one process has saved, if it is there."""
-    way, own = WAYS[name], f"{folder}/{name}"
+    way, saving = WAYS[name], SaveAt(STEPS, f"{folder}/{name}")
+    trainer = way.trainer(seed=3, max_steps=STEPS, max_epochs=1, accumulate_grad_batches=3, callbacks=saving)
     module = make_module()
-    trainer = way.trainer(
-        seed=3, max_steps=STEPS, max_epochs=1, accumulate_grad_batches=3, callbacks=SaveAt(STEPS, own)
-    )
     trainer.fit(module, DataLoader(module.data(81), way.micro_batch), DataLoader(module.data(46), way.micro_batch))
     found: dict[str, Any] = {
         "keys": list(module.state_dict()),

@@ -293,6 +293,12 @@ def keep_outside_of_graphs(module: nn.Module, copy_values: bool) -> Callable[[],
 
 def _copying(method: Callable[..., None]) -> Callable[..., None]:
     def with_copies(*args: Any, **kwargs: Any) -> None:
-        method(*(value.detach().clone() if isinstance(value, torch.Tensor) else value for value in args), **kwargs)
+        method(*map(_copied, args), **{name: _copied(value) for name, value in kwargs.items()})
 
     return with_copies
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return {name: _copied(entry) for name, entry in value.items()} if isinstance(value, Mapping) else value

@@ -357,8 +357,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _inner(tensor: Any) -> list[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
-    # A distributed tensor names its mesh too.
-    return [part for part in (getattr(tensor, name) for name in names) if isinstance(part, torch.Tensor)]
+    return [part for name in names if isinstance(part := getattr(tensor, name), torch.Tensor)]  # a mesh is none
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.activation_checkpointing import keep_activations
 from trainer.advice import advised
 from trainer.callbacks.base import in_calling_order
 from trainer.checkpoint.content import restore_training
@@ -240,6 +241,9 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
         module.configure_model()
     if checkpoint is not None:
         trainer.hooks.on_load_checkpoint(trainer, module, checkpoint)
+    keep_activations(module)
+    if stage == "fit" and trainer.settings.activation_checkpointing is not None:
+        strategy.checkpoint_activations(module, trainer.settings.activation_checkpointing)
     strategy.setup_module(module, for_training=stage == "fit")
     if trainer.plan.compilation is not None:
         trainer.undo_compile = start_compiling(trainer, trainer.plan.compilation)

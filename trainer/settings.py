@@ -120,6 +120,8 @@ class Settings:
     """Where the time goes: "simple" prints a table at the end, "torch" writes traces; or a profiling callback."""
     compile: bool | str | dict[str, Any] = False
     """torch.compile in place: True, "blocks", a mode such as "max-autotune", or its arguments (and "blocks")."""
+    activation_checkpointing: str | int | list[Any] | Callable[..., bool] | None = None
+    """Blocks whose activations are computed again in the backward: "auto", class names, or as in find_blocks."""
 
     def problems(self) -> list[str]:
         """Everything wrong with these settings, one sentence each."""

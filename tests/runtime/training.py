@@ -39,7 +39,8 @@ class Steps(Callback):
 
 data = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
 trainer = Trainer(
-    devices=int(rest[0]) if rest and rest[0].isdigit() else "auto", accelerator="cpu", max_steps=int(steps), seed=1, logger=False,
+    devices=int(rest[0]) if rest and rest[0].isdigit() else "auto", accelerator="cpu", max_steps=int(steps), seed=1,
+    logger=False,
     default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
     max_restarts=int(rest[1]) if len(rest) > 1 else 0,
     callbacks=[ModelCheckpoint(every_n_train_steps=5), Steps()],

@@ -25,7 +25,9 @@ from trainer.strategies.deepspeed import (
 )
 
 # Without it all parameters of a small module are kept whole, for being small.
-DIVIDE_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 40}}
+DIVIDE_ALL = {
+    "zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 40, "reduce_bucket_size": 1000}
+}
 ENGINES: dict[str, Callable[[], DeepSpeedStrategy]] = {
     "1": DeepSpeedStage1Strategy,
     "2": DeepSpeedStage2Strategy,

@@ -138,8 +138,9 @@ def test_buckets_follow_from_the_width_of_the_model_as_in_accelerate() -> None:
 
 
 def test_without_a_width_they_are_deepspeeds_own() -> None:
-    facts = run(precision=PRECISIONS["16-mixed"], hidden_size=None)
-    zero = resolve_config(json.loads(ZERO_3), facts).config["zero_optimization"]
+    resolved = resolve_config(json.loads(ZERO_3), run(precision=PRECISIONS["16-mixed"], hidden_size=None))
+    zero = resolved.config["zero_optimization"]
+    assert any("hidden_size" in note and "reduce_bucket_size" in note for note in resolved.notes)
     assert zero["reduce_bucket_size"] == 500_000_000
     assert zero["stage3_prefetch_bucket_size"] == 50_000_000
     assert zero["stage3_param_persistence_threshold"] == 100_000

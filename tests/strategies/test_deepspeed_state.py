@@ -87,26 +87,25 @@ def resumed(precision: str, engine: str) -> tuple[dict[str, Any], Any]:
     }, middle
 
 
-def wrong_states(state: dict[str, Any]) -> dict[str, str]:
+def wrong_states(state: dict[str, Any]) -> dict[Any, str]:
     """What is said of a state that does not fit."""
-    found = {}
+    found: dict[Any, str] = {}
     for engine in ("1", "3"):
         run = Running(ENGINES[engine]())
+        strategy, optimizer = run.strategy, run.optimizer
         without = {name: tensor for name, tensor in state["model"].items() if name != "first.bias"}
-        other_shape = {**state["model"], "first.bias": torch.zeros(9)}
-        of_optimizer = state["optimizer"]
-        later = {**of_optimizer["state"]["first.bias"], "step": torch.tensor(9.0)}
-        for what, load in {
-            "missing": lambda: run.strategy.load_module_state(without),
-            "shape": lambda: run.strategy.load_module_state(other_shape),
-            "kind": lambda: run.strategy.load_optimizer_state(run.optimizer, {**of_optimizer, "kind": "SGD"}),
-            "steps": lambda: run.strategy.load_optimizer_state(
-                run.optimizer, {**of_optimizer, "state": {**of_optimizer["state"], "first.bias": later}}
-            ),
-        }.items():
-            with pytest.raises(CheckpointError) as caught:
-                load()
-            found[engine, what] = str(caught.value)
+        later = {**state["optimizer"]["state"]["first.bias"], "step": torch.tensor(9.0)}
+        of_two_times = {**state["optimizer"], "state": {**state["optimizer"]["state"], "first.bias": later}}
+        with pytest.raises(CheckpointError) as missing:
+            strategy.load_module_state(without)
+        with pytest.raises(CheckpointError) as shape:
+            strategy.load_module_state({**state["model"], "first.bias": torch.zeros(9)})
+        with pytest.raises(CheckpointError) as kind:
+            strategy.load_optimizer_state(optimizer, {**state["optimizer"], "kind": "SGD"})
+        with pytest.raises(CheckpointError) as steps:
+            strategy.load_optimizer_state(optimizer, of_two_times)
+        said = {"missing": missing, "shape": shape, "kind": kind, "steps": steps}
+        found.update({(engine, what): str(caught.value) for what, caught in said.items()})
         run.strategy.teardown()
     return found
 

@@ -92,14 +92,13 @@ def test_tied_weights_stay_one(kind: Any) -> None:
 
 
 class Noisy(TrainModule):
-    """Blocks with dropout: what is computed twice has to draw the same numbers twice."""
+    """Three blocks with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 16)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.4)) for _ in range(3))
         self.outer = nn.Linear(16, 1)
-        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(x)
@@ -122,24 +121,41 @@ class Noisy(TrainModule):
         return torch.utils.data.TensorDataset(x, x.sum(1))
 
 
-class Counting(Noisy):
+class Watched(Noisy):
+    """Remembers which elements the dropout of each block has left, in the order of calls."""
+
+    dropout = 0.4
+
     def __init__(self) -> None:
         super().__init__()
+        self.kept: list[torch.Tensor] = []
         for block in self.blocks:
-            block[0].register_forward_hook(self.count)
+            block[2].p = self.dropout
+            block[2].register_forward_hook(lambda *args: self.kept.append(args[2].detach() != 0))
 
-    def count(self, *args: Any) -> None:
-        self.calls += 1
+
+class WithoutDropout(Watched):
+    dropout = 0.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputing_activations_changes_nothing(kind: Any) -> None:
-    kept, recomputed = fit(kind(), Counting), fit(kind(activation_checkpointing="auto"), Counting)
-    assert recomputed["module"].calls == 2 * kept["module"].calls == 2 * 3 * STEPS
-    assert recomputed["losses"] == pytest.approx(kept["losses"], abs=1e-6)
-    for name, value in kept["weights"].items():
-        torch.testing.assert_close(recomputed["weights"][name], value, atol=1e-6, rtol=1e-5)
-    assert all("forward" not in vars(block) for block in recomputed["module"].blocks)
+    once, twice = fit(kind(), WithoutDropout), fit(kind(activation_checkpointing="auto"), WithoutDropout)
+    assert len(twice["module"].kept) == 2 * len(once["module"].kept) == 2 * 3 * STEPS
+    assert twice["losses"] == pytest.approx(once["losses"], abs=1e-6)
+    for name, value in once["weights"].items():
+        torch.testing.assert_close(twice["weights"][name], value, atol=1e-6, rtol=1e-5)
+    assert all("forward" not in vars(block) for block in twice["module"].blocks)
+
+
+def test_recomputing_draws_the_same_random_numbers_again() -> None:
+    masks = fit(XlaStrategy(activation_checkpointing="auto"), Watched, accumulate_grad_batches=2)["module"].kept
+    masks = [mask.cpu() for mask in masks]
+    assert len(masks) == 2 * 3 * 2 * STEPS
+    for first in range(0, len(masks), 6):
+        forward, backward = masks[first : first + 3], masks[first + 3 : first + 6]
+        assert all(torch.equal(*pair) for pair in zip(forward, backward[::-1], strict=True))
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 3 * 2 * STEPS
 
 
 def test_the_seed_decides_the_numbers_on_the_devices() -> None:

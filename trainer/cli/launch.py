@@ -51,7 +51,9 @@ def run(arguments: list[str]) -> int:
 
     parser = _parser(os.environ)
     try:
-        options = parser.parse_args(arguments)
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            raise ConfigError(_unknown_option(unknown[0]))
         command = _command(options)
         if options.slurm:
             return _slurm(options)
@@ -154,13 +156,11 @@ def _command(options: argparse.Namespace) -> list[str]:
     program = [word for i, word in enumerate(options.program) if not (i == 0 and word == "--")]
     if not program:
         raise ConfigError(
-            "nothing to launch: give a script, -m MODULE, or a trainer command. See trainer launch --help."
+            "nothing to launch: give a script, -m MODULE or a trainer command; see trainer launch --help."
         )
     first = program[0]
     if options.module:
         return ["-m", *program]
-    if first.startswith("-"):
-        raise ConfigError(_unknown_option(first))
     if first == "trainer":
         return ["-m", *program]
     if not Path(first).is_file():
@@ -247,8 +247,6 @@ def _slurm(options: argparse.Namespace) -> int:
     if not options.print:
         raise ConfigError("--slurm writes a file for sbatch, and starts nothing: add --print, and give it to sbatch.")
     if options.nnodes not in ("1", options.nodes) or options.rdzv:
-        raise ConfigError(
-            "with --slurm the machines are --nodes, and meet by themselves: leave --nnodes and --rdzv out."
-        )
+        raise ConfigError("with --slurm the machines are --nodes and meet by themselves: leave --nnodes, --rdzv out.")
     print(sbatch_file(options, ["trainer", "launch", *sys.argv[2:]]), end="")
     return 0

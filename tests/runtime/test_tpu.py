@@ -1,0 +1,88 @@
+"""Which way to a TPU is installed: found without importing either, and said in words."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer import Trainer
+from trainer.errors import ConfigError
+from trainer.runtime.tpu import choose_tpu_stack, torch_xla_problem, tpu_is_there
+from trainer.strategies import STRATEGIES
+
+WITHOUT_XLA = pytest.mark.skipif(torch_xla_problem() is None, reason="torch_xla is installed here")
+
+
+def install(package: str, version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files as pip leaves them. Importing the package would fail."""
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    about = folder / f"{package}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+@WITHOUT_XLA
+def test_neither_is_installed() -> None:
+    device_type, reason = choose_tpu_stack()
+    assert device_type is None
+    assert reason.startswith("torch_tpu is not installed, and torch_xla is not installed")
+    assert "pip install torch==2.9.0 torch_xla==2.9.0" in reason
+    assert not tpu_is_there()
+
+
+@WITHOUT_XLA
+def test_torch_xla_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("torch_xla", "1.99.3", tmp_path, monkeypatch)
+    problem = torch_xla_problem()
+    assert problem is not None
+    assert f"torch_xla 1.99.3 needs torch 1.99, and this is torch {torch.__version__}" in problem
+    assert "pip install torch==2.9.0 torch_xla==2.9.0" in problem
+    with pytest.raises(ConfigError, match=r"needs torch 1\.99"):
+        Trainer(accelerator="tpu")
+
+
+@WITHOUT_XLA
+def test_torch_xla_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    minor = ".".join(torch.__version__.split(".")[:2])
+    install("torch_xla", f"{minor}.0", tmp_path, monkeypatch)
+    assert choose_tpu_stack() == ("xla", f"torch_xla {minor}.0, because torch_tpu is not installed")
+    trainer = Trainer(accelerator="tpu", logger=False, enable_checkpointing=False)
+    assert trainer.strategy.name == "xla"
+    assert trainer.plan.reasons["strategy"] == "auto: torch_xla's devices"
+    assert trainer.plan.reasons["device"] == f"tpu: torch_xla {minor}.0, because torch_tpu is not installed"
+    with pytest.raises(ConfigError, match="strategy 'ddp' does not run on torch_xla's devices"):
+        Trainer(accelerator="tpu", strategy="ddp")
+    assert "torch_xla" not in sys.modules
+
+
+@WITHOUT_XLA
+def test_torchtpu_without_a_tpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("torch_tpu", "0.2.0", tmp_path, monkeypatch)
+    device_type, reason = choose_tpu_stack()
+    assert device_type is None
+    assert reason.startswith("torch_tpu is installed but sees no TPU, and torch_xla is not installed")
+
+
+@WITHOUT_XLA
+@pytest.mark.parametrize("name", ["xla", "xla_fsdp"])
+def test_the_strategies_name_the_environment_that_they_need(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Trainer(strategy=name, devices=2, precision="16-mixed")
+    text = str(error.value)
+    assert f"strategy {name!r}: torch_xla is not installed" in text
+    assert "pip install torch==2.9.0 torch_xla==2.9.0" in text
+    assert "drives all devices from one process, and 2 are asked for" in text
+    assert "has no float16" in text
+
+
+@pytest.mark.parametrize("name", ["xla", "xla_fsdp"])
+def test_another_accelerator_is_refused(name: str) -> None:
+    problems = STRATEGIES[name]().problems(Trainer(accelerator="cpu").precision, "cpu", 1)
+    assert any("runs on torch_xla's devices, not on 'cpu'" in problem for problem in problems)
+    problems = STRATEGIES[name]().problems(Trainer(accelerator="cpu").precision, "tpu", 1)
+    assert any("use strategy='ddp' or 'fsdp'" in problem for problem in problems)

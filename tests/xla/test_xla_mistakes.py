@@ -1,0 +1,113 @@
+"""What cannot work on XLA devices is told before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+
+from tests.compare import QUIET
+from tests.harness import run_python
+from tests.strategy_models import MLP
+from trainer import Trainer
+from trainer.errors import ConfigError
+from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
+
+FIT = """
+import torch
+{before}
+from tests.compare import QUIET
+from tests.strategy_models import MLP
+from torch.utils.data import DataLoader
+from trainer import Trainer
+try:
+    Trainer(strategy="xla", max_steps=2, **QUIET).fit(MLP(), DataLoader(MLP.data(16), 8))
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print("trained")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("import torch_xla; torch.ones(1, device=torch_xla.device())", "a device of torch_xla was used before the run began"),
+        ("torch.ones(1, requires_grad=True).sum().backward()", "a backward pass ran in this process before"),
+        ("import torch_xla, torch_xla.runtime as xr; xr.use_spmd(); torch_xla.device()", "trained"),
+        ("", "trained"),
+    ],
+)
+def test_what_ran_before(before: str, said: str) -> None:
+    output = run_python(FIT.format(before=before), timeout=300).check().stdout
+    assert said in output
+    assert ("ConfigError" in output) == (said != "trained")
+
+
+@pytest.mark.parametrize("name", ["xla", "xla_fsdp"])
+def test_several_processes_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="one process, and 2 are asked for"):
+        Trainer(strategy=name, devices=2)
+    # As torchrun starts them: torch_xla would make two worlds of one.
+    for variable, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29555")
+    with pytest.raises(ConfigError, match="each would train alone"):
+        Trainer(strategy=name)
+
+
+def test_numbers_of_devices_that_mean_one_process_are_taken() -> None:
+    for devices in ("auto", 1, -1, "-1"):
+        trainer = Trainer(strategy="xla", devices=devices, **QUIET)
+        assert trainer.plan.num_processes == 1
+
+
+def test_the_accelerator_chooses_the_strategy_and_says_why() -> None:
+    trainer = Trainer(accelerator="tpu", **QUIET)
+    assert trainer.strategy.name == "xla"
+    text = trainer.describe()
+    assert "device      xla (tpu: torch_xla 2.9.0, because torch_tpu is not installed)" in text
+    assert "strategy    xla (auto: torch_xla's devices)" in text
+    with pytest.raises(ConfigError, match="use strategy='xla' or 'xla_fsdp'"):
+        Trainer(accelerator="tpu", strategy="ddp")
+    with pytest.raises(ConfigError, match="not on 'cpu'"):
+        Trainer(accelerator="cpu", strategy="xla")
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_float16_is_refused(precision: str) -> None:
+    with pytest.raises(ConfigError, match="use precision='bf16-mixed'"):
+        Trainer(strategy="xla", precision=precision)
+
+
+class Fused(MLP):
+    def configure_optimizers(self) -> Any:
+        # torch itself checks only that the parameters are on a device that it knows.
+        optimizer = AdamW(self.parameters())
+        optimizer.param_groups[0]["fused"] = True
+        return optimizer
+
+
+@pytest.mark.parametrize("strategy", [XlaStrategy(), XlaFsdpStrategy()])
+def test_fused_optimizers_are_refused(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match=r"AdamW\(fused=True\) has no version for XLA"):
+        Trainer(strategy=strategy, **QUIET).fit(Fused(), DataLoader(MLP.data(16), 8))
+
+
+def test_compilation_by_torch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="compile= has no effect on torch_xla's devices"):
+        Trainer(strategy="xla", compile=True, **QUIET).fit(MLP(), DataLoader(MLP.data(16), 8))
+
+
+def test_a_block_called_by_name_cannot_be_recomputed() -> None:
+    class ByName(MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(input=x)[:, 0]
+
+    strategy = XlaStrategy(activation_checkpointing=lambda name, _: name == "layers")
+    with pytest.raises(ConfigError, match=r"Sequential was called with input=: pass them by position"):
+        Trainer(strategy=strategy, **QUIET).fit(ByName(), DataLoader(MLP.data(16), 8))
