@@ -83,6 +83,26 @@ TRANSFORMER = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": T
             id="stages, as in a ResNet",
         ),
         pytest.param(
+            nn.Sequential(nn.Sequential(Block(2), Block(2)), nn.Linear(2, 16), nn.Sequential(Block(16), Block(16))),
+            ["0.0", "0.1", "2.0", "2.1"],
+            id="stages in a list, the first ones small",
+        ),
+        pytest.param(
+            nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2))),
+            ["0", "1"],
+            id="a list of lists of plain layers",
+        ),
+        pytest.param(
+            Tree(**{name: Tree(branch=nn.Sequential(Block(), Block())) for name in ("a", "b", "c")}),
+            ["a", "b", "c"],
+            id="three attributes that hold lists, as in an Inception",
+        ),
+        pytest.param(
+            Tree(text=Tree(layers=blocks(1)), image=Tree(layers=blocks(1))),
+            ["text.layers.0", "image.layers.0"],
+            id="two towers",
+        ),
+        pytest.param(
             Tree(layers=nn.ModuleList(Tree(experts=blocks(3)) for _ in range(2))),
             ["layers.0", "layers.1"],
             id="the outermost stack",

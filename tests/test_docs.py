@@ -50,7 +50,7 @@ def test_commands_run(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     for command in trainer_commands(page):
         words = shlex.split(command)[1:]
         # Quick, and without effect on this process.
-        if {"--help", "--print-config", "checkpoint", "estimate"} & set(words):
+        if {"--help", "--print-config", "--print", "checkpoint", "estimate", "env"} & set(words):
             assert main(words) == 0, capsys.readouterr().err
             continue
         if "max_epochs 2" not in command:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 from torch import nn
 
@@ -26,10 +27,10 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
 
     - `"auto"`: what Hugging Face models name as not to be split (`_no_split_modules`), and elsewhere the members of one
       class of the outermost `nn.ModuleList`s and `nn.Sequential`s (an encoder and a decoder, say), those made of
-      modules before plain layers; without either, repeated attributes of one class. Stacks with less than a tenth of
-      the largest one's parameters are left out. Where all this holds less than half of the parameters, the large
-      submodules of the rest are blocks too. Blocks do not overlap, and what shares a parameter with the rest of the
-      module is left out. Empty where nothing is left.
+      modules before plain layers, and three or more attributes of one class; without any of these, two attributes of
+      one class. Classes with less than a tenth of the largest one's parameters are left out. Where all this holds less
+      than half of the parameters, the large submodules of the rest are blocks too. Blocks do not overlap, and what
+      shares a parameter with the rest of the module is left out. Empty where nothing is left.
     - class names (`"Block"`, `"package.Block"`) or classes (subclasses count), one or a collection: all of these. Each
       has to match something.
     - an int: submodules with at least so many parameters outside the blocks within them.
@@ -171,12 +172,15 @@ def _classes_in_words(module: nn.Module) -> str:
 def _auto(module: nn.Module) -> dict[str, nn.Module]:
     owners = _number_of_owners(module)
     declared = _not_to_be_split(module)
-    stacks = _stacks(module, declared, _composite_members)
+    stacks = _stacks(module, declared, _repeated)
     if not declared and not stacks:
-        stacks = _stacks(module, [], _repeated_attributes)
+        stacks = _stacks(module, [], partial(_repeated_attributes, least=2))
     stacks += _stacks(module, declared + [block for stack in stacks for block in stack], _plain_members)
-    largest = max((sum(map(_size, stack)) for stack in stacks), default=0)
-    large_stacks = [stack for stack in stacks if sum(map(_size, stack)) * 10 >= largest]
+    by_kind: Counter[type] = Counter()
+    for stack in stacks:
+        by_kind[type(stack[0])] += sum(map(_size, stack))
+    largest = max(by_kind.values(), default=0)
+    large_stacks = [stack for stack in stacks if by_kind[type(stack[0])] * 10 >= largest]
     chosen = declared + [block for stack in large_stacks for block in stack]
     chosen = [block for block in chosen if not _tied(block, owners)]
 
@@ -221,13 +225,17 @@ def _stacks(
     return below(module)
 
 
+def _repeated(module: nn.Module) -> list[list[nn.Module]]:
+    """Members of lists, or three attributes and more: two are rather two towers, each with blocks of its own."""
+    return _composite_members(module) if isinstance(module, LISTS) else _repeated_attributes(module, least=3)
+
+
 def _composite_members(module: nn.Module) -> list[list[nn.Module]]:
     """Of a list: its members of one class, made of modules themselves. In a ModuleList one is enough, as nobody makes
-    a list of something that is not meant to repeat."""
-    if not isinstance(module, LISTS):
-        return []
+    a list of something that is not meant to repeat. Lists of blocks are no blocks."""
     least = 1 if isinstance(module, nn.ModuleList) else 2
-    return [group for group in _by_kind(module) if len(group) >= least and _is_composite(group[0])]
+    groups = [group for group in _by_kind(module) if len(group) >= least and _is_composite(group[0])]
+    return [g for g in groups if not (isinstance(g[0], LISTS) and any(map(_composite_members, g)))]
 
 
 def _plain_members(module: nn.Module) -> list[list[nn.Module]]:
@@ -237,10 +245,10 @@ def _plain_members(module: nn.Module) -> list[list[nn.Module]]:
     return [group for group in _by_kind(module) if len(group) > 1 and not _is_composite(group[0])]
 
 
-def _repeated_attributes(module: nn.Module) -> list[list[nn.Module]]:
+def _repeated_attributes(module: nn.Module, least: int) -> list[list[nn.Module]]:
     """Attributes of one class that are made of modules themselves: `self.block1`, `self.block2`."""
     groups = _by_kind(module)
-    return [g for g in groups if len(g) > 1 and _is_composite(g[0]) and not isinstance(g[0], LISTS)]
+    return [g for g in groups if len(g) >= least and _is_composite(g[0]) and not isinstance(g[0], LISTS)]
 
 
 def _is_composite(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from tests.cli.project import Command
 from tests.harness import ROOT, alive, descendants, run_python, start_python, wait_until
 from tests.runtime.test_environment import OPEN_MPI, SRUN, TORCHRUN
 from tests.runtime.training import EVERY, make, steps_of, weights_of
-from trainer.testing.processes import clean_environment, rank_of
+from trainer.testing.processes import rank_of
 
 SAYS = """
 import os, sys
@@ -88,6 +88,16 @@ def test_a_killed_worker_costs_one_interval_and_changes_no_bit(tmp_path: Path) -
     assert sorted(set(done)) == list(range(1, 6 * EVERY + 1))
     assert repeated <= EVERY
     assert weights_of(out) == weights_of(whole.parent / "out")
+
+
+def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
+    """The others, that begin with `trainer`, are run by tests/test_docs.py."""
+    page = (ROOT / "docs" / "launch.md").read_text().splitlines()
+    commands = [line.split() for line in page if line.startswith(".venv/bin/torchrun")]
+    assert len(commands) == 1
+    result = run_python("-m", "torch.distributed.run", "--standalone", *commands[0][1:], cwd=tmp_path, timeout=200)
+    assert (tmp_path / "runs" / "digits" / "version_0" / "checkpoints").is_dir(), result
+    result.check()
 
 
 @pytest.mark.parametrize(
@@ -216,14 +226,12 @@ def test_env_says_who_decided_and_why(command: Command) -> None:
         ({**SRUN, **OPEN_MPI}, "mpirun (Open MPI): rank 3 of 4", {"Slurm": "not asked: Open MPI comes first"}),
     ],
 )
-def test_env_in_other_surroundings(variables: dict[str, str], line: str, answers: dict[str, str]) -> None:
-    both = {}
-    for option in ([], ["--json"]):
-        command = [sys.executable, "-m", "trainer", "env", *option]
-        env = clean_environment({"PYTHONPATH": str(ROOT), **variables})
-        both[bool(option)] = subprocess.run(
-            command, env=env, capture_output=True, text=True, check=True, timeout=120
-        ).stdout
+def test_env_in_other_surroundings(
+    variables: dict[str, str], line: str, answers: dict[str, str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    both = {bool(option): command("env", *option)[1] for option in ([], ["--json"])}
     assert line in both[False]
     for source, answer in answers.items():
         assert f"  {source:<12}{answer}" in both[False]

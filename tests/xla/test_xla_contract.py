@@ -30,6 +30,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     strategy, folder = request.param, tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.delenv("XLA_USE_SPMD", raising=False)  # The new processes switch it on themselves.
         first = run_distributed(contract.first_process, 1, strategy, str(folder), timeout=TIMEOUT)
         resumed = run_distributed(contract.second_process, 1, strategy, str(folder), timeout=TIMEOUT)
     return Everything(resumed=resumed, **{key: [rank[key] for rank in first] for key in first[0]})

@@ -17,6 +17,8 @@ from trainer.errors import ConfigError
 from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
 
 FIT = """
+import os
+os.environ.pop("XLA_USE_SPMD", None)  # of the process that has started this one
 import torch
 {before}
 from tests.compare import QUIET
