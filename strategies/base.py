@@ -92,6 +92,8 @@ class Strategy:
             device = torch.device("cuda", self.device_ids[self.local_rank] if self.device_ids else self.local_rank)
             torch.cuda.set_device(device)
             return device
+        if device_type == "tpu":
+            return torch.device("tpu", self.device_ids[self.local_rank] if self.device_ids else self.local_rank)
         return torch.device(device_type)
 
     def init_context(self, module: TrainModule, values_follow: bool) -> AbstractContextManager[Any]:

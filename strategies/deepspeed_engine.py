@@ -60,8 +60,8 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool, module: Trai
     problems = []
     if module.overrides("configure_gradient_clipping"):
         problems.append(
-            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the norm "
-            "gradient_clip_val of the start. Remove the method."
+            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
+            "norm gradient_clip_val of the start. Remove the method."
         )
     if kind in NOT_BY_ELEMENT:
         problems.append(

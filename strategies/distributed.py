@@ -42,7 +42,7 @@ class DistributedStrategy(Strategy):
     def _join(self, device_type: str) -> None:
         """Create the process group; it lives until the process ends, so that fit, test and predict share it."""
         # CPU collectives are always there too: small data is gathered without touching the device's stream.
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu"}.get(device_type, "gloo")
         environment = detect_environment()
         environment.export()
         store = HashStore() if self.world_size == 1 else join_store(environment, self.timeout)

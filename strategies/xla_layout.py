@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -63,8 +63,14 @@ class Layout:
             spec[tensor.shape.index(max(tensor.shape))] = AXIS
         return tuple(spec)
 
+    def finish(self, tensors: list[torch.Tensor]) -> None:
+        """Wait until these tensors have their values. Unlike a step's end, it leaves the random numbers as they are."""
+        if tensors:
+            self._xm.unlazy(tensors)
+            self._xm.wait_device_ops()
+
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the CPU, whole."""
+        """A copy on the CPU, whole. A divided tensor has to be finished."""
         tensor = tensor.detach()
         if tensor.device.type != "xla":
             return tensor.cpu()
@@ -85,12 +91,12 @@ def _by_rows(tensor: torch.Tensor) -> Spec:
 
 def copied_to_host(values: Any, layout: Layout) -> Any:
     """Nested dicts and lists with the tensors copied to the CPU. What is one tensor in several places stays one."""
-    copies: dict[int, torch.Tensor] = {}
+    tensors = {id(tensor): tensor for tensor in _tensors(values)}
+    layout.finish([tensor for tensor in tensors.values() if tensor.device.type == "xla"])
+    copies = {key: layout.to_host(tensor) for key, tensor in tensors.items()}
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if id(value) not in copies:
-                copies[id(value)] = layout.to_host(value)
             return copies[id(value)]
         if isinstance(value, dict):
             return {key: copied(item) for key, item in value.items()}
@@ -99,6 +105,15 @@ def copied_to_host(values: Any, layout: Layout) -> Any:
         return value
 
     return copied(values)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested dicts and lists."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (dict, list, tuple)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(value)
 
 
 def move_keeping_ties(module: nn.Module, device: torch.device) -> None:

@@ -16,7 +16,8 @@ from trainer.strategies import STRATEGIES
 
 GLOBAL_MICRO_BATCH = 8
 """Samples of a micro-batch over all processes, on any number of them."""
-TIMEOUT = 280.0
+TIMEOUT = 600.0
+"""Seconds for all ways of one start of processes."""
 
 
 @dataclass(frozen=True)

@@ -366,43 +366,6 @@ def test_describe() -> None:
     assert "compile" not in Trainer(accelerator="cpu", **QUIET).describe()
 
 
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ("max-autotun", "Did you mean 'max-autotune'?"),
-        ("block", "Did you mean 'blocks'?"),
-        ({"mode": "reduce_overhead"}, "Did you mean 'reduce-overhead'?"),
-        ({"backend": "inductr"}, "Did you mean 'inductor'?"),
-        ({"blokcs": True}, "Did you mean 'blocks'?"),
-        ({"dynamic": "yes"}, "compile dynamic='yes': give True or False or None."),
-        ({"mode": "default", "options": {"max_autotune": True}}, "either mode or options"),
-        ({"options": "max_autotune"}, "give a dict"),
-        (3, "compile=3: give True, 'blocks', a mode"),
-    ],
-)
-def test_mistakes_are_told_at_once(setting: Any, expected: str) -> None:
-    with pytest.raises(ConfigError, match="compile") as caught:
-        Trainer(compile=setting)
-    assert expected in str(caught.value)
-
-
-def test_all_mistakes_in_one_message() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Trainer(compile={"mod": 1, "backend": "inductr", "fullgraph": 2}, max_epochs=-3)
-    assert all(word in str(caught.value) for word in ("'mod'", "inductr", "fullgraph", "max_epochs"))
-
-
-def test_a_missing_compiler_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="'no-such-compiler' is not found") as caught:
-        Trainer(accelerator="cpu", compile=True)
-    assert "aot_eager" in str(caught.value)
-    Trainer(accelerator="cpu", compile=AOT)
-    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
-    with pytest.raises(ConfigError, match=r"no /nowhere/Python\.h"):
-        Trainer(accelerator="cpu", compile="max-autotune")
-
-
 def test_blocks_that_are_not_there() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'Block'"):
         trained(Model(), {**EAGER, "blocks": "Blok"})

@@ -179,6 +179,30 @@ def copied() -> nn.Module:
     return nn.ModuleList([teacher, student, loaded, kept, kept])
 
 
+def shaped_first() -> nn.Module:
+    """Built on the meta device by the user, then allocated and initialized, as Hugging Face does."""
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4)
+        nn.init.normal_(layer.weight)
+        layer.register_buffer("codes", torch.arange(3))
+    assert layer.weight.is_meta
+    assert layer.weight.device.type == "meta"
+    layer.to_empty(device="cpu")
+    assert not layer.weight.is_meta
+    layer.reset_parameters()
+    layer.codes.copy_(torch.nn.functional.one_hot(torch.tensor(1), 3))
+    left = nn.Linear(2, 2, device="meta")
+    return nn.Sequential(layer, nn.Linear(3, 3), Kept(left))
+
+
+class Kept(nn.Module):
+    """Holds a module that is none of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = [module]
+
+
 def cast() -> nn.Module:
     with default_dtype(torch.bfloat16):
         low = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
@@ -205,6 +229,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "seeds inside": seeds_inside,
     "copied": copied,
     "cast": cast,
+    "shaped first": shaped_first,
     "nothing drawn": lambda: nn.LayerNorm(4),
 }
 

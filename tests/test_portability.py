@@ -24,6 +24,8 @@ from tests.strategy_models import STEPS
 from tests.strategy_runs import SINGLE, StepLosses, skip_if_missing
 from trainer import Callback, Trainer, TrainModule
 
+pytestmark = pytest.mark.timeout(1200)  # the first test starts all processes
+
 FEW: list[Cell] = list(zip(PORTABLE, (*PORTABLE[1:], PORTABLE[0]), strict=True))
 """Round in a ring: each way is once the source and once the target."""
 

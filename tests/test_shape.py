@@ -38,11 +38,11 @@ MOST_LINES_OF_A_FILE = 400
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "event_file", "progress", "recompiles", "signatures", "tape"),
     (
-        *("advice", "blocks", "deferred_init", "estimate", "hyperparameters", "log_arguments"),
-        *("optimizers", "precision", "weights", "runtime", "runtime.*"),
+        *("advice", "blocks", "estimate", "hyperparameters", "log_arguments"),
+        *("optimizers", "precision", "recording", "weights", "runtime", "runtime.*"),
     ),
-    ("checkpoint", "checkpoint.*"),
-    ("activation_checkpointing", "compilation", "optimizer_state", "reductions", "strategies.deepspeed_checks"),
+    ("activation_checkpointing", "checkpoint", "checkpoint.*", "deferred_init"),
+    ("compilation", "optimizer_state", "reductions", "strategies.deepspeed_checks"),
     ("data", "data.*", "metrics", "module"),
     (
         "strategies.base",

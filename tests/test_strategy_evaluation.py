@@ -19,6 +19,8 @@ from tests.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
 from trainer import TrainModule
 from trainer.callbacks import PredictionWriter, read_predictions
 
+pytestmark = pytest.mark.timeout(1200)  # the first test starts all processes
+
 COMPARED = [name for name in WAYS if name != "FSDP x2, communicating always"]
 SIZES = (46, 33, 3)
 """Samples to evaluate: the last batches of two and of four processes are uneven, and some processes have none."""

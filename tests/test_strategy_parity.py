@@ -16,6 +16,8 @@ from tests.strategy_models import GPT, MLP, STEPS, Trained, warm_up_and_cosine
 from tests.strategy_runs import GLOBAL_MICRO_BATCH, SINGLE, WAYS, StepLosses, run_each, skip_if_missing
 from trainer import seed_everything
 
+pytestmark = pytest.mark.timeout(1200)  # the first test starts all processes
+
 SEED = 3
 SAMPLES = 81
 """Eleven micro-batches an epoch, of which the last has one sample: with windows of three, the last has two, and some

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,38 @@ def to_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
 
 
+FOREIGN = {
+    "an Accelerate configuration": ("compute_environment", "distributed_type", "num_machines", "mixed_precision"),
+    "a DeepSpeed configuration": (
+        *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"),
+        *("gradient_accumulation_steps", "gradient_clipping", "zero_allow_untested_optimizer"),
+    ),
+}
+"""Configurations of other programs, and keys by which they are known."""
+
+
 def read_file(name: str, findings: Findings) -> Node | None:
     """The configuration in a file; None (and the reason among the problems) when there is none."""
+    tree = read_tree(name, findings)
+    kind = None if tree is None else foreign_kind(tree)
+    if kind is None:
+        return tree
+    findings.add(
+        Source(name), f"this is {kind}, not one of ours. Translate it with: trainer config --from {shlex.quote(name)}"
+    )
+    return None
+
+
+def foreign_kind(tree: Node) -> str | None:
+    """What a file is that was written for another program, one of FOREIGN; None: it has keys of ours, or is unknown."""
+    names = set(tree.value) if isinstance(tree.value, dict) else set()
+    if names & {"module", "data", "trainer", "ckpt_path"}:
+        return None
+    return next((kind for kind, known in FOREIGN.items() if names & set(known)), None)
+
+
+def read_tree(name: str, findings: Findings) -> Node | None:
+    """As `read_file`, whatever the file was written for."""
     path = Path(name)
     source = Source(name, folder=path.absolute().parent)
     findings.files.append(name)

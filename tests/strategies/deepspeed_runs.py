@@ -24,7 +24,8 @@ from trainer.strategies.deepspeed import (
     DeepSpeedStrategy,
 )
 
-# Without it all parameters of a small module are kept whole, for being small.
+SMALL = {"zero_optimization": {"reduce_bucket_size": 1000}}
+# Without the threshold all parameters of a small module are kept whole, for being small.
 DIVIDE_ALL = {
     "zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 40, "reduce_bucket_size": 1000}
 }
@@ -32,7 +33,7 @@ ENGINES: dict[str, Callable[[], DeepSpeedStrategy]] = {
     "1": DeepSpeedStage1Strategy,
     "2": DeepSpeedStage2Strategy,
     "3": lambda: DeepSpeedStage3Strategy(DIVIDE_ALL),
-    "3, small ones whole": DeepSpeedStage3Strategy,
+    "3, small ones whole": lambda: DeepSpeedStage3Strategy(SMALL),
     "2 offload": DeepSpeedStage2OffloadStrategy,
     "3 offload": lambda: DeepSpeedStage3OffloadStrategy(DIVIDE_ALL),
 }

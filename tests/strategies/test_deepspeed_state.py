@@ -33,9 +33,12 @@ LOW = {
     "1, summed in fp32": lambda: DeepSpeedStage1Strategy(SUMMED_IN_FP32),
     "3, summed in fp32": lambda: DeepSpeedStage3Strategy({**DIVIDE_ALL, **SUMMED_IN_FP32}),
 }
-CELLS = [("32-true", engine) for engine in ENGINES] + [
-    (precision, engine) for precision in ("bf16-mixed", "bf16-true") for engine in LOW
+CELLS = [
+    *(("32-true", engine) for engine in ENGINES),
+    *(("bf16-mixed", engine) for engine in LOW),
+    *(("bf16-true", engine) for engine in ("2", "3")),
 ]
+TAKING_OVER = ("2", "3")
 
 
 def everything(of_one_process: dict[str, Any]) -> dict[str, Any]:
@@ -47,8 +50,8 @@ def everything(of_one_process: dict[str, Any]) -> dict[str, Any]:
         if precision == "32-true":
             found["states"][engine] = state
     for source, state in {"one process": of_one_process, **found["states"]}.items():
-        for engine, make in ENGINES.items():
-            run = Running(make(), late=True, state=state, seed=7)
+        for engine in TAKING_OVER:
+            run = Running(ENGINES[engine](), late=True, state=state, seed=7)
             found["taken over"][source, engine] = run.steps(3)
             run.strategy.teardown()
     found["wrong"] = wrong_states(of_one_process)
@@ -140,9 +143,9 @@ def test_the_weights_of_a_state_are_master_weights(found: dict[str, Any], precis
     assert found["resumed"][precision, engine]["dtypes"] == {"torch.float32"}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", TAKING_OVER)
 @pytest.mark.parametrize("source", ["one process", *ENGINES])
-def test_any_engine_goes_on_from_any_other(found: dict[str, Any], source: str, engine: str) -> None:
+def test_an_engine_goes_on_from_any_other(found: dict[str, Any], source: str, engine: str) -> None:
     assert found["taken over"][source, engine] == pytest.approx(by_hand()[0][3:], abs=1e-5)
 
 

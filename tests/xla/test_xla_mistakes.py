@@ -37,7 +37,10 @@ else:
 @pytest.mark.parametrize(
     ("before", "said"),
     [
-        ("import torch_xla; torch.ones(1, device=torch_xla.device())", "a device of torch_xla was used before the run began"),
+        (
+            "import torch_xla; torch.ones(1, device=torch_xla.device())",
+            "a device of torch_xla was used before the run",
+        ),
         ("torch.ones(1, requires_grad=True).sum().backward()", "a backward pass ran in this process before"),
         ("import torch_xla, torch_xla.runtime as xr; xr.use_spmd(); torch_xla.device()", "trained"),
         ("", "trained"),

@@ -121,6 +121,8 @@ def _ids(ids: list[int], device_type: str, available: int | None) -> tuple[int, 
 def _too_many(given: str, device_type: str, available: int) -> str:
     if device_type == "mps":
         return f"{given}: there is one MPS device, with the number 0. Use devices=1."
+    if device_type == "tpu":
+        return f"{given}, but {available} TPU devices can be seen. Use devices='auto'."
     numbers = "number 0" if available == 1 else f"numbers 0 to {available - 1}"
     return (
         f"{given}, but {available} CUDA device{'' if available == 1 else 's'} can be seen ({numbers}). "
