@@ -19,33 +19,38 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from benchmarks._report import Report, Times
+from benchmarks._report import Report, Times, Took
 
 FIRST = 0.1
 """The part of the steps that is not measured: caches, lazy imports, allocators."""
+PIECE = 50
+"""Steps of a piece, for the percentile over pieces: values are flushed as often."""
 
 
 class Clock:
-    """Counts forward passes, and looks at the clocks at two of them: set-up and tear-down do not count."""
+    """Counts forward passes, and looks at the clocks at every 50th: set-up and tear-down do not count."""
 
     def __init__(self, passes: int) -> None:
-        self.first, self.last = max(1, int(passes * FIRST)), passes
+        self.passes = passes
+        self.piece = min(PIECE, max(1, passes // 4))
         self.count = 0
         self.marks: list[tuple[float, float]] = []
 
     def tick(self) -> None:
         self.count += 1
-        if self.count == self.first or self.count == self.last:
+        if self.count % self.piece == 0:
             self.marks.append((time.process_time(), time.perf_counter()))
 
-    def per_pass(self) -> tuple[float, float]:
-        """Seconds of CPU and of wall time for each pass between the two."""
-        assert self.count >= self.last, f"only {self.count} of {self.last} forward passes were made"
-        (cpu, wall), (cpu_end, wall_end) = self.marks
-        passes = self.last - self.first
-        return (cpu_end - cpu) / passes, (wall_end - wall) / passes
+    def took(self) -> Took:
+        """What each pass took, without the first ones."""
+        assert self.count >= self.passes, f"only {self.count} of {self.passes} forward passes were made"
+        marks = self.marks[int(len(self.marks) * FIRST) : self.passes // self.piece]
+        passes = self.piece * (len(marks) - 1)
+        pieces = [(b[0] - a[0]) / self.piece for a, b in pairwise(marks)]
+        return Took((marks[-1][0] - marks[0][0]) / passes, (marks[-1][1] - marks[0][1]) / passes, pieces)
 
 
 @dataclass
@@ -102,19 +107,19 @@ def take_turns(
                     wanted.remove(contender)
                     continue
                 after = _once(loop, passes)
-                beside = ((before[0] + after[0]) / 2, (before[1] + after[1]) / 2)
+                beside = Took((before.cpu + after.cpu) / 2, (before.wall + after.wall) / 2)
                 report.results[contender.name].add(own, beside)
                 report.results[loop.name].add(after, after)
                 before = after
             print(f"round {number + 1} of {rounds}", file=sys.__stderr__, flush=True)
 
 
-def _once(contender: Contender, passes: int) -> tuple[float, float]:
+def _once(contender: Contender, passes: int) -> Took:
     clock = Clock(passes)
     gc.collect()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         contender.run(clock, Path(folder))
-    return clock.per_pass()
+    return clock.took()
 
 
 @contextmanager

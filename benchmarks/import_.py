@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks._report import Report, Times
+from benchmarks._report import Report, Times, Took
 
 CODE = """
 import json, time
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _once(code: str) -> tuple[float, float]:
+def _once(code: str) -> Took:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE.format(code)], capture_output=True, check=True)
     _, cpu, wall = json.loads(done.stdout.splitlines()[-1])
-    return cpu, wall
+    return Took(cpu, wall)

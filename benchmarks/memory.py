@@ -34,6 +34,12 @@ BLOCK = 8 * WIDTH * WIDTH + 5 * WIDTH
 """Parameters of a block."""
 BUCKET = 5_000_000
 """Elements of the buffer in which DeepSpeed collects gradients; by default it would be larger than the model."""
+GATHERED = {
+    "stage3_max_live_parameters": 2 * BLOCK,
+    "stage3_prefetch_bucket_size": BLOCK,
+    "stage3_max_reuse_distance": 0,
+}
+"""What ZeRO-3 may hold gathered: two blocks. By default a model of this size would stay gathered as a whole."""
 STEPS = 3
 MB = 10**6
 
@@ -41,7 +47,8 @@ MB = 10**6
 def zero(stage: int) -> Any:
     from trainer.strategies.deepspeed import DeepSpeedStrategy
 
-    return DeepSpeedStrategy(config={"zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET}})
+    options: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET, **(GATHERED if stage == 3 else {})}
+    return DeepSpeedStrategy(config={"zero_optimization": options})
 
 
 def fsdp(sharding: Any) -> Any:

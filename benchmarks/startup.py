@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from benchmarks import _ours, _peers
-from benchmarks._report import Report, Times
+from benchmarks._report import Report, Times, Took
 from benchmarks._task import Task
 
 LOOP = "hand-written loop"
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _once(name: str) -> tuple[float, float]:
+def _once(name: str) -> Took:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         began = time.perf_counter()
         done = subprocess.run(
@@ -63,4 +63,4 @@ def _once(name: str) -> tuple[float, float]:
     found = re.search(r"first step after ([\d.e-]+) s", done.stdout)
     if found is None:
         raise RuntimeError(f"{name} made no step:\n{done.stdout}\n{done.stderr}")
-    return float(found[1]), wall
+    return Took(float(found[1]), wall)

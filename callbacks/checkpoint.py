@@ -155,7 +155,8 @@ class ModelCheckpoint(Callback):
             self._writer = None
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._look_after_writer(trainer)
+        if self.asynchronous:
+            self._look_after_writer(trainer)
         if self.every_n_train_steps is not None:
             due = trainer.global_step % self.every_n_train_steps == 0
         else:

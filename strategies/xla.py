@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.blocks import BlockPolicy, blocks_in_words, find_blocks
+from trainer.blocks import BlockPolicy, find_blocks
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import move_to
 from trainer.errors import ConfigError, raise_problems
@@ -67,16 +67,11 @@ class XlaStrategy(Strategy):
 
     layout: Layout
 
-    def __init__(
-        self,
-        pad_last_batch: bool = False,
-        activation_checkpointing: BlockPolicy | None = None,
-        warmup_steps: int = 10,
-    ) -> None:
+    def __init__(self, pad_last_batch: bool = False, warmup_steps: int = 10) -> None:
         self.pad_last_batch = pad_last_batch
-        self.activation_checkpointing = activation_checkpointing
         self.compile_watch = CompileWatch(warmup_steps)
         self._rows: int | None = None
+        self._recomputes = False
         self._undo: list[Callable[[], None]] = []
 
     # -- before anything is started ------------------------------------------------------------------------------------
@@ -139,15 +134,20 @@ class XlaStrategy(Strategy):
         torch_xla.manual_seed(int(torch.randint(2**62, (), generator=generator)))
         log.info("%s: %d %s devices, %s", self.name, self.layout.devices, self.layout.kind, choose_tpu_stack()[1])
 
+    def checkpoint_activations(self, module: TrainModule, policy: BlockPolicy) -> None:
+        blocks = find_blocks(module, policy)
+        if not blocks:
+            raise ConfigError(
+                f"activation_checkpointing: there are no blocks in {type(module).__name__}: name their classes, not 'auto'."
+            )
+        self._undo += [recompute(block) for block in blocks.values()]
+        self._recomputes = True
+
     def setup_module(self, module: TrainModule, for_training: bool) -> None:
         self.module = module
         self.precision.convert_module(module)
         move_keeping_ties(module, self.device)
         self.place_weights(module)
-        if for_training and self.activation_checkpointing is not None:
-            blocks = find_blocks(module, self.activation_checkpointing)
-            log.info("activations are computed twice in %s", blocks_in_words(blocks))
-            self._undo += [recompute(block) for block in blocks.values()]
         if for_training:
             self._undo += unbiased_running_variance(module)
         self._rows = None
@@ -202,7 +202,7 @@ class XlaStrategy(Strategy):
         return tensor[torch.arange(self._rows) % len(tensor)]
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        if self.activation_checkpointing is not None:
+        if self._recomputes:
             advance_seed()
         return NOTHING
 
@@ -264,7 +264,7 @@ class XlaStrategy(Strategy):
     def teardown(self) -> None:
         for undo in reversed(self._undo):
             undo()
-        self._undo = []
+        self._undo, self._recomputes = [], False
         if self.compile_watch.compiles:
             log.info("%s: %s", self.name, self.compile_watch.in_words())
 
@@ -272,9 +272,7 @@ class XlaStrategy(Strategy):
 
     def describe(self) -> str:
         devices = [f"{self.layout.devices} {self.layout.kind} devices"] if "layout" in vars(self) else []
-        padded = ["pad_last_batch"] if self.pad_last_batch else []
-        recomputed = [f"activation_checkpointing={self.activation_checkpointing}"]
-        options = devices + padded + (recomputed if self.activation_checkpointing is not None else [])
+        options = devices + (["pad_last_batch"] if self.pad_last_batch else [])
         return f"{self.name} ({', '.join(options)})" if options else self.name
 
 
@@ -287,7 +285,7 @@ class XlaFsdpStrategy(XlaStrategy):
     Args:
         auto_wrap_policy: the blocks, whose weights are brought together and gradients divided one block at a time; see
             `trainer.blocks.find_blocks`.
-        pad_last_batch, activation_checkpointing, warmup_steps: as in `XlaStrategy`.
+        pad_last_batch, warmup_steps: as in `XlaStrategy`.
     """
 
     name: ClassVar[str] = "xla_fsdp"
@@ -296,10 +294,9 @@ class XlaFsdpStrategy(XlaStrategy):
         self,
         auto_wrap_policy: BlockPolicy = "auto",
         pad_last_batch: bool = False,
-        activation_checkpointing: BlockPolicy | None = None,
         warmup_steps: int = 10,
     ) -> None:
-        super().__init__(pad_last_batch, activation_checkpointing, warmup_steps)
+        super().__init__(pad_last_batch, warmup_steps)
         self.auto_wrap_policy = auto_wrap_policy
         self._divided: set[int] = set()
 

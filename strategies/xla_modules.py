@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from trainer.errors import ConfigError
 from trainer.runtime.seed import derive_seed
@@ -27,6 +27,7 @@ def recompute(block: nn.Module) -> Undo:
     from torch_xla.utils.checkpoint import checkpoint
 
     forward = block.forward
+    norms = [norm for norm in block.modules() if isinstance(norm, _NormBase) and norm.track_running_stats]
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -40,7 +41,14 @@ def recompute(block: nn.Module) -> Undo:
 
         def seeded(self: nn.Module, *inputs: Any) -> Any:
             xm.set_rng_state(seed)
-            return forward(*inputs)
+            second = torch.is_grad_enabled()
+            for norm in norms:
+                norm.track_running_stats = not second  # The statistics of a batch count once.
+            try:
+                return forward(*inputs)
+            finally:
+                for norm in norms:
+                    norm.track_running_stats = True
 
         # A method of the block: then its weights are kept apart from those of the first pass, too.
         outputs = checkpoint(MethodType(seeded, block), *args, preserve_rng_state=False)
@@ -101,7 +109,7 @@ def _corrected(norm: _BatchNorm, momentum: float) -> list[Undo]:
 
     def remember(module: nn.Module, args: Any) -> None:
         before.clear()
-        if norm.training and norm.running_var is not None:
+        if norm.training and norm.track_running_stats and norm.running_var is not None:
             before.append(norm.running_var.clone())
 
     def correct(module: nn.Module, args: Any, output: torch.Tensor) -> None:

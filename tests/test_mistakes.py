@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"strategy": "single_device", "devices": 2},
         ["'single_device' runs one process", "asks for 2", "strategy='ddp'", "devices=1"],
     ),
-    "two machines without torchrun": ({"num_nodes": 2}, ["num_nodes=2", "torchrun --nnodes 2"]),
+    "two machines without torchrun": ({"num_nodes": 2}, ["num_nodes=2", "--nnodes 2"]),
     "argument misspelt": ({"max_epoch": 3}, ["'max_epoch'", "Did you mean 'max_epochs'?"]),
     "argument of old": ({"gpus": 2}, ["'gpus'", "Use accelerator='cuda', devices="]),
     "argument that went elsewhere": ({"resume_from_checkpoint": "x"}, ["fit(..., ckpt_path=...)"]),

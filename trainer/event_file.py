@@ -64,7 +64,7 @@ class EventFile:
             if self._file is None:
                 self._file = io.FileIO(self.path, "w")
             self._file.seek(self._end)
-            view = memoryview(self._waiting)
+            view = memoryview(bytes(self._waiting))
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:

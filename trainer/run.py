@@ -282,7 +282,9 @@ def _start_watching(trainer: Trainer) -> None:
         trainer.meeting = Meeting(
             switch.store, rank, world_size, lambda: trainer.metrics.window + 10**9 * trainer.leaving
         )
-    trainer.watchdog.start(switch.store, rank, world_size, limit, lambda: trainer.global_step, trainer.meeting)
+    trainer.watchdog.start(
+        switch.store, rank, world_size, limit, lambda: trainer.global_step, trainer.meeting, lambda: trainer.moment
+    )
     if trainer.deadline is not None and trainer.stage == "fit":
         trainer.deadline.start(switch)
 

@@ -101,8 +101,8 @@ class Settings:
 
     max_restarts: int = 0
     """Start all processes again, from the last checkpoint, when one of them fails: this many times at most."""
-    watchdog_seconds: float | None = 1800.0
-    """Several processes: when one gets on with nothing for so long, print every rank's stacks and end; None: never."""
+    watchdog_seconds: float | Literal["auto"] | None = 1800.0
+    """Several processes: end, with all stacks, when one does nothing for so long; "auto": learnt; None: never."""
 
     seed: int | None = None
     """Seed of everything random: weights, dropout, order of the data. Default: one is drawn, and logged."""
@@ -328,9 +328,12 @@ def _wrong_times(settings: Settings) -> list[str]:
     problems = []
     for name in ("watchdog_seconds", "deadline_margin"):
         value = getattr(settings, name)
+        watchdog = name == "watchdog_seconds"
+        if watchdog and value == "auto":
+            continue
         wrong = isinstance(value, bool) or not isinstance(value, (int, float, type(None)))
-        if wrong or (value is not None and (value < 0 or (value == 0 and name == "watchdog_seconds"))):
-            problems.append(f"{name}={value!r}: give seconds above 0, or None.")
+        if wrong or (value is not None and (value < 0 or (value == 0 and watchdog))):
+            problems.append(f"{name}={value!r}: give seconds above 0{AUTO if 0 else ''}, or None.")
     if settings.deadline is not None:
         try:
             late = read_deadline(settings.deadline) <= datetime.now().astimezone()

@@ -31,6 +31,7 @@ from trainer.runtime.lock import FolderLock
 from trainer.runtime.meeting import Meeting
 from trainer.runtime.seed import set_rng_state
 from trainer.runtime.stop import StopSwitch
+from trainer.runtime.patience import TRAINING
 from trainer.runtime.watchdog import Watchdog
 from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
 from trainer.windows import Divisor, checked_loss
@@ -179,6 +180,15 @@ class RunState:
     @should_stop.setter
     def should_stop(self, value: object) -> None:
         raise ConfigError("trainer.should_stop cannot be set: call trainer.stop('why'), and give the reason.")
+
+    @property
+    def moment(self) -> str:
+        """What the run is doing, as the watchdog's thread tells apart what may take its own time."""
+        if self.evaluating:
+            return "evaluation"
+        if self.progress.epoch_ended or self.progress.batch == self.num_training_batches:
+            return "end of an epoch"
+        return "start of an epoch" if self.progress.batch == 0 else TRAINING
 
     @property
     def evaluating(self) -> bool:

@@ -242,7 +242,9 @@ class Trainer(RunState):
         metrics.window += 1
         if not module.automatic_optimization:
             return manual_step(self, window)
-        self._zero_grad()
+        for optimizer in self.optimizers:
+            hooks.on_before_zero_grad(self, module, optimizer)
+            forget_gradients(optimizer)
         losses: list[torch.Tensor] = []
         last = len(window) - 1
         for position, divisor in enumerate(loss_divisors(window, module, strategy, self.counts_items)):
@@ -292,11 +294,6 @@ class Trainer(RunState):
 
         self.strategy.step(self.optimizers[0], closure)
         return evaluations[-1]
-
-    def _zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            self.hooks.on_before_zero_grad(self, self.module, optimizer)
-            forget_gradients(optimizer)
 
     def _end_step(self, window: list[Batch], outputs: Any, data: Any) -> None:
         """Everything after the update; when it is over, the step is wholly done."""

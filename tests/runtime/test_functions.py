@@ -129,7 +129,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("deaf", [False, True])
+@pytest.mark.parametrize("deaf", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupt_leaves_nothing_running(deaf: bool, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER.format(deaf=deaf))
     running = Running([sys.executable, "sleeper.py"], tmp_path, clean_environment({"PYTHONPATH": str(ROOT)}))

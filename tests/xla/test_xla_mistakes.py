@@ -113,6 +113,6 @@ def test_a_block_called_by_name_cannot_be_recomputed() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(input=x)[:, 0]
 
-    strategy = XlaStrategy(activation_checkpointing=lambda name, _: name == "layers")
+    layers = {"activation_checkpointing": lambda name, _: name == "layers"}
     with pytest.raises(ConfigError, match=r"Sequential was called with input=: pass them by position"):
-        Trainer(strategy=strategy, **QUIET).fit(ByName(), DataLoader(MLP.data(16), 8))
+        Trainer(strategy="xla", **layers, **QUIET).fit(ByName(), DataLoader(MLP.data(16), 8))

@@ -6,7 +6,6 @@ import argparse
 import os
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 
 from trainer.cli.config_answers import PRESETS, Answers, draft_of, launch_line
@@ -99,6 +98,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.preset is not None and options.preset not in PRESETS:
         raise unknown("preset", options.preset, PRESETS)
     if options.output == "-":
+        if options.preset is None and options.source is None:
+            raise ConfigError("--output - goes with --preset or --from: questions need the terminal for themselves.")
         return
     path = Path(options.output)
     if path.suffix.lower() not in (".yaml", ".yml"):
@@ -136,24 +137,11 @@ def _put(text: str, options: argparse.Namespace) -> None:
         print(text, end="")
         return
     path = Path(options.output)
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        if options.force:
-            os.replace(temporary, path)
-        else:
-            os.link(temporary, path)  # unlike a rename it does not replace
-    except FileExistsError:
-        raise ConfigError(f"{options.output} has come to exist meanwhile: give another name with --output.") from None
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
     except OSError as error:
         raise ConfigError(f"{options.output} cannot be written: {error.strerror}.") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        temporary.unlink(missing_ok=True)

@@ -147,11 +147,6 @@ def _checkpoints(draft: Draft, arguments: dict[str, Any] | None) -> None:
     )
 
 
-def start_lines(answers: Answers, file: str) -> list[str]:
-    """What to type."""
-    return [launch_line(f"trainer fit --config {file} module.yaml", answers.machines, answers.devices)]
-
-
 def launch_line(
     command: str, machines: int, devices: int | str | None, meeting: str = "HOST:29500", rank: int | None = None
 ) -> str:

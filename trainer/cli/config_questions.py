@@ -1,4 +1,4 @@
-"""The questions of `trainer config`: each says what is allowed, shows its default, and is asked again after a bad answer."""
+"""The questions of `trainer config`: each shows its default, and is asked again after an answer that cannot be."""
 
 from __future__ import annotations
 

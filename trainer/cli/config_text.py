@@ -26,7 +26,7 @@ ORDER = (
 OFTEN_SET = {
     "max_epochs: 10": "when to stop; also max_steps, max_time",
     "gradient_clip_val: 1.0": "clip the norm of all gradients",
-    "activation_checkpointing: auto": "compute activations again instead of keeping them: less memory, a third more work",
+    "activation_checkpointing: auto": "compute activations again: less memory, a third more work",
     "seed: 42": "the same weights and the same order of the data in every run",
     "default_root_dir: runs": "run directories are made here",
 }

@@ -15,6 +15,8 @@ VERBS = {
     "test": "run the test of a module",
     "predict": "write a module's predictions",
     "estimate": "say how much memory a training will need on each process, for every strategy",
+    "config": "write a configuration: by questions, a preset, or from Accelerate's or DeepSpeed's",
+    "init": "begin a project from a template: digits, gpt, text-classification, gan",
     "launch": "start a script, a module or a command on several devices or machines",
     "env": "show how this process was started, versions and devices",
     "checkpoint": "look into checkpoints: ls, show, verify, export",

@@ -80,7 +80,12 @@ class Agent(LocalElasticAgent):
             self._stops.delete_key(STOPPED)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        ours = {number: signal.getsignal(number) for number in signal.valid_signals()}
         started: dict[int, Any] = super()._start_workers(worker_group)
+        # torch 2.9 sets handlers of its own here, and has no variable yet that says not to.
+        for number, handler in ours.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         close = context.close

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.runtime.failure import first_failure, write_error
 from trainer.runtime.meeting import Meeting
+from trainer.runtime.patience import TRAINING, LearntLimit
 from trainer.runtime.siblings import say_done
 
 if TYPE_CHECKING:
@@ -49,25 +50,27 @@ class Watchdog:
         store: Store | None,
         rank: int,
         world_size: int,
-        limit: float | None,
+        limit: float | Literal["auto"] | None,
         step: Callable[[], int],
         meeting: Meeting | None = None,
+        moment: Callable[[], str] = lambda: TRAINING,
     ) -> None:
         """Begin to watch; does nothing for a single process (`store` None) or without a limit.
 
         Args:
             store: shared by the processes of this run (`StopSwitch.store`).
             rank, world_size: of this process.
-            limit: seconds without a beat that are too long.
+            limit: seconds without a beat that are too long; "auto": learnt, see `LearntLimit`.
             step: gives the number of steps done.
             meeting: what the thread answers for, while it is there.
+            moment: gives what the run is doing, for a limit that is learnt.
         """
         self.patient = True
         if store is None or limit is None:
             return
         self._closed = threading.Event()
         own: Any = store  # torch's stubs do not know `clone`
-        watch = _Watch(self, own.clone(), rank, world_size, limit, step, self._closed, meeting)
+        watch = _Watch(self, own.clone(), rank, world_size, limit, step, self._closed, meeting, moment)
         self._thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
         self._thread.start()
         # A daemon thread that comes back from C++ while Python exits would abort the process.
@@ -92,19 +95,22 @@ class _Watch:
         store: Store,
         rank: int,
         world_size: int,
-        limit: float,
+        limit: float | Literal["auto"],
         step: Callable[[], int],
         closed: threading.Event,
         meeting: Meeting | None,
+        moment: Callable[[], str],
     ) -> None:
         self._watchdog = watchdog
         self._store = store
         self._rank, self._world_size = rank, world_size
-        self._limit = limit
+        self._learnt = LearntLimit(_PATIENT_S) if limit == "auto" else None
+        self._limit = _PATIENT_S if limit == "auto" else limit
         self._step = step
         self._closed = closed
         self._meeting = meeting
-        self._interval = min(2.0, limit / 10)
+        self._moment = moment
+        self._interval = min(2.0, self._limit / 10)
         self._since = time.monotonic()
 
     def run(self) -> None:
@@ -115,12 +121,15 @@ class _Watch:
             faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        seen, was_patient = -1, True
+        seen = (-1, True, self._moment())
         while True:
-            beats, patient = self._watchdog.beats, self._watchdog.patient
-            if (beats, patient) != (seen, was_patient):
-                seen, was_patient, self._since = beats, patient, time.monotonic()
-            limit = max(self._limit, _PATIENT_S) if patient else self._limit
+            now = (self._watchdog.beats, self._watchdog.patient, self._moment())
+            if now != seen:
+                if self._learnt is not None:
+                    self._learnt.seen(seen[2], seen[1], time.monotonic() - self._since)
+                seen, self._since = now, time.monotonic()
+            limit = self._limit if self._learnt is None else self._learnt.limit(now[2])
+            limit = max(limit, _PATIENT_S) if now[1] else limit
             # The file descriptor, because sys.stderr may be something without one.
             faulthandler.dump_traceback_later(limit + 3 * self._interval, file=2, exit=True)
             if self._closed.wait(self._interval):
@@ -129,10 +138,7 @@ class _Watch:
                 continue  # it ends already
             if self._meeting is not None:
                 self._meeting.answer(self._store)
-            if time.monotonic() - self._since > limit and (beats, patient) == (
-                self._watchdog.beats,
-                self._watchdog.patient,
-            ):
+            if time.monotonic() - self._since > limit and now[:2] == (self._watchdog.beats, self._watchdog.patient):
                 self._store.compare_set(_EXPIRED, "", f"{self._rank} {limit:g}")
             if self._store.check([_EXPIRED]):
                 self._end()
@@ -179,7 +185,8 @@ class _Watch:
             who = f"{_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
         else:
             who = "No rank is behind the others; the stacks above show what each one waits for."
-        lines = [f"the run hangs: no progress for {limit:g} s (watchdog_seconds). {who}"]
+        how = "watchdog_seconds" if self._learnt is None else "watchdog_seconds='auto', learnt from this run"
+        lines = [f"the run hangs: no progress for {limit:g} s ({how}). {who}"]
         shown = sorted(states, key=lambda rank: (states[rank]["beats"], rank))[:16]
         lines += [
             f"  rank {rank}: {states[rank]['step']} steps done, last sign of life {states[rank]['silent']:.1f} s ago, "

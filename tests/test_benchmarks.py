@@ -1,0 +1,42 @@
+"""The benchmarks run and say what they measured; how fast anything is, no test asserts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness import ROOT, run_python
+
+
+@pytest.mark.parametrize("name", ["overhead", "dataloader", "accumulate", "validate"])
+def test_contenders_do_the_work_and_the_report_is_whole(name: str, tmp_path: Path) -> None:
+    if name == "validate":
+        pytest.importorskip("torchmetrics")
+    options = ("--steps", "20", "--rounds", "1", "--only", "ours", "--save", str(tmp_path))
+    run_python("-m", "benchmarks", name, *options, cwd=ROOT, timeout=300).check()
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert not report["left_out"]
+    assert {len(times["cpu"]) for name, times in report["results"].items() if name.startswith("ours")} == {1}
+    page = (tmp_path / f"{name}.md").read_text()
+    assert all(name in page for name in report["results"])
+    assert "torch" in report["versions"]
+
+
+def test_without_a_name_all_are_listed() -> None:
+    listed = run_python("-m", "benchmarks", cwd=ROOT).check().stdout
+    names = {line.split()[0] for line in listed.splitlines()[2:]}
+    assert names >= {
+        "overhead",
+        "dataloader",
+        "accumulate",
+        "validate",
+        "import",
+        "startup",
+        "ddp",
+        "fsdp",
+        "deepspeed",
+    }
+    assert names >= {"checkpoint", "resume", "sigkill"}
+    assert not any(name.startswith("_") for name in names)

@@ -1,0 +1,77 @@
+"""Running reductions: the sums of Python, whatever is pending, and the same bits after a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.metric_state import load_metrics_state, metrics_state
+from trainer.metrics import MetricLog
+from trainer.reductions import Accumulator, to_host
+
+
+def result(accumulator: Accumulator) -> float:
+    value, weight = accumulator.host_value(iter(to_host(accumulator.tensors())))
+    assert value is not None
+    return value / weight
+
+
+@pytest.mark.parametrize("weights", [[4] * 200, [4] * 199 + [1], [1, 2, 3, 4, 5] * 40], ids=["same", "last", "mixed"])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
+def test_a_mean_is_that_of_python(weights: list[int], count: int) -> None:
+    values = torch.randn(count).unbind()
+    accumulator = Accumulator("mean")
+    for value, weight in zip(values, weights, strict=False):
+        accumulator.add(value, weight)
+    used = weights[:count]
+    expected = math.fsum(float(v) * w for v, w in zip(values, used, strict=True)) / sum(used)
+    assert result(accumulator) == pytest.approx(expected, rel=1e-14)
+
+
+def test_numbers_of_several_kinds() -> None:
+    accumulator = Accumulator("mean")
+    for value in (torch.tensor([1.5]), torch.tensor(2**40 + 1), 4.0, torch.tensor(0.5, dtype=torch.bfloat16)):
+        accumulator.add(value, 1)
+    assert result(accumulator) == (2**40 + 1 + 6) / 4
+
+
+def test_a_value_is_copied_when_it_is_added() -> None:
+    accumulator, total = Accumulator("mean"), torch.zeros(())
+    for _ in range(4):
+        total += 1
+        accumulator.add(total, 1)
+    assert result(accumulator) == 2.5
+
+
+def log_of(values: list[torch.Tensor]) -> MetricLog:
+    log = MetricLog(torch.nn.Linear(1, 1), lambda value: [value])
+    log.section, log.samples = log.train, 1
+    add(log, values)
+    return log
+
+
+def add(log: MetricLog, values: list[torch.Tensor]) -> None:
+    for value in values:
+        log.log("loss", value, on_step=False, on_epoch=True)
+
+
+@pytest.mark.parametrize("stop", [1, 64, 70, 128, 150])
+def test_a_mean_that_went_through_a_checkpoint_has_the_same_bits(stop: int) -> None:
+    values: list[Any] = list((torch.randn(200) * 1e3).unbind())
+    whole = log_of(values)
+    broken, resumed = log_of(values[:stop]), log_of([])
+    load_metrics_state(resumed, [metrics_state(broken)], torch.device("cpu"))
+    add(resumed, values[stop:])
+    assert resumed.read_epoch(resumed.train).known == whole.read_epoch(whole.train).known
+
+
+def test_to_look_at_a_mean_changes_no_bit_of_it() -> None:
+    values: list[Any] = list((torch.randn(200) * 1e3).unbind())
+    whole, looked = log_of(values), log_of([])
+    for value in values:
+        add(looked, [value])
+        looked.peek_epoch(looked.train)
+    assert looked.read_epoch(looked.train).known == whole.read_epoch(whole.train).known

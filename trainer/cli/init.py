@@ -1,0 +1,88 @@
+"""`trainer init`: a project to begin with: a module, its data, a configuration and a test, on data that is there."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainer.cli.main import refuse
+from trainer.cli.options import ErrorParser
+from trainer.errors import ConfigError, unknown
+
+TEMPLATES = {
+    "digits": "tells handwritten digits apart: a convolutional net on small images",
+    "gpt": "a small GPT on Python's own library, or on text files of yours",
+    "text-classification": "tells texts apart: docstrings by their package, or a CSV file of yours",
+    "gan": "invents digits: manual optimization with two optimizers",
+}
+"""Folders in `trainer/templates`."""
+NEEDS = {"digits": ("sklearn", "scikit-learn"), "gan": ("sklearn", "scikit-learn")}
+"""The package that brings the data: its module, and its name."""
+FOLDER = Path(__file__).resolve().parent.parent / "templates"
+
+EXAMPLES = """\
+examples:
+  trainer init --template digits my_digits
+  cd my_digits
+  trainer fit --config config.yaml
+  pytest
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Write the files of a template into a new folder. Returns the exit code: 2 when nothing was written."""
+    try:
+        options = _parser().parse_args(arguments)
+        if options.list:
+            print("\n".join(f"{name:<21}{words}" for name, words in TEMPLATES.items()))
+            return 0
+        _write(options.template, options.folder)
+    except SystemExit as end:  # of --help
+        return int(end.code or 0)
+    except ConfigError as error:
+        return refuse(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    templates = "\n".join(f"  {name:<21}{words}" for name, words in TEMPLATES.items())
+    parser = ErrorParser(
+        prog="trainer init",
+        usage="trainer init --template NAME DIR",
+        description="Begin a project: a folder with a module, its data, a configuration, a README and a test.",
+        epilog=f"templates:\n{templates}\n\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="DIR", nargs="?", help="a new folder, or an empty one")
+    parser.add_argument("--template", metavar="NAME", help="which project, see below")
+    parser.add_argument("--list", action="store_true", help="list the templates, write nothing")
+    return parser
+
+
+def _write(template: str | None, folder: str | None) -> None:
+    if template is None or folder is None:
+        missing = "--template NAME" if template is None else "DIR, the folder to make"
+        raise ConfigError(
+            f"{missing} is missing: trainer init --template digits my_digits. Templates: {', '.join(TEMPLATES)}."
+        )
+    if template not in TEMPLATES:
+        raise unknown("template", template, TEMPLATES)
+    place = Path(folder)
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"{folder} is a file: give the name of a new folder.")
+    if place.is_dir() and any(place.iterdir()):
+        raise ConfigError(f"{folder} is not empty, and nothing in it is replaced: give the name of a new folder.")
+    try:
+        leave = shutil.ignore_patterns("__pycache__", ".*")
+        shutil.copytree(FOLDER / template, place, dirs_exist_ok=True, ignore=leave, copy_function=shutil.copyfile)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}.") from error
+    files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
+    print(f"{folder}: {', '.join(files)}\n\n  cd {shlex.quote(folder)}\n  trainer fit --config config.yaml\n  pytest")
+    module, package = NEEDS.get(template, ("", ""))
+    if module and find_spec(module) is None:
+        print(f"\nIts data comes with {package}, which is not installed: pip install {package}")
