@@ -19,6 +19,7 @@ from trainer.callbacks.model_summary import ModelSummary
 from trainer.callbacks.prediction_writer import PredictionWriter, read_predictions
 from trainer.callbacks.profiler import SimpleProfiler
 from trainer.callbacks.progress import ProgressBar
+from trainer.callbacks.step_times import StepTimes
 from trainer.callbacks.tensorboard import TensorBoardLogger
 from trainer.callbacks.throughput import ThroughputMonitor
 from trainer.callbacks.timer import Timer
@@ -41,6 +42,7 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "SimpleProfiler",
+    "StepTimes",
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
@@ -62,6 +64,7 @@ CALLBACKS: dict[str, type[Callback]] = {
         PredictionWriter,
         ProgressBar,
         SimpleProfiler,
+        StepTimes,
         TensorBoardLogger,
         ThroughputMonitor,
         Timer,

@@ -16,6 +16,7 @@ from trainer.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from trainer.strategies.ddp import DDPStrategy
+    from trainer.strategies.deepspeed import DeepSpeedStrategy
     from trainer.strategies.fsdp import FSDPStrategy
     from trainer.strategies.single import SingleDeviceStrategy
     from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "STRATEGIES",
     "DDPStrategy",
+    "DeepSpeedStrategy",
     "FSDPStrategy",
     "SingleDeviceStrategy",
     "Strategy",
@@ -39,6 +41,12 @@ class StrategyTable(Mapping[str, type[Strategy]]):
         "single_device": "single.SingleDeviceStrategy",
         "ddp": "ddp.DDPStrategy",
         "fsdp": "fsdp.FSDPStrategy",
+        "deepspeed": "deepspeed.DeepSpeedStrategy",
+        "deepspeed_stage_1": "deepspeed.DeepSpeedStage1Strategy",
+        "deepspeed_stage_2": "deepspeed.DeepSpeedStage2Strategy",
+        "deepspeed_stage_3": "deepspeed.DeepSpeedStage3Strategy",
+        "deepspeed_stage_2_offload": "deepspeed.DeepSpeedStage2OffloadStrategy",
+        "deepspeed_stage_3_offload": "deepspeed.DeepSpeedStage3OffloadStrategy",
         "xla": "xla.XlaStrategy",
         "xla_fsdp": "xla.XlaFsdpStrategy",
     }

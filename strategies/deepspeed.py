@@ -160,7 +160,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             return context
         stack = ExitStack()
         stack.enter_context(local_rank_named(self.local_rank))
-        stack.enter_context(dividing_context(self.deepspeed, in_full_precision(self._resolve(module))))
+        stack.enter_context(dividing_context(self.deepspeed, in_full_precision(self._resolve(module)), module))
         stack.enter_context(context)
         return stack
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.checkpoint.shards import NOTHING, Extent, Loadable, Shard, part_of
+from trainer.deferred_init import DeferredInit
 from trainer.errors import MissingPackageError
 from trainer.module import TrainModule
 from trainer.precision import Precision
@@ -119,13 +120,36 @@ def hide_shapes(module: nn.Module) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-def dividing_context(deepspeed: Any, config: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Within it each layer is divided as soon as it is built, with rank 0's values.
+@contextmanager
+def dividing_context(deepspeed: Any, config: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
+    """What is built within it is divided at its end, with rank 0's values.
 
-    Layers are built on the CPU from its random numbers, as without DeepSpeed, so that they get the same values.
+    It is built without memory, and one parameter after the other gets its values and is divided. DeepSpeed's own context
+    divides a layer as soon as it is built, and then does nothing when an outer layer initializes it in another way.
     """
-    context: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=dict(config), tensor_overrides=[])
-    return context
+    deferred = DeferredInit(module)
+    with deferred:
+        yield
+    divide = deepspeed.zero.Init(config_dict_or_path=dict(config))
+    built = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    owners = list(module.modules())
+
+    def take(name: str, value: torch.Tensor) -> None:
+        former, own = built[name], value.clone()
+        for owner in owners:
+            for key, tensor in owner._buffers.items():
+                if tensor is former:
+                    owner._buffers[key] = own
+        if not isinstance(former, nn.Parameter):
+            return
+        parameter = nn.Parameter(own, requires_grad=former.requires_grad)
+        for owner in owners:
+            for key, held in owner._parameters.items():
+                if held is former:
+                    owner._parameters[key] = parameter
+        divide._convert_to_zero_parameters([parameter])
+
+    deferred.materialize(take)
 
 
 def in_full_precision(config: Mapping[str, Any]) -> dict[str, Any]:

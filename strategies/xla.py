@@ -55,8 +55,6 @@ class XlaStrategy(Strategy):
         pad_last_batch: fill a training batch that is shorter than the first one up to its length, with its own samples
             from the beginning again, so that nothing is compiled for it; they count more than others then. To leave it
             out: `DataLoader(drop_last=True)`.
-        activation_checkpointing: blocks whose activations are computed a second time in the backward pass instead of
-            kept, by torch_xla's own function; see `trainer.blocks.find_blocks`.
         warmup_steps: how many steps of a kind may be compiled before each new compilation brings a warning.
 
     `compile_watch` counts the compilations.
@@ -138,7 +136,7 @@ class XlaStrategy(Strategy):
         blocks = find_blocks(module, policy)
         if not blocks:
             raise ConfigError(
-                f"activation_checkpointing: there are no blocks in {type(module).__name__}: name their classes, not 'auto'."
+                f"activation_checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
             )
         self._undo += [recompute(block) for block in blocks.values()]
         self._recomputes = True

@@ -37,6 +37,8 @@ def recompute(block: nn.Module) -> Undo:
                 "activation_checkpointing: torch_xla recomputes a block from its positional arguments, and "
                 f"{type(block).__name__} was called with {', '.join(kwargs)}=: pass them by position."
             )
+        if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+            return forward(*args)  # torch_xla's function would give the block's weights no gradient.
         seed = advance_seed()
 
         def seeded(self: nn.Module, *inputs: Any) -> Any:

@@ -22,6 +22,7 @@ SLOW = (
     "cli/test_cli.py",
     "examples/",
     "faults/",
+    "runtime/test_ray.py",
     "runtime/test_siblings.py",
     "runtime/test_stop.py",
     "runtime/test_watchdog.py",

@@ -36,6 +36,8 @@ class Entry:
 
     name: str
     options: Options
+    metric: Any = None
+    """The torchmetrics object, if that is what was logged first."""
     window: int = -1
     window_values: list[tuple[Number, Number]] = field(default_factory=list)
     epoch: Accumulator = field(init=False)
@@ -120,13 +122,17 @@ class MetricLog:
             entry = section.entries[key] = self._new_entry(
                 section, key, metric, on_step, on_epoch, reduction, prog_bar, logger
             )
+            entry.metric = metric
+        if entry.metric is not None and value is entry.metric:
+            self._log_metric(entry, value)
+            return
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
             if value.requires_grad:
                 value = value.detach()
         elif not isinstance(value, (int, float)):
-            if is_torchmetric(value):
+            if is_torchmetric(value):  # another object by the same name
                 self._log_metric(entry, value)
                 return
             value = as_number(name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from trainer.callbacks import PROFILERS
 from trainer.callbacks.base import Callback, Logger, callback_problems
@@ -64,6 +65,11 @@ def make_plan(settings: Settings) -> Plan:
             )
         devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
         num_nodes = environment.num_nodes
+        if environment.source == "Ray Train" and not Path(settings.default_root_dir).is_absolute():
+            problems.append(
+                f"default_root_dir={str(settings.default_root_dir)!r} is relative, and each worker of Ray has a folder "
+                "of its own, which is lost with its machine: give an absolute one that all machines see."
+            )
     elif num_nodes > 1:
         problems.append(
             f"num_nodes={num_nodes}, but this process was not started on several machines. Start it on each one with: "

@@ -87,7 +87,7 @@ def running(
         raise
     finally:
         _tear_down(trainer)
-    if trainer.stop_reason is not None and exit_code(trainer.stop_reason) and not _interactive():
+    if trainer.stop_reason is not None and exit_code(trainer.stop_reason) and not _leaves_exiting():
         if exit_code(trainer.stop_reason) == TRY_AGAIN and trainer.is_global_zero:
             requeue()
         sys.exit(agreed_exit(exit_code(trainer.stop_reason), trainer.strategy.store))
@@ -375,6 +375,10 @@ def _tear_down(trainer: Trainer) -> None:
     trainer.stage, trainer.training, trainer.validating, trainer.sanity_checking = None, False, False, False
 
 
-def _interactive() -> bool:
-    """Whether somebody types into this Python: then a stopped run gives the prompt back instead of ending Python."""
-    return hasattr(sys, "ps1") or sys.flags.interactive == 1 or "ipykernel" in sys.modules
+def _leaves_exiting() -> bool:
+    """Whether a stopped run gives control back instead of ending Python.
+
+    So it does where somebody types into this Python, and in a worker of Ray, which takes SystemExit for a failure.
+    """
+    interactive = hasattr(sys, "ps1") or sys.flags.interactive == 1 or "ipykernel" in sys.modules
+    return interactive or detect_environment().source == "Ray Train"

@@ -333,7 +333,8 @@ def _wrong_times(settings: Settings) -> list[str]:
             continue
         wrong = isinstance(value, bool) or not isinstance(value, (int, float, type(None)))
         if wrong or (value is not None and (value < 0 or (value == 0 and watchdog))):
-            problems.append(f"{name}={value!r}: give seconds above 0{AUTO if 0 else ''}, or None.")
+            allowed = "seconds above 0, 'auto', or None" if watchdog else "seconds above 0, or None"
+            problems.append(f"{name}={value!r}: give {allowed}.")
     if settings.deadline is not None:
         try:
             late = read_deadline(settings.deadline) <= datetime.now().astimezone()

@@ -29,9 +29,9 @@ from trainer.progress import Progress
 from trainer.runtime.deadline import Deadline
 from trainer.runtime.lock import FolderLock
 from trainer.runtime.meeting import Meeting
+from trainer.runtime.patience import TRAINING
 from trainer.runtime.seed import set_rng_state
 from trainer.runtime.stop import StopSwitch
-from trainer.runtime.patience import TRAINING
 from trainer.runtime.watchdog import Watchdog
 from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
 from trainer.windows import Divisor, checked_loss

@@ -18,6 +18,7 @@ EXAMPLES = """\
   trainer fit --config run.yaml --ckpt-path last          go on where the last run stopped
   trainer fit --module mymodel.py:MyModule --data mymodel.py:MyData --trainer.max_steps 100
   trainer fit --config run.yaml --trainer.strategy ddp --trainer.devices 2
+  trainer fit --config run.yaml --ray num_workers=2 max_failures=1 storage_path=/shared/runs
 """
 
 

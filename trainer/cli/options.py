@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, NoReturn
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from trainer.cli.ray import RayOptions
     from trainer.config_tree import Findings, Node
 
 ROOTS = ("trainer", "module", "data")
-FIXED = ("help", "config", "print-config", "ckpt-path")
+FIXED = ("help", "config", "print-config", "ckpt-path", "ray")
 ALIASES = {"seed": "trainer.seed"}
+RAY_HELP = (
+    "train in Ray's workers: num_workers=2 max_failures=1; also use_gpu=true, resources_per_worker='{CPU: 4}', "
+    "storage_path=/shared/runs, address=auto"
+)
 
 DOTTED_HELP = """\
 any value of the configuration (read as YAML; laid over the files):
@@ -38,6 +43,8 @@ class Options:
     help: bool = False
     overrides: list[tuple[str, Node]] = field(default_factory=list)
     """Dotted names and values; `--ckpt-path` is one of them."""
+    ray: RayOptions | None = None
+    """Of `fit` only: train in Ray's workers."""
 
 
 class ErrorParser(argparse.ArgumentParser):
@@ -67,6 +74,9 @@ def make_parser(verb: str, summary: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint")
+    parser.set_defaults(ray=None)
+    if verb == "fit":
+        parser.add_argument("--ray", metavar="NAME=VALUE", nargs="+", help=RAY_HELP)
     return parser
 
 
@@ -102,6 +112,10 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Findi
     options.config, options.print_config = known.config, known.print_config
     if known.ckpt_path is not None:
         options.overrides.append(("ckpt_path", Node(known.ckpt_path, COMMAND_LINE)))
+    if known.ray is not None:
+        from trainer.cli.ray import read_ray
+
+        options.ray = read_ray(known.ray, findings)
     for problem in _unknown(rest):
         findings.add(COMMAND_LINE, problem)
     return options

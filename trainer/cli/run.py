@@ -54,7 +54,7 @@ def run_verb(
         return 0
 
     from trainer.config_tree import Findings
-    from trainer.errors import ConfigError
+    from trainer.errors import ConfigError, MissingPackageError
 
     try:
         findings = Findings()
@@ -63,10 +63,14 @@ def run_verb(
         if options.print_config:
             print(configuration.resolved, end="")
             return 0
+        if options.ray is not None:
+            from trainer.cli.ray import fit_on_ray
+
+            return fit_on_ray(options.ray, configuration)
         if prepare is not None:
             prepare(configuration)
         trainer, module, data = configuration.build()
-    except ConfigError as error:
+    except (ConfigError, MissingPackageError) as error:
         return refuse(str(error))
     ckpt_path = _in_named_run(verb, configuration.ckpt_path, options.config)
     return _run(act, Job(trainer, module, data, ckpt_path, options.config))

@@ -35,7 +35,6 @@ class LearntLimit:
             if not self._begun:
                 self._first = max(self._first, pause)
             return
-        self._begun = True
         self._longest[moment] = max(self._longest.get(moment, 0.0), pause)
         if moment == TRAINING:
             self._known |= self._new
@@ -43,8 +42,9 @@ class LearntLimit:
         else:
             self._new.add(moment)
 
-    def limit(self, moment: str) -> float:
+    def limit(self, moment: str, patient: bool) -> float:
         """Seconds after which a pause in `moment` is too long."""
-        if not self._begun or moment not in self._known:
+        self._begun = self._begun or not patient
+        if patient or moment not in self._known:
             return self._unknown
         return max(LEAST_S, TIMES * max(self._first, self._longest.get(moment, 0.0)))

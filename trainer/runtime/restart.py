@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from trainer.runtime.ray import ray_store
 from trainer.runtime.rendezvous import attempt
 
 if TYPE_CHECKING:
@@ -36,11 +37,11 @@ def agent_store(timeout: timedelta = _TIMEOUT) -> Store | None:
 class FitRecord:
     """One `fit` of the script over all attempts: where it writes. The n-th fits of all attempts are the same one.
 
-    For rank 0. Without a launcher's store it does nothing.
+    For rank 0. Without a launcher's store, or Ray's, it does nothing.
     """
 
     def __init__(self) -> None:
-        self._store = agent_store()
+        self._store = agent_store() or ray_store()
         self.former: str | None = None
         """The run directory of this fit in a former attempt; None in the first."""
         if self._store is not None:

@@ -128,7 +128,7 @@ class _Watch:
                 if self._learnt is not None:
                     self._learnt.seen(seen[2], seen[1], time.monotonic() - self._since)
                 seen, self._since = now, time.monotonic()
-            limit = self._limit if self._learnt is None else self._learnt.limit(now[2])
+            limit = self._limit if self._learnt is None else self._learnt.limit(now[2], now[1])
             limit = max(limit, _PATIENT_S) if now[1] else limit
             # The file descriptor, because sys.stderr may be something without one.
             faulthandler.dump_traceback_later(limit + 3 * self._interval, file=2, exit=True)

@@ -1,0 +1,153 @@
+"""`trainer fit --ray`: the same training in the workers of Ray Train."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.config import Configuration
+    from trainer.config_tree import Findings
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """What `--ray NAME=VALUE ...` gives, in Ray's words and meaning."""
+
+    num_workers: int = 1
+    use_gpu: bool = False
+    """One GPU for each worker."""
+    resources_per_worker: dict[str, float] | None = None
+    storage_path: str | None = None
+    """A folder that all machines see: Ray's files, and ours too unless `default_root_dir` is given."""
+    max_failures: int = 0
+    """How often the workers are started again after one of them failed; -1: without end."""
+    address: str | None = None
+    """Of a running cluster, or "auto"; default: `RAY_ADDRESS`, the cluster that runs on this machine, or a new one."""
+
+
+def read_ray(words: Sequence[str], findings: Findings) -> RayOptions:
+    """The options as they were typed; what is wrong with them goes to `findings`."""
+    from trainer.config_files import read_value
+    from trainer.config_tree import COMMAND_LINE
+    from trainer.config_values import MisfitError, allowed, fitted, parameters_of
+    from trainer.errors import did_you_mean
+
+    parameters = parameters_of(RayOptions).named
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name not in parameters:
+            hint = did_you_mean(name, parameters)
+            findings.add(COMMAND_LINE, f"--ray: unknown {name!r}.{hint} Known: {', '.join(parameters)}.")
+        elif not equals:
+            findings.add(COMMAND_LINE, f"--ray {name} needs a value: --ray {name}=VALUE.")
+        elif (node := read_value(text, f"--ray {name}", findings)) is not None:
+            annotation = parameters[name].annotation
+            try:
+                values[name] = fitted(node.plain(), annotation)
+            except MisfitError:
+                may_be = allowed(annotation, lambda cls: cls.__name__)
+                findings.add(COMMAND_LINE, f"--ray {name}: given {text!r}, allowed: {may_be}.")
+    options = RayOptions(**values)
+    if options.num_workers < 1:
+        findings.add(COMMAND_LINE, f"--ray num_workers: given {options.num_workers}, allowed: 1 or more.")
+    if options.max_failures < -1:
+        findings.add(
+            COMMAND_LINE, f"--ray max_failures: given {options.max_failures}, allowed: 0 or more, or -1 for no limit."
+        )
+    return options
+
+
+def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
+    """Train in Ray's workers and wait for them. Returns the exit code: 0, or 1 when they failed once too often.
+
+    Raises:
+        ConfigError: the configuration contradicts the options, or there is no such cluster.
+        MissingPackageError: ray is not installed.
+    """
+    from trainer.errors import ConfigError, MissingPackageError
+
+    root = _root(options, configuration)
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchConfig, TorchTrainer
+    except ImportError as error:
+        raise MissingPackageError("ray", "ray", "trainer fit --ray") from error
+
+    started_here = not ray.is_initialized()
+    if started_here:
+        try:
+            ray.init(address=options.address)
+        except ConnectionError as error:
+            raise ConfigError(f"--ray address={options.address}: {error}") from None
+    try:
+        TorchTrainer(
+            train_loop_per_worker,
+            train_loop_config={
+                "configuration": configuration.resolved,
+                "root": root,
+                "folder": os.getcwd(),
+                "path": sys.path,
+            },
+            scaling_config=ScalingConfig(
+                num_workers=options.num_workers,
+                use_gpu=options.use_gpu,
+                resources_per_worker=options.resources_per_worker,
+            ),
+            run_config=RunConfig(
+                storage_path=options.storage_path, failure_config=FailureConfig(max_failures=options.max_failures)
+            ),
+            # With NCCL alone, small data of the CPU could not be gathered.
+            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if options.use_gpu else "gloo"),
+        ).fit()
+    except ray.train.TrainingFailedError as error:
+        print(f"error: the training on Ray failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if started_here:
+            ray.shutdown()
+    return 0
+
+
+def _root(options: RayOptions, configuration: Configuration) -> str:
+    """Where the run directories are, the same for all workers."""
+    from trainer.errors import ConfigError
+    from trainer.settings import Settings
+
+    if options.storage_path is None or "default_root_dir" in configuration.trainer:
+        root = configuration.trainer.get("default_root_dir", Settings.default_root_dir)
+        return str(Path(root).expanduser().absolute())
+    if "://" in options.storage_path:
+        raise ConfigError(
+            f"--ray storage_path={options.storage_path} is no folder, which the run directory has to be: give also "
+            "--trainer.default_root_dir, a folder that all machines see."
+        )
+    return str(Path(options.storage_path).expanduser().absolute())
+
+
+def train_loop_per_worker(config: dict[str, Any]) -> None:
+    """What each worker runs: `trainer fit` with the configuration that was checked where it was typed.
+
+    Raises:
+        TrainerError: `trainer fit` refused, for the reason that it has printed.
+    """
+    from trainer.cli.main import main
+    from trainer.errors import TrainerError
+
+    # Ray gives each worker a folder of its own, where no path of the user's leads anywhere.
+    if Path(config["folder"]).is_dir():
+        os.chdir(config["folder"])
+    sys.path += [folder for folder in config["path"] if folder not in sys.path]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(config["configuration"])
+        code = main(["fit", "--config", str(file), "--trainer.default_root_dir", config["root"]])
+    if code != 0:
+        raise TrainerError(f"trainer fit ended with exit code {code} in a worker of Ray; its output says why.")
