@@ -191,6 +191,7 @@ def evaluate(strategy: str, checkpoint: str) -> dict[str, Any]:
     module, loader = Classifier(), DataLoader(make_data(), MICRO_BATCH)
     metrics = trainer.validate(module, loader, ckpt_path=checkpoint)
     outputs = trainer.predict(module, loader, ckpt_path=checkpoint, return_predictions=True)
+    outputs = [output.cpu() for output in outputs or ()]
     return {"metrics": metrics, "predictions": outputs, "keys": list(module.state_dict())}
 
 
