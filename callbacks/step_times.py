@@ -7,7 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from statistics import median
+from statistics import median_low as median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,9 +58,9 @@ class StepTimes(Callback):
     exchange; in between nothing is sent, and no device is waited for. On an accelerator the forward is timed on the
     device. With fsdp and ZeRO-3 the forward, too, has waits in it; then it is the data that tells.
 
-    Where a process needs `factor` times the median of all, in `patience` looks one after the other, and that is a
-    twentieth of the step or more, a warning names it, its machine, and whether it is the data or the forward; once. At
-    the end of `fit` rank 0 prints the table of the slowest processes. The first step is left out.
+    Where a process needs `factor` times the (lower) median of all, in `patience` looks one after the other, and a
+    twentieth of the step more, a warning names it, its machine, and whether it is the data or the forward; once. At the
+    end of `fit` rank 0 prints the table of the slowest processes. The first step is left out.
 
     Args:
         every_n_steps: look after so many steps, and at the end of each epoch.
@@ -170,9 +170,8 @@ class StepTimes(Callback):
         rows = sorted(self.total.values(), key=lambda times: -times.own)
         shown = rows[: self.most]
         width = max([7, *(len(times.host) for times in shown)])
-        lines = [
-            f"{'ms of a step':<14}{'machine':<{width}}{'data':>10}{'forward':>10}{'the rest':>10}{'step':>10}{'own':>10}"
-        ]
+        heads = "".join(f"{name:>10}" for name in ("data", "forward", "the rest", "step", "own"))
+        lines = [f"{'ms of a step':<14}{'machine':<{width}}{heads}"]
         for times in shown:
             parts = (times.data, times.forward, times.rest)
             cells = [1000 * part / max(times.steps, 1) for part in parts] + [1000 * times.step, 1000 * times.own]
@@ -224,7 +223,8 @@ class StepTimes(Callback):
     def _warnings(self, every: list[Times]) -> list[str]:
         """One for each process that has been slow for long enough, and was not named before."""
         middle = median(times.own for times in every)
-        data, forward = (median(times[i] / max(times.steps, 1) for times in every) for i in (3, 4))
+        data = median(times.data / max(times.steps, 1) for times in every)
+        forward = median(times.forward / max(times.steps, 1) for times in every)
         texts = []
         for times in every:
             if self._slow.get(times.rank, 0) < self.patience or times.rank in self._told:

@@ -75,6 +75,25 @@ class Strategy:
             ]
         return []
 
+    def training_problems(self, module: TrainModule, window: int, clip_value: float | None, clip_by: str) -> list[str]:
+        """What cannot work for this training, found before any process starts: one sentence each, naming the fix.
+
+        Args:
+            module: as given to `fit`; `configure_model` has not run.
+            window: micro-batches of a step.
+            clip_value, clip_by: `gradient_clip_val` and `gradient_clip_algorithm`.
+        """
+        return []
+
+    def rehearse(self, module: TrainModule, precision: Precision) -> list[str]:
+        """What the set-up would do with `module`, which is on the meta device: one line each. For a dry run, within
+        `trainer.runtime.rehearsal.rehearsing`; neither strategy nor module can be used for training afterwards.
+
+        Raises:
+            ConfigError: what the set-up would refuse.
+        """
+        return []
+
     # -- set-up --------------------------------------------------------------------------------------------------------
 
     def setup_environment(self, device_type: str, precision: Precision) -> None:

@@ -33,6 +33,7 @@ from trainer.strategies.deepspeed_engine import (
     cpu_adam_of,
     cpu_adam_problems,
     engine_problems,
+    module_problems,
     optimizer_problems,
 )
 from trainer.strategies.deepspeed_modules import (
@@ -133,6 +134,13 @@ class DeepSpeedStrategy(DistributedStrategy):
             problems.append(f"offload_parameters needs stage 3, and the stage is {self.stage}.")
         return problems
 
+    def training_problems(self, module: TrainModule, window: int, clip_value: float | None, clip_by: str) -> list[str]:
+        problems = module_problems(self.name, module, clip_by if clip_value is not None else None)
+        if self.given is not None:
+            run = Run(window=window, clip_norm=clip_value if clip_by == "norm" else None)
+            problems += config_problems(self.given, run)
+        return problems
+
     def _run(self, precision: Precision, device_type: str, world_size: int, **known: Any) -> Run:
         return Run(
             stage=self.given_stage,
@@ -175,11 +183,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         cast_parameters(module, torch.float32 if for_training else self.precision.weights)
         self.gradient_average = self.world_size if for_training else 1
         if for_training:
-            if not module.automatic_optimization:
-                raise ConfigError(
-                    f"strategy {self.name!r} cannot do manual optimization: DeepSpeed's engine steps by itself. Use "
-                    "automatic optimization, or strategy 'ddp' or 'fsdp'."
-                )
             show_shapes(module)
         elif self.stage == 3:
             self._start(None, in_full_precision(self._resolve(module)))
@@ -210,9 +213,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         """The optimizer.
 
         Raises:
-            ConfigError: it is not one, or not one that DeepSpeed can divide, or clipping is not left to the engine.
+            ConfigError: it is not one, or not one that DeepSpeed can divide.
         """
-        raise_problems(optimizer_problems(optimizers, self.cpu_adam, self.module), f"strategy {self.name!r}")
+        raise_problems(optimizer_problems(optimizers, self.cpu_adam), f"strategy {self.name!r}")
         return optimizers[0]
 
     def _resolve(

@@ -48,7 +48,28 @@ def cpu_adam_problems(offload_optimizer: object) -> list[str]:
     return problems
 
 
-def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool, module: TrainModule) -> list[str]:
+def module_problems(name: str, module: TrainModule, clip_by: str | None) -> list[str]:
+    """Why the engine cannot train the module, one sentence each. `clip_by`: how gradients are clipped, if they are."""
+    problems = []
+    if not module.automatic_optimization:
+        problems.append(
+            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine steps by itself. Use automatic "
+            "optimization, or strategy 'ddp' or 'fsdp'."
+        )
+    if module.overrides("configure_gradient_clipping"):
+        problems.append(
+            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
+            "norm gradient_clip_val of the start. Remove the method."
+        )
+    if clip_by == "value":
+        problems.append(
+            f"gradient_clip_algorithm='value': strategy {name!r} cannot, since DeepSpeed clips by the norm. Use "
+            "'norm', or strategy 'fsdp'."
+        )
+    return problems
+
+
+def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]:
     """Why DeepSpeed's engine cannot train the module with these optimizers, one sentence each."""
     if len(optimizers) != 1:
         return [
@@ -58,11 +79,6 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool, module: Trai
     optimizer = optimizers[0]
     kind = type(optimizer).__name__
     problems = []
-    if module.overrides("configure_gradient_clipping"):
-        problems.append(
-            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
-            "norm gradient_clip_val of the start. Remove the method."
-        )
     if kind in NOT_BY_ELEMENT:
         problems.append(
             f"{kind} needs whole parameters, and DeepSpeed strings them together and divides them: use an optimizer "

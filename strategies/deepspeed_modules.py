@@ -124,8 +124,8 @@ def hide_shapes(module: nn.Module) -> None:
 def dividing_context(deepspeed: Any, config: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
     """What is built within it is divided at its end, with rank 0's values.
 
-    It is built without memory, and one parameter after the other gets its values and is divided. DeepSpeed's own context
-    divides a layer as soon as it is built, and then does nothing when an outer layer initializes it in another way.
+    It is built without memory, and one parameter after the other gets its values and is divided. DeepSpeed's own
+    context divides a layer as soon as it is built, and an outer layer that initializes it again then changes nothing.
     """
     deferred = DeferredInit(module)
     with deferred:

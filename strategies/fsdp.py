@@ -113,6 +113,25 @@ class FSDPStrategy(DistributedStrategy):
                 )
         return problems
 
+    def rehearse(self, module: TrainModule, precision: Precision) -> list[str]:
+        self.setup_environment("cpu", precision)
+        self.setup_module(module, for_training=True)
+        assert self._mesh is not None
+        *replicas, shards = self._mesh.shape
+        tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
+        whole, own = sum(p.numel() for p in tensors), sum(p.to_local().numel() for p in tensors)
+        few = sum(p.shape[0] < shards for p in tensors)
+        lines = [
+            f"mesh: {replicas[0]} replicas of {shards} shards" if replicas else f"mesh: {shards} shards",
+            f"gathered one at a time: {self.wrapped_blocks or 'nothing'}, and the rest",
+            f"rank 0 holds {own:,} of {whole:,} elements; an equal share is {whole // shards:,}",
+        ]
+        if few:
+            lines.append(
+                f"{few} of {len(tensors)} tensors have fewer rows than shards: some processes have none of them"
+            )
+        return lines
+
     # -- set-up --------------------------------------------------------------------------------------------------------
 
     def setup_environment(self, device_type: str, precision: Precision) -> None:

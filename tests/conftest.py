@@ -18,15 +18,19 @@ from trainer.runtime.seed import isolated_rng, seed_everything
 torch.set_num_threads(1)
 
 SLOW = (
+    "callbacks/test_step_times.py",
     "callbacks/test_two_processes.py",
     "cli/test_cli.py",
+    "cli/test_doctor_verb.py",
     "examples/",
     "faults/",
     "runtime/test_ray.py",
     "runtime/test_siblings.py",
     "runtime/test_stop.py",
     "runtime/test_watchdog.py",
+    "runtime/test_watchdog_learns.py",
     "test_compile_slow.py",
+    "test_benchmarks.py",
     "test_docs.py",
     "test_estimate_runs.py",
     "test_evaluation.py",

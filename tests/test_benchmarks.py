@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, run_python
+from tests.harness import run_python
 
 
 @pytest.mark.parametrize("name", ["overhead", "dataloader", "accumulate", "validate"])
@@ -15,7 +15,7 @@ def test_contenders_do_the_work_and_the_report_is_whole(name: str, tmp_path: Pat
     if name == "validate":
         pytest.importorskip("torchmetrics")
     options = ("--steps", "20", "--rounds", "1", "--only", "ours", "--save", str(tmp_path))
-    run_python("-m", "benchmarks", name, *options, cwd=ROOT, timeout=300).check()
+    run_python("-m", "benchmarks", name, *options, timeout=300).check()
     report = json.loads((tmp_path / f"{name}.json").read_text())
     assert not report["left_out"]
     assert {len(times["cpu"]) for name, times in report["results"].items() if name.startswith("ours")} == {1}
@@ -25,7 +25,7 @@ def test_contenders_do_the_work_and_the_report_is_whole(name: str, tmp_path: Pat
 
 
 def test_without_a_name_all_are_listed() -> None:
-    listed = run_python("-m", "benchmarks", cwd=ROOT).check().stdout
+    listed = run_python("-m", "benchmarks").check().stdout
     names = {line.split()[0] for line in listed.splitlines()[2:]}
     assert names >= {
         "overhead",

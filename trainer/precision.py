@@ -12,7 +12,6 @@ from torch import nn
 
 from trainer.errors import ConfigError, unknown
 
-
 NOTHING = nullcontext()
 """The context that does nothing; one for all, because it is entered in every step."""
 

@@ -136,8 +136,13 @@ def check(trainer: Trainer, stage: str, module: Any, data: Any, datamodule: Any,
             "Subclass TrainModule, or hold your model as an attribute of one."
         )
     problems = module_problems(module, stage) + _wrong_data(stage, data, datamodule)
-    if stage == "fit" and not module.automatic_optimization:
-        problems += _not_with_manual_optimization(trainer)
+    if stage == "fit":
+        settings = trainer.settings
+        problems += trainer.strategy.training_problems(
+            module, settings.accumulate_grad_batches, settings.gradient_clip_val, settings.gradient_clip_algorithm
+        )
+        if not module.automatic_optimization:
+            problems += _not_with_manual_optimization(trainer)
     if not isinstance(ckpt_path, (str, Path, type(None))):
         problems.append(f"ckpt_path={ckpt_path!r}: give 'last', 'best' or the path of a checkpoint folder.")
     elif not _may_exist(ckpt_path):

@@ -1,4 +1,4 @@
-"""Ray Train for real, on a cluster of this machine: our runs join it, are restarted by it, and end with the same bits."""
+"""Ray Train, on a cluster of this machine: runs join it, survive killed workers, and end with the same bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from tests.harness import run_python
 from tests.runtime.training import steps_of, weights_of
 
-NEEDS_RAY = pytest.mark.skipif(find_spec("ray") is None, reason='needs Ray: pip install "exact-trainer[ray]"')
 STEPS, EVERY, KILLED_AFTER = 20, 5, 13
 
 USERS = f"""\
@@ -72,22 +71,11 @@ trainer:
       folder: plain
 """
 
-CLUSTER = "ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 1024**2)"
-
-COMMAND = f"""\
-import sys, ray
-from trainer.cli.main import main
-
-{CLUSTER}
-code = main(sys.argv[1:])
-ray.shutdown()
-sys.exit(code)
-"""
-
-OWN_JOB = f"""\
+JOB = f"""\
 import sys, ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from trainer.cli.main import main
 
 folder = sys.argv[1]
 
@@ -98,62 +86,50 @@ def train_loop_per_worker(config):
     from trainer.callbacks import ModelCheckpoint
     from users import Data, Net, Steps
 
-    assert dist.is_initialized()
+    group = dist.group.WORLD
+    assert group is not None
     trainer = Trainer(
-        default_root_dir=f"{{folder}}/runs", accelerator="cpu", max_steps={STEPS}, seed=1, logger=False,
+        default_root_dir=f"{{folder}}/own", accelerator="cpu", max_steps={STEPS}, seed=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
         callbacks=[ModelCheckpoint(every_n_train_steps={EVERY}), Steps(f"{{folder}}/own", kill=0)],
     )
-    assert trainer.world_size == 2
     trainer.fit(Net(), datamodule=Data())
+    assert trainer.world_size == 2 and dist.group.WORLD is group
 
 
-{CLUSTER}
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 1024**2)
 TorchTrainer(
     train_loop_per_worker,
     scaling_config=ScalingConfig(num_workers=2),
     run_config=RunConfig(storage_path=f"{{folder}}/ray", failure_config=FailureConfig(max_failures=1)),
 ).fit()
+code = main(sys.argv[2:])
 ray.shutdown()
+sys.exit(code)
 """
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A configuration, its module, and what two processes without Ray make of them, below `plain`."""
-    (tmp_path / "users.py").write_text(USERS)
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    words = ["fit", "--config", "run.yaml", "--trainer.devices", "2"]
-    run_python("-m", "trainer", *words, cwd=tmp_path, timeout=200).check()
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(find_spec("ray") is None, reason='needs Ray: pip install "exact-trainer[ray]"')
+def test_killed_workers_in_a_job_of_the_users_and_of_the_command(tmp_path: Path) -> None:
+    """Both in one job, so that neither may go on with the other's run; rank 0 is killed in one, rank 1 in the other."""
+    for name, text in (("users.py", USERS), ("run.yaml", CONFIG), ("job.py", JOB)):
+        (tmp_path / name).write_text(text)
+    fit = ("fit", "--config", "run.yaml")
+    run_python("-m", "trainer", *fit, "--trainer.devices", "2", cwd=tmp_path, timeout=200).check()
     assert steps_of(tmp_path / "plain") == list(range(1, STEPS + 1))
-    return tmp_path
+
+    on_ray = ("--ray", "num_workers=2", "max_failures=1", f"storage_path={tmp_path}/command")
+    change = ("--trainer.callbacks.1.folder", "command", "--trainer.callbacks.1.kill", "1")
+    run_python("job.py", str(tmp_path), *fit, *on_ray, *change, cwd=tmp_path, timeout=600).check()
+    for name, killed in (("own", 0), ("command", 1)):
+        check_it_went_on(tmp_path / name, killed, expected=weights_of(tmp_path / "plain"))
 
 
-def check_it_was_killed_and_went_on(folder: Path, plain: Path, runs: Path) -> None:
-    """Each step once, but for those since the last checkpoint, in one run directory; the same bits as without Ray."""
+def check_it_went_on(folder: Path, killed: int, expected: str) -> None:
+    """From the last checkpoint, in the same run directory, to the same bits as without Ray."""
     assert (folder / "killed").exists()
     last = KILLED_AFTER // EVERY * EVERY
-    done = steps_of(folder, rank=0)
-    assert done[-STEPS + last :] == list(range(last + 1, STEPS + 1))
-    assert done[: last + 3] == list(range(1, KILLED_AFTER + 1))
-    assert len(done) <= STEPS + KILLED_AFTER - last + 1
-    assert [path.name for path in runs.iterdir() if path.name.startswith("version_")] == ["version_0"]
-    assert weights_of(folder) == weights_of(plain)
-
-
-@NEEDS_RAY
-def test_a_killed_worker_of_the_command_line(project: Path) -> None:
-    (project / "command.py").write_text(COMMAND)
-    words = ["fit", "--config", "run.yaml", "--ray", "num_workers=2", "max_failures=1", f"storage_path={project}/ray"]
-    change = ["--trainer.callbacks.1.folder", "killed", "--trainer.callbacks.1.kill", "1"]
-    result = run_python("command.py", *words, *change, cwd=project, timeout=280).check()
-    assert "started again after a failure" in result.stdout + result.stderr
-    assert f"after {STEPS} steps" in result.stdout or "run directory:" in result.stdout + result.stderr
-    check_it_was_killed_and_went_on(project / "killed", project / "plain", project / "ray")
-
-
-@NEEDS_RAY
-def test_a_killed_worker_of_a_job_of_the_users(project: Path) -> None:
-    (project / "job.py").write_text(OWN_JOB)
-    run_python("job.py", str(project), cwd=project, timeout=280).check()
-    check_it_was_killed_and_went_on(project / "own", project / "plain", project / "runs")
+    assert steps_of(folder, killed) == [*range(1, KILLED_AFTER + 1), *range(last + 1, STEPS + 1)]
+    assert [path.name for path in folder.iterdir() if path.name.startswith("version_")] == ["version_0"]
+    assert weights_of(folder) == expected

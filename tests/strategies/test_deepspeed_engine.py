@@ -202,18 +202,11 @@ def refusals() -> dict[str, str]:
         except ConfigError as error:
             found[name] = str(error)
 
-    class Clipping(Net):
-        def configure_gradient_clipping(self, *args: Any) -> None: ...
-
-    manual = Net()
-    manual.automatic_optimization = False
     sgd = torch.optim.SGD
     refused("two optimizers", lambda m: [sgd(m.first.parameters(), 0.1), sgd(m.last.parameters(), 0.1)])
     refused("not by element", lambda m: [torch.optim.Adafactor(m.parameters())])
     refused("all frozen", lambda m: [sgd([{"params": m.first.parameters()}, {"params": m.frozen.parameters()}], 0.1)])
-    refused("own clipping", lambda m: [m.configure_optimizers()], Clipping())
     refused("other clipping", lambda m: [m.configure_optimizers()], clip_norm=1.0)
-    refused("manual", lambda m: [m.configure_optimizers()], manual)
     return found
 
 
@@ -281,9 +274,7 @@ def test_stage_3_evaluates_without_having_trained(found: dict[str, Any], late: b
         ("two optimizers", "2 optimizers, and DeepSpeed's engine takes one"),
         ("not by element", "Adafactor needs whole parameters"),
         ("all frozen", "group 1 of the SGD has no parameter that requires a gradient"),
-        ("own clipping", "Clipping.configure_gradient_clipping cannot be used"),
         ("other clipping", "clips by the norm 1.0, as it was at the start, and cannot clip by norm 2.0"),
-        ("manual", "cannot do manual optimization"),
     ],
 )
 def test_what_the_engine_cannot_do_is_told(found: dict[str, Any], what: str, words: str) -> None:
@@ -295,6 +286,26 @@ def test_what_the_engine_cannot_do_is_told(found: dict[str, Any], what: str, wor
 
 def problems(strategy: DeepSpeedStrategy, precision: str = "32-true", device_type: str = "cpu") -> str:
     return "\n".join(strategy.problems(PRECISIONS[precision], device_type, 2))
+
+
+class Clipping(Net):
+    def configure_gradient_clipping(self, *args: Any) -> None: ...
+
+
+def test_what_a_training_cannot_be() -> None:
+    manual = Net()
+    manual.automatic_optimization = False
+    strategy = DeepSpeedStrategy({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
+    assert DeepSpeedStage1Strategy().training_problems(Net(), 3, 1.0, "norm") == []
+    (one,) = DeepSpeedStage1Strategy().training_problems(manual, 1, None, "norm")
+    assert "cannot do manual optimization" in one
+    (one,) = DeepSpeedStage1Strategy().training_problems(Clipping(), 1, 1.0, "norm")
+    assert "Clipping.configure_gradient_clipping cannot be used" in one
+    (one,) = DeepSpeedStage1Strategy().training_problems(Net(), 1, 1.0, "value")
+    assert "Use 'norm', or strategy 'fsdp'" in one
+    window, clipping = strategy.training_problems(Net(), 3, 1.0, "norm")
+    assert "gradient_accumulation_steps" in window
+    assert "gradient_clipping" in clipping
 
 
 def test_what_is_possible_has_no_problems() -> None:

@@ -41,7 +41,7 @@ def place_of(path: str | Place) -> Place:
 
 
 def new_folder(final: Place, replace: bool) -> AbstractContextManager[Place]:
-    """The files that are written into the folder it gives appear at `final` as a whole; the one that makes it valid last.
+    """The files written into the folder it gives appear at `final` as a whole; the one that makes it valid last.
 
     Raises:
         WriteError: they do not; what was there before is unchanged.

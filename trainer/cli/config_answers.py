@@ -24,6 +24,13 @@ LAYOUTS = {
     "tpu": ("strategy: xla", "one program for all TPU cores, by torch_xla"),
 }
 """What each process holds: the line of a configuration, and what it means."""
+
+
+def named(layout: str) -> str:
+    """What a configuration calls it."""
+    return LAYOUTS[layout][0].partition(": ")[2]
+
+
 OFFLOADS = {
     "no": "nothing: it is the fastest",
     "optimizer": "the optimizer's state and the master weights",
@@ -60,7 +67,7 @@ PRESETS: dict[str, tuple[str, Answers]] = {
         "all GPUs of the machine, each with the whole model",
         Answers("auto", 1, "auto", "copies", precision="bf16-mixed"),
     ),
-    "fsdp": (
+    named("shards"): (
         "all GPUs, the model divided among them",
         Answers("auto", 1, "auto", "shards", precision="bf16-mixed"),
     ),

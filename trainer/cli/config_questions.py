@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from trainer.cli.config_answers import LAYOUTS, MACHINES, OFFLOADS, PRECISIONS, Answers, offloads_of
+from trainer.cli.config_answers import LAYOUTS, MACHINES, OFFLOADS, PRECISIONS, Answers, named, offloads_of
 from trainer.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def _processes(machine: str, machines: int) -> tuple[int | str, str]:
     if machines == 1 and devices == 1:
         return 1, "one"
     several = {name: words for name, (_, words) in LAYOUTS.items() if name not in ("one", "tpu")}
-    also = {line.partition(": ")[2]: name for name, (line, _) in LAYOUTS.items() if name in several}
+    also = {named(name): name for name in several}
     return devices, choose("What does each process hold?", several, "copies", also)
 
 

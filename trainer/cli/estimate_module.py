@@ -64,7 +64,7 @@ def examine(configuration: Configuration, states: OptimizerStates | None) -> Fou
     """
     notes: list[str] = []
     precision = resolve_precision(configuration.trainer.get("precision", "32-true"))
-    module = _build(configuration.module, precision, notes)
+    module = build_without_memory(configuration.module, precision, notes)
     if any(is_lazy(parameter) for parameter in module.parameters()):
         raise ConfigError(
             "the module has lazy layers, whose size is known after the first batch only: give the layers their sizes, "
@@ -93,7 +93,8 @@ def examine(configuration: Configuration, states: OptimizerStates | None) -> Fou
     return found
 
 
-def _build(recipe: Recipe, precision: Precision, notes: list[str]) -> TrainModule:
+def build_without_memory(recipe: Recipe, precision: Precision, notes: list[str]) -> TrainModule:
+    """The configured module on the meta device; in memory where it cannot be built there, and `notes` says why."""
     try:
         with torch.device("meta"):
             module: TrainModule = built(recipe)

@@ -18,12 +18,17 @@ EXAMPLES = """\
   trainer fit --config run.yaml --ckpt-path last          go on where the last run stopped
   trainer fit --module mymodel.py:MyModule --data mymodel.py:MyData --trainer.max_steps 100
   trainer fit --config run.yaml --trainer.strategy ddp --trainer.devices 2
+  trainer fit --config run.yaml --dry-run --world-size 1024       check everything, start nothing; --dry-run --help
   trainer fit --config run.yaml --ray num_workers=2 max_failures=1 storage_path=/shared/runs
 """
 
 
 def run(arguments: list[str]) -> int:
     """Train as the arguments say. Returns the exit code."""
+    if "--dry-run" in arguments:
+        from trainer.cli.dry_run import run as rehearse
+
+        return rehearse(arguments)
     return run_verb("fit", arguments, EXAMPLES, _fit)
 
 

@@ -19,6 +19,7 @@ VERBS = {
     "init": "begin a project from a template: digits, gpt, text-classification, gan",
     "launch": "start a script, a module or a command on several devices or machines",
     "env": "show how this process was started, versions and devices",
+    "doctor": "try what a training needs on this machine, and say what is wrong and how to mend it",
     "checkpoint": "look into checkpoints: ls, show, verify, export",
 }
 """Name: what it does. The command is `run(arguments)` in `trainer/cli/<name>.py`, which returns the exit code."""

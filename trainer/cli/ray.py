@@ -35,7 +35,7 @@ def read_ray(words: Sequence[str], findings: Findings) -> RayOptions:
     """The options as they were typed; what is wrong with them goes to `findings`."""
     from trainer.config_files import read_value
     from trainer.config_tree import COMMAND_LINE
-    from trainer.config_values import MisfitError, allowed, fitted, parameters_of
+    from trainer.config_values import MisfitError, allowed, fitted, options_of, parameters_of
     from trainer.errors import did_you_mean
 
     parameters = parameters_of(RayOptions).named
@@ -47,8 +47,9 @@ def read_ray(words: Sequence[str], findings: Findings) -> RayOptions:
             findings.add(COMMAND_LINE, f"--ray: unknown {name!r}.{hint} Known: {', '.join(parameters)}.")
         elif not equals:
             findings.add(COMMAND_LINE, f"--ray {name} needs a value: --ray {name}=VALUE.")
+        elif str in options_of(annotation := parameters[name].annotation):
+            values[name] = text
         elif (node := read_value(text, f"--ray {name}", findings)) is not None:
-            annotation = parameters[name].annotation
             try:
                 values[name] = fitted(node.plain(), annotation)
             except MisfitError:

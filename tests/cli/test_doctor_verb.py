@@ -1,0 +1,134 @@
+"""`trainer doctor`: what is well, what is not, and what to do about it; and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.cli.project import Command
+from tests.harness import ROOT, run_python
+from trainer.cli import doctor_disk, doctor_machine, doctor_ranks
+from trainer.cli.verdicts import Verdict
+
+DIGITS = str(ROOT / "examples" / "digits" / "config.yaml")
+
+
+def of(verdicts: Any, subject: str) -> Verdict:
+    found: Verdict = next(verdict for verdict in verdicts if verdict.subject == subject)
+    return found
+
+
+def test_this_machine_is_well_and_one_step_of_the_real_module_runs(project: Path) -> None:
+    options = ["--module", "mymodel.py:Net", "--data", "mymodel.py:Data", "--trainer.default_root_dir", "out/runs"]
+    before = sorted(path.name for path in project.iterdir())
+    result = run_python("-m", "trainer", "doctor", "--json", *options, cwd=project, timeout=300).check(0)
+    found = json.loads(result.stdout)
+    assert found["ok"]
+    said = {check["subject"]: check for check in found["checks"]}
+    assert said["collectives"]["found"].startswith("2 processes on ")
+    assert "right numbers" in said["collectives"]["found"]
+    assert "every bit the same" in said["checkpoint"]["found"]
+    assert said["one step"]["status"] == "OK"
+    left = [path.name for path in project.iterdir() if not path.name.startswith(("__pycache__", "output-"))]
+    assert sorted(left) == before
+
+
+def test_a_module_that_fails_is_told_with_its_error(project: Path) -> None:
+    broken = (project / "mymodel.py").read_text().replace("loss = self.layer(batch[0])", "loss = self.layr(batch[0])")
+    (project / "broken.py").write_text(broken)
+    options = ["--module", "broken.py:Net", "--data", "broken.py:Data", "--devices", "1"]
+    result = run_python("-m", "trainer", "doctor", *options, cwd=project, timeout=300).check(1)
+    line = next(line for line in result.stdout.splitlines() if line.startswith("FAIL"))
+    assert "one step" in line
+    assert "has no attribute 'layr'" in line
+    assert "To see all of it: python -m trainer fit" in line
+
+
+def test_a_wrong_configuration_is_told_before_anything_is_tried(command: Command) -> None:
+    code, out, err = command("doctor", "--module", "mymodel.py:Net", "--trainer.max_epoch", "3")
+    assert code == 2
+    assert out == ""
+    assert "max_epochs" in err
+    assert command("doctor", "--devices", "0")[0] == command("doctor", "--jsn")[0] == 2
+
+
+def test_help_needs_no_torch() -> None:
+    result = run_python(
+        "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\nsys.exit(main())\n",
+        "doctor",
+        "--help",
+    )
+    assert "trainer doctor --config run.yaml" in result.check(0).stdout
+
+
+# -- each thing that can be wrong --------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_told_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *args, **more: None)
+    said = list(doctor_machine._compilers())
+    assert of(said, "compiler").fix.startswith("apt install g++")
+    monkeypatch.setitem(doctor_machine.EXTRAS, "no-such-package", ("metrics", "metrics"))
+    assert 'pip install "exact-trainer[metrics]"' in of(doctor_machine._versions(), "no-such-package").found
+
+
+def test_small_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("this system has no /dev/shm")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2**26, free=2**26))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    said = list(doctor_machine._limits())
+    assert of(said, "/dev/shm").line() == (
+        "WARN  /dev/shm      0.1 GiB are free: DataLoader workers hand batches over in it; when it is full, 'Bus "
+        "error'. Start the container with --shm-size=8g or --ipc=host."
+    )
+    assert of(said, "open files").fix == "ulimit -n 4096"
+
+
+def test_a_place_that_cannot_be_written_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = list(doctor_disk.disk(tmp_path / "file" / "runs"))
+    assert [verdict.status for verdict in said] == ["FAIL"]
+    assert "--trainer.default_root_dir" in said[0].fix
+
+
+def test_a_disk_that_loses_data_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainer.checkpoint.write as writing
+
+    whole = writing.write_checkpoint
+
+    def losing(path: Any, state: Any) -> None:
+        whole(path, state)
+        file = Path(path) / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+
+    monkeypatch.setattr(writing, "write_checkpoint", losing)
+    verdict = doctor_disk._checkpoint(tmp_path)
+    assert verdict.status == "FAIL"
+    assert "model.safetensors" in verdict.found
+
+
+def test_file_systems_are_known_by_the_innermost_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/a / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\nx /home/me\\040too fuse.sshfs rw 0 0\n")
+    kinds = [doctor_disk.file_system(Path(p), mounts) for p in ("/tmp/x", "/home/you", "/home/me too/runs", "/homes")]
+    assert kinds == ["ext4", "nfs4", "fuse.sshfs", "ext4"]
+
+
+def test_an_interface_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    verdict = doctor_ranks.collectives(2)
+    assert verdict.status == "FAIL"
+    assert "cannot exchange tensors" in verdict.found
+    assert "nowhere0" in verdict.fix
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "nowhere0"

@@ -1,0 +1,78 @@
+"""`trainer fit --ray`: what is typed, and what is said before anything starts. The trainings: runtime/test_ray.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.project import Command
+from trainer.cli.ray import RayOptions, read_ray
+from trainer.config_tree import Findings
+from trainer.errors import ConfigError
+from trainer.plan import make_plan
+from trainer.settings import Settings
+
+FIT = ("fit", "--module", "mymodel.py:Net", "--data", "mymodel.py:Data")
+WORKER = {
+    "RAY_JOB_ID": "01000000",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_the_options_are_rays() -> None:
+    findings = Findings()
+    words = ["num_workers=2", "use_gpu=true", "resources_per_worker={CPU: 4, GPU: 0.5}", "storage_path=/shared"]
+    options = read_ray([*words, "max_failures=-1", "address=auto"], findings)
+    assert findings.problems == []
+    assert options == RayOptions(2, True, {"CPU": 4.0, "GPU": 0.5}, "/shared", -1, "auto")
+
+
+def test_everything_wrong_is_told_at_once(project: Path, command: Command) -> None:
+    (project / "run.yaml").write_text("module: mymodel.py:Net\ntrainer: {max_step: 3}\n")
+    words = ("num_worker=2", "use_gpu", "max_failures=-2", "num_workers=0", "resources_per_worker=2")
+    code, _, told = command("fit", "--config", "run.yaml", "--ray", *words)
+    assert code == 2
+    for problem in (
+        "unknown 'num_worker'. Did you mean 'num_workers'?",
+        "--ray use_gpu needs a value: --ray use_gpu=VALUE.",
+        "--ray max_failures: given -2, allowed: 0 or more, or -1",
+        "--ray num_workers: given 0, allowed: 1 or more.",
+        "--ray resources_per_worker: given '2', allowed: a mapping of texts to numbers",
+        "run.yaml:2: trainer has no argument 'max_step'",
+    ):
+        assert problem in told
+
+
+def test_only_fit_knows_it(project: Path, command: Command) -> None:
+    code, _, told = command("validate", *FIT[1:], "--ray", "num_workers=2")
+    assert code == 2
+    assert "unknown option '--ray'" in told
+
+
+def test_a_storage_that_is_no_folder(project: Path, command: Command) -> None:
+    code, _, told = command(*FIT, "--ray", "num_workers=2", "storage_path=s3://bucket/runs")
+    assert code == 2
+    assert "give also --trainer.default_root_dir" in told
+
+
+def test_without_ray(project: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, told = command(*FIT, "--ray", "num_workers=2")
+    assert code == 2
+    assert 'pip install "exact-trainer[ray]"' in told
+    assert not (project / "runs").exists()
+
+
+def test_a_relative_folder_is_refused_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in WORKER.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="default_root_dir='runs' is relative"):
+        make_plan(Settings(accelerator="cpu"))
+    assert make_plan(Settings(accelerator="cpu", default_root_dir=tmp_path)).num_processes == 2

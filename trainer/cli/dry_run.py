@@ -1,0 +1,341 @@
+"""`trainer fit --dry-run`: a training on many processes, checked on one machine that need not have a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trainer.cli.main import refuse
+from trainer.cli.options import ErrorParser, overrides_of
+from trainer.cli.verdicts import Verdict, as_json, failed, gib, summary
+
+if TYPE_CHECKING:
+    from trainer.config import Configuration
+    from trainer.data.feed import Feed
+    from trainer.strategies.base import Strategy
+    from trainer.trainer import Trainer
+
+EXAMPLES = """\
+examples:
+  trainer fit --config run.yaml --dry-run --world-size 1024
+  trainer fit --config run.yaml --dry-run --world-size 64 --nproc-per-node 4 --device-memory 80
+  trainer fit --config run.yaml --dry-run --world-size 16 --trainer.strategy fsdp --data.batch_size 8
+  trainer fit --config run.yaml --dry-run --world-size 16 --no-data       without looking at the data
+"""
+DEVICES = {"auto": "cuda", "gpu": "cuda"}
+"""What an accelerator is taken for: dry runs are for large machines."""
+
+
+def run(arguments: list[str]) -> int:
+    """Print what was found. Returns the exit code: 1 when something cannot be, 2 for a wrong configuration or usage."""
+    from trainer.errors import ConfigError
+
+    parser = _parser()
+    if "-h" in arguments or "--help" in arguments:
+        print(parser.format_help(), end="")
+        return 0
+    try:
+        given, configuration, accelerator = _read(parser, arguments)
+        per_machine = _per_machine(given, configuration)
+    except ConfigError as error:
+        return refuse(str(error))
+    verdicts = []
+    for verdict in _checks(given, configuration, accelerator, per_machine):
+        verdicts.append(verdict)
+        if not given.json:
+            print(verdict.line(), flush=True)
+    print(as_json(verdicts) if given.json else f"\n{summary(verdicts)}; nothing was started, nothing written")
+    return int(failed(verdicts))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ErrorParser(
+        prog="trainer fit --dry-run",
+        usage="trainer fit --config FILE [FILE ...] --dry-run [OPTIONS]",
+        description="Check a training on many processes on this machine: the configuration, the split of the data, the "
+        "strategy's layout, the memory of each process. Starts nothing and writes nothing. The data module's setup is "
+        "called, prepare_data is not.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("-h", "--help", action="store_true", help="show this help")
+    add("--config", metavar="FILE", nargs="+", action="extend", default=[], help="the configuration")
+    add("--dry-run", action="store_true", help="start nothing")
+    add("--world-size", metavar="N", type=int, help="processes on all machines (default: devices x num_nodes)")
+    add("--nproc-per-node", metavar="N", type=int, help="processes on each machine (default: devices, or 8)")
+    add("--device-memory", metavar="GIB", type=float, help="of one device: fail if the training needs more")
+    add("--no-data", action="store_true", help="do not look at the data")
+    add("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]:
+    """The options, the checked configuration, and the accelerator that it asks for, which need not be here."""
+    from trainer.config_tree import COMMAND_LINE, Findings, Node
+    from trainer.errors import ConfigError, did_you_mean
+
+    findings = Findings()
+    overrides, fixed = overrides_of(arguments, findings)
+    given, rest = parser.parse_known_args(fixed)
+    if rest:
+        options = [option for action in parser._actions for option in action.option_strings]
+        word = rest[0].partition("=")[0]
+        raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See trainer fit --dry-run --help.")
+    if not given.config and not overrides:
+        raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")
+    from trainer.config import load
+
+    accelerator = _accelerator(given.config, overrides)
+    if accelerator in ("gpu", "cuda", "mps", "tpu"):
+        overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
+    return given, load(given.config, overrides, findings), accelerator
+
+
+def _accelerator(files: list[str], overrides: list[tuple[str, Any]]) -> str:
+    """`trainer.accelerator` as it was given; whether it is one of the known ones `load` finds out."""
+    from trainer.config_files import read_file
+    from trainer.config_tree import Findings
+
+    given = [
+        tree.plain()["trainer"].get("accelerator")
+        for name in files
+        if (tree := read_file(name, Findings())) is not None and isinstance(tree.plain().get("trainer"), dict)
+    ]
+    given += [node.value for name, node in overrides if name == "trainer.accelerator"]
+    return str(next((value for value in reversed(given) if value is not None), "auto"))
+
+
+def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int:
+    """Processes on each machine; `given.world_size` is filled in."""
+    from trainer.errors import ConfigError
+
+    wanted, machines = configuration.trainer.get("devices"), configuration.trainer.get("num_nodes", 1)
+    wanted = len(wanted) if isinstance(wanted, list) else wanted if isinstance(wanted, int) and wanted > 0 else None
+    per_machine: int | None = given.nproc_per_node or wanted
+    if given.world_size is None:
+        if per_machine is None:
+            raise ConfigError("--dry-run needs the number of processes: --world-size 1024.")
+        given.world_size = per_machine * machines
+    if given.world_size < 1 or (per_machine is not None and per_machine < 1):
+        raise ConfigError("--world-size and --nproc-per-node: give numbers from 1.")
+    per_machine = min(per_machine or 8, given.world_size)
+    if given.world_size % per_machine:
+        raise ConfigError(
+            f"--world-size {given.world_size} cannot be divided into machines of {per_machine} processes: "
+            "give --nproc-per-node."
+        )
+    return per_machine
+
+
+# -- the checks --------------------------------------------------------------------------------------------------------
+
+
+def _checks(
+    given: argparse.Namespace, configuration: Configuration, accelerator: str, per_machine: int
+) -> Iterator[Verdict]:
+    from trainer.config_check import built
+    from trainer.errors import ConfigError
+    from trainer.precision import resolve_precision
+    from trainer.strategies import needed_device, resolve_strategy
+
+    yield from (Verdict("OK", "note", note) for note in configuration.notes)
+    world = given.world_size
+    arguments = configuration.trainer
+    try:
+        wanted = built(arguments.pop("strategy", "auto"))
+        needed = needed_device(wanted) if accelerator == "auto" else None
+        device_type = needed or DEVICES.get(accelerator, accelerator)
+        strategy, why = resolve_strategy(wanted, world, device_type)
+        precision = resolve_precision(arguments.get("precision", "32-true"))
+    except (ConfigError, ValueError) as error:
+        yield Verdict("FAIL", "strategy", str(error))
+        return
+    strategy.rank, strategy.world_size = 0, world
+    problems = strategy.problems(precision, device_type, world)
+    yield from (Verdict("FAIL", "strategy", problem) for problem in problems)
+    machines = world // per_machine
+    place = f"{machines} machine{'s' if machines > 1 else ''} x {per_machine} processes on {device_type}"
+    yield Verdict("OK", "processes", f"{world}: {place}")
+    if not problems:
+        yield Verdict("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
+        yield from _layout(configuration, strategy, world, per_machine)
+    trainer = None
+    try:
+        trainer = _trainer(configuration)
+    except (ConfigError, ValueError) as error:
+        yield Verdict("FAIL", "trainer", str(error))
+    if trainer is not None:
+        trainer.strategy = strategy
+        yield from _data(configuration, trainer) if not given.no_data else ()
+    yield from _memory(given, configuration, strategy, per_machine)
+
+
+def _trainer(configuration: Configuration) -> Trainer:
+    """The trainer of this process: with all of the configuration but where it runs."""
+    from trainer.config_check import built
+    from trainer.trainer import Trainer
+
+    arguments = {name: built(value) for name, value in configuration.trainer.items()}
+    # What this machine has says nothing of the others.
+    here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "compile": False}
+    return Trainer(**{**arguments, **here})
+
+
+def _layout(configuration: Configuration, strategy: Strategy, world: int, per_machine: int) -> Iterator[Verdict]:
+    """What the strategy does with the module among so many processes."""
+    from trainer.cli.estimate_module import build_without_memory
+    from trainer.errors import ConfigError
+    from trainer.precision import resolve_precision
+    from trainer.runtime.rehearsal import rehearsing
+
+    precision = resolve_precision(configuration.trainer.get("precision", "32-true"))
+    notes: list[str] = []
+    try:
+        module = build_without_memory(configuration.module, precision, notes)
+        with rehearsing(world, per_machine):
+            lines = strategy.rehearse(module, precision)
+    except ConfigError as error:
+        yield Verdict("FAIL", "layout", str(error))
+    # The user's constructor, or torch's wrapping of his module: whatever it raises.
+    except Exception as error:
+        yield Verdict("FAIL", "layout", f"{type(error).__name__}: {error}")
+    else:
+        yield from (Verdict("OK", "layout", line) for line in lines)
+    yield from (Verdict("OK", "module", note) for note in notes)
+
+
+def _data(configuration: Configuration, trainer: Trainer) -> Iterator[Verdict]:
+    """How the samples are divided into steps."""
+    from trainer.config_check import built
+    from trainer.errors import ConfigError
+    from trainer.loaders import make_feeds
+    from trainer.precision import default_dtype
+
+    try:
+        with default_dtype(trainer.precision.weights):
+            trainer.module = built(configuration.module) if configuration.data is None else _bare(configuration)
+        trainer.module.attach(trainer)
+        trainer.stage = "fit"
+        if configuration.data is not None:
+            trainer.datamodule = built(configuration.data)
+            trainer.datamodule.attach(trainer)
+            trainer.datamodule.setup("fit")
+        make_feeds(trainer, {"train": None, "val": None})
+    except ConfigError as error:
+        yield Verdict("FAIL", "data", str(error))
+        return
+    # The user's own code, on a machine that may not have the data.
+    except Exception as error:
+        found = f"it cannot be looked at here: {type(error).__name__}: {error}."
+        yield Verdict("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
+        return
+    assert trainer.train_feed is not None
+    yield from steps(trainer.train_feed, trainer.accumulate_grad_batches, trainer.world_size)
+    total = trainer.estimated_stepping_batches
+    yield Verdict("OK", "steps", "no end is given" if math.isinf(total) else f"{total:,} in all")
+
+
+def _bare(configuration: Configuration) -> Any:
+    """The module without memory, for what data modules and loaders ask of it."""
+    import torch
+
+    from trainer.config_check import built
+
+    try:
+        with torch.device("meta"):
+            return built(configuration.module)
+    except Exception:
+        return built(configuration.module)
+
+
+def steps(feed: Feed, window: int, world: int) -> Iterator[Verdict]:
+    """The global batch, and what the last step of an epoch has of it."""
+    size, samples, batches = feed.batch_size, feed.samples_per_epoch, feed.length
+    if size is None:
+        yield Verdict("WARN", "global batch", "not known: the loader does not tell its batch size.")
+        return
+    whole = size * window * world
+    words = f"{size} samples x {window} micro-batch{'es' if window > 1 else ''} x {world} processes = {whole:,} samples"
+    yield Verdict("OK", "global batch", words)
+    if samples is None or not batches:
+        yield Verdict("WARN", "epoch", "not known: the loader does not tell its length.")
+        return
+    number = math.ceil(batches / window)
+    last_window, last = batches - (number - 1) * window, samples - (number - 1) * whole
+    words = f"{samples:,} samples in {number:,} step{'s' if number > 1 else ''}"
+    if last == whole:
+        yield Verdict("OK", "epoch", f"{words}, all of them full")
+        return
+    words += f"; the last one has {last:,} of {whole:,} samples, in {last_window} of {window} micro-batches"
+    if number == 1:
+        fix = "Fewer processes, smaller micro-batches or a smaller window do the same with less."
+        yield Verdict("WARN", "epoch", f"{words}.", fix)
+    elif last * 2 < whole:
+        fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
+        yield Verdict("WARN", "epoch", f"{words}.", fix)
+    else:
+        yield Verdict("OK", "epoch", words)
+
+
+def _memory(
+    given: argparse.Namespace, configuration: Configuration, strategy: Strategy, per_machine: int
+) -> Iterator[Verdict]:
+    """What each process needs, by `trainer estimate`'s arithmetic."""
+    from trainer.cli.estimate_module import examine
+    from trainer.errors import ConfigError
+    from trainer.estimate import LAYOUTS, PRECISIONS, Setup, Transformer, activations, needed, possible
+    from trainer.precision import resolve_precision
+
+    precision = resolve_precision(configuration.trainer.get("precision", "32-true")).name
+    try:
+        found = examine(configuration, None)
+    except (ConfigError, ValueError) as error:
+        yield Verdict("FAIL", "memory", str(error))
+        return
+    setup = Setup(
+        processes=given.world_size,
+        numbers=PRECISIONS[precision],
+        states=found.states,
+        per_machine=per_machine,
+        window=configuration.trainer.get("accumulate_grad_batches", 1),
+        buffers=found.buffers,
+        block=found.block,
+        rest=found.rest,
+    )
+    kept, words = 0, "activations not counted"
+    if {"layers", "hidden", "sequence", "batch"} <= set(found.shape):
+        checkpointing = bool(configuration.trainer.get("activation_checkpointing"))
+        model = Transformer(**found.shape, dropout=False, whole_scores=False, checkpointing=checkpointing)
+        kept = activations(model, PRECISIONS[precision])
+        words = f"about {gib(kept)} of activations"
+    said = strategy.describe()
+    for layout in LAYOUTS:
+        if not possible(layout, precision) or not matches(layout.label, strategy.name, said):
+            continue
+        memory = needed(layout, found.weights, setup)
+        total = memory.device + memory.temporary + kept
+        text = f"{layout.label}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
+        text += f"; {gib(memory.host)} on the host" if memory.host else ""
+        if given.device_memory is not None and total > given.device_memory * 2**30:
+            fix = f"More processes, another strategy, or offloading: trainer estimate --devices {per_machine} ..."
+            yield Verdict("FAIL", "memory", f"{text}: more than {given.device_memory:g} GiB.", fix)
+        else:
+            yield Verdict("OK", "memory", text)
+    yield from (Verdict("OK", "module", note) for note in found.notes)
+
+
+def matches(label: str, name: str, described: str) -> bool:
+    """Whether a row of the estimate's table is that of a strategy of this name, with these options in words."""
+    words = re.findall(r"\w+", label)
+    if name not in words:
+        return False
+    modes = [word for word in words if word.isupper()]
+    return all(mode in described for mode in modes if mode != "ZeRO") and ("cpu_offload" in words) == (
+        "CPU offload" in described
+    )
