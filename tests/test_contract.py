@@ -272,10 +272,14 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     strategy, folder = request.param, tmp_path_factory.mktemp(request.param)
     if STRATEGIES[strategy].only_on is not None:
         pytest.skip(f"{strategy} is made for {STRATEGIES[strategy].only_on} devices: tests/xla, run by make test-xla")
+    return run_everything(strategy, folder)
+
+
+def run_everything(strategy: str, folder: Path, timeout: float = 120) -> Everything:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        first = run_distributed(first_process, PROCESSES[strategy], strategy, str(folder))
-        resumed = run_distributed(second_process, PROCESSES[strategy], strategy, str(folder))
+        first = run_distributed(first_process, PROCESSES[strategy], strategy, str(folder), timeout=timeout)
+        resumed = run_distributed(second_process, PROCESSES[strategy], strategy, str(folder), timeout=timeout)
     return Everything(strategy, resumed=resumed, **{key: [rank[key] for rank in first] for key in first[0]})
 
 

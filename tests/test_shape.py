@@ -38,7 +38,7 @@ MOST_LINES_OF_A_FILE = 400
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "event_file", "progress", "recompiles", "signatures", "tape"),
     (
-        *("advice", "blocks", "estimate", "hyperparameters", "log_arguments"),
+        *("advice", "blocks", "estimate", "hints", "hyperparameters", "log_arguments"),
         *("optimizers", "precision", "recording", "weights", "runtime", "runtime.*"),
     ),
     ("activation_checkpointing", "checkpoint", "checkpoint.*", "deferred_init"),
@@ -184,8 +184,8 @@ def test_type_checking_and_lower_floors_are_allowed() -> None:
 # -- strategies are asked, never told apart ----------------------------------------------------------------------------
 
 
-DEVICE_TYPES = {"xla"}
-"""Names of strategies that torch gives to a type of device, too."""
+OTHER_MEANINGS = {"xla", "deepspeed"}
+"""Names of strategies that are also a type of device, or a package."""
 
 
 def telling_apart(source: str) -> list[str]:
@@ -202,7 +202,7 @@ def telling_apart(source: str) -> list[str]:
             node.module in modules or classes & {imported.name for imported in node.names}
         ):
             found.append(f"line {node.lineno}: import of {node.module}")
-        elif isinstance(node, ast.Constant) and node.value in STRATEGIES and node.value not in DEVICE_TYPES:
+        elif isinstance(node, ast.Constant) and node.value in STRATEGIES and node.value not in OTHER_MEANINGS:
             found.append(f"line {node.lineno}: the name {node.value!r}")
     return found
 

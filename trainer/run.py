@@ -21,6 +21,7 @@ from trainer.checkpoint.run_state import read_run
 from trainer.compilation import start_compiling
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.hints import speed_hints
 from trainer.loaders import make_feeds
 from trainer.metrics import MetricLog
 from trainer.module import TrainModule
@@ -300,6 +301,9 @@ def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> Non
     check_parameters(optimizers, module, shared=not module.automatic_optimization)
     if trainer.settings.max_epochs is None and trainer.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)
+    assert trainer.train_feed is not None
+    for hint in speed_hints(strategy.device, trainer.train_feed.pinned, optimizers):
+        log.info("faster: %s", hint)
     clip_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
     trainer.optimizers = strategy.setup_optimizers(optimizers, clip_norm)
     trainer.clips = settings.gradient_clip_val is not None or module.overrides("configure_gradient_clipping")

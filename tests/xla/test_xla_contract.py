@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests import test_contract as contract
-from tests.harness import run_distributed
 from tests.test_contract import (  # noqa: F401
     Everything,
     test_a_break_at_any_step_changes_nothing,
@@ -26,14 +25,9 @@ TIMEOUT = 900.0
 
 @pytest.fixture(scope="module", params=["xla", "xla_fsdp"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Everything:
-    """As in the suite itself: two starts of a process, what is resumed is resumed in a new one."""
-    strategy, folder = request.param, tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
         patch.delenv("XLA_USE_SPMD", raising=False)  # The new processes switch it on themselves.
-        first = run_distributed(contract.first_process, 1, strategy, str(folder), timeout=TIMEOUT)
-        resumed = run_distributed(contract.second_process, 1, strategy, str(folder), timeout=TIMEOUT)
-    return Everything(resumed=resumed, **{key: [rank[key] for rank in first] for key in first[0]})
+        return contract.run_everything(request.param, tmp_path_factory.mktemp(request.param), TIMEOUT)
 
 
 def test_every_test_of_the_suite_runs_here() -> None:

@@ -86,6 +86,8 @@ class Feed:
         """Samples of a full micro-batch on one process; None if unknown."""
         self.num_workers: int | None = loader.num_workers if isinstance(loader, DataLoader) else None
         """Processes that load batches; None: it is no DataLoader."""
+        self.pinned: bool | None = loader.pin_memory if isinstance(loader, DataLoader) else None
+        """Whether batches come in pinned memory; None: it is no DataLoader."""
         self.note: str | None = source.note
         """One line that the user should read at the start of the run, or None."""
         self.exact: bool = source.exact

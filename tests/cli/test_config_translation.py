@@ -1,0 +1,198 @@
+"""`trainer config --from`: other programs' files, with an account of every key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.accelerate_files import ACCELERATE, COMMON, DEEPSPEED
+from tests.cli.config_files import HERE, accepted, trainer_section
+from tests.cli.project import Command
+from trainer.cli.config_translation import translate
+from trainer.precision import resolve_precision
+from trainer.strategies import STRATEGIES
+
+FILES = {**ACCELERATE, **DEEPSPEED}
+
+
+@pytest.fixture
+def foreign(project: Path) -> Path:
+    """A folder with all of them."""
+    for name, text in FILES.items():
+        (project / name).write_text(text)
+    return project
+
+
+def keys_of(name: str) -> set[str]:
+    """Every key, with the sections before it."""
+    data = yaml.safe_load(FILES[name])
+    inner = {
+        f"{key}.{child}": value
+        for key, section in data.items()
+        if isinstance(section, dict)
+        for child, value in section.items()
+    }
+    nested = {f"{key}.{child}" for key, section in inner.items() if isinstance(section, dict) for child in section}
+    plain = {key for key, value in {**data, **inner}.items() if not isinstance(value, dict)}
+    return plain | nested
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_key_is_dropped_and_fit_takes_the_result(command: Command, foreign: Path, name: str) -> None:
+    code, out, err = command("config", "--from", name)
+    assert (code, err) == (0, "")
+    assert {row.key for row in translate(name).rows} >= keys_of(name)
+    for key in keys_of(name):
+        assert f"  {key}: " in out
+    accepted(command, "run.yaml", HERE)
+
+
+def report_of(command: Command, name: str) -> dict[str, str]:
+    """The words about each key."""
+    assert command("config", "--from", name, "--force")[0] == 0
+    return {row.key: f"{row.kind}: {row.words}" for row in translate(name).rows}
+
+
+def test_two_machines(command: Command, foreign: Path) -> None:
+    told = report_of(command, "gpus.yaml")
+    section = trainer_section("run.yaml")
+    assert (section["devices"], section["num_nodes"], section["strategy"]) == (4, 2, "ddp")
+    assert "devices: 4 on each machine (8 is the total of 2)" in told["num_processes"]
+    assert "--rdzv 10.0.0.1:29500" in told["main_process_ip"]
+    line = "trainer launch --nnodes 2 --nproc-per-node 4 --rdzv 10.0.0.1:29500 trainer fit --config run.yaml"
+    assert line in Path("run.yaml").read_text()
+
+
+def test_fsdp(command: Command, foreign: Path) -> None:
+    told = report_of(command, "fsdp.yaml")
+    section = trainer_section("run.yaml")
+    assert section["strategy"] == {
+        "class_path": "fsdp",
+        "init_args": {"cpu_offload": True, "auto_wrap_policy": ["LlamaDecoderLayer"]},
+    }
+    assert section["activation_checkpointing"] == "auto"
+    assert section["compile"] == {"blocks": True}
+    assert "--node-rank 1" in told["machine_rank"]
+    assert told["fsdp_config.fsdp_state_dict_type"].startswith("not needed")
+
+
+def test_the_plugin_of_deepspeed(command: Command, foreign: Path) -> None:
+    told = report_of(command, "plugin.yaml")
+    section = trainer_section("run.yaml")
+    assert section["strategy"]["class_path"] == "deepspeed_stage_3"
+    assert section["strategy"]["init_args"] == {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+    assert (section["accumulate_grad_batches"], section["gradient_clip_val"]) == (4, 1.0)
+    assert section["precision"] == "16-mixed"
+    assert "trainer launch" in told["deepspeed_config.deepspeed_multinode_launcher"]
+
+
+def test_a_json_named_in_the_yaml_is_read(command: Command, foreign: Path) -> None:
+    told = report_of(command, "with_json.yaml")
+    section = trainer_section("run.yaml")
+    assert section["strategy"]["class_path"] == "deepspeed_stage_2"
+    assert section["precision"] == "16-mixed"
+    assert "zero2.json: zero_optimization.overlap_comm" in told
+
+
+def test_what_cannot_be_done_is_said_with_what_to_do(command: Command, foreign: Path) -> None:
+    told = report_of(command, "fp8.yaml")
+    assert told["mixed_precision"].startswith("cannot be done here")
+    assert trainer_section("run.yaml")["precision"] == "bf16-mixed"
+    assert trainer_section("run.yaml")["devices"] == [0, 2]
+    told = report_of(command, "megatron.yaml")
+    assert told["megatron_lm_config.megatron_lm_tp_degree"].startswith("cannot be done here")
+    assert trainer_section("run.yaml")["activation_checkpointing"] == "auto"
+    told = report_of(command, "tpu.yaml")
+    assert "gcloud compute tpus tpu-vm ssh pod --zone us-central1-a" in told["tpu_name"]
+    assert trainer_section("run.yaml")["strategy"] == "xla"
+
+
+def test_hybrid_sharding(command: Command, foreign: Path) -> None:
+    report_of(command, "hybrid.yaml")
+    assert trainer_section("run.yaml")["strategy"] == {
+        "class_path": "fsdp",
+        "init_args": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": [2, 4]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("mixed_precison: bf16", "mixed_precison", "Did you mean 'mixed_precision'?"),
+        ("num_processes: 3\nnum_machines: 2", "num_processes", "cannot be divided by 2"),
+        ("gpu_ids: 0,1,2\nnum_processes: 2", "gpu_ids", "3 GPUs, 2 processes"),
+        ("distributed_type: MULTI_NPU", "distributed_type", "ddp is written"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_shardng_strategy: 1}", "fsdp_shardng_strategy", "Did you mean"),
+        ("fsdp_config: {fsdp_offload_params: true}", "fsdp_offload_params", "does not read it"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 7}", "zero_stage", "stage 2 is written"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {gradient_clipping: x}", "clipping", "a number above 0"),
+        ("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: x", "ec2_instance_type", "SageMaker"),
+    ],
+)
+def test_odd_values_are_told(command: Command, text: str, key: str, words: str) -> None:
+    lines = [line for line in COMMON.splitlines() if line.split(":")[0] not in text]
+    Path("odd.yaml").write_text("\n".join([*lines, text]) + "\n")
+    code, out, _ = command("config", "--from", "odd.yaml")
+    assert code == 0
+    row = next(row for row in translate("odd.yaml").rows if row.key.endswith(key))
+    assert words in row.words
+    assert key in out
+    accepted(command, "run.yaml", HERE)
+
+
+def test_no_shard_keeps_no_arguments_of_the_other_strategy(command: Command) -> None:
+    section = "fsdp_config: {fsdp_offload_params: true, fsdp_sharding_strategy: NO_SHARD}"
+    Path("no.yaml").write_text(f"{COMMON}{section}\ndistributed_type: FSDP\nnum_processes: 2\n")
+    assert command("config", "--from", "no.yaml")[0] == 0
+    assert trainer_section("run.yaml")["strategy"] == "ddp"
+    accepted(command, "run.yaml")
+
+
+def test_optimizer_and_schedule_go_into_the_module(command: Command) -> None:
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}},
+        "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 4,
+        "data_efficiency": {"enabled": True},
+    }
+    Path("ds.json").write_text(json.dumps(sections))
+    told = report_of(command, "ds.json")
+    assert "torch.optim.AdamW(self.parameters(), lr=3e-05, betas=[0.9, 0.95])" in told["optimizer"]
+    assert '"interval": "step"' in told["scheduler"]
+    assert "optimizer.params.weight_decay" in told
+    assert told["data_efficiency"].startswith("cannot be done here")
+    strategy = trainer_section("run.yaml")["strategy"]
+    assert strategy["init_args"] == {"config": {"train_micro_batch_size_per_gpu": 4}}
+
+
+@pytest.mark.slow
+def test_deepspeed_itself_takes_what_was_translated(command: Command, foreign: Path) -> None:
+    pytest.importorskip("deepspeed")
+    for name in (*DEEPSPEED, "plugin.yaml", "with_json.yaml"):
+        report_of(command, name)
+        section = trainer_section("run.yaml")
+        chosen = section["strategy"]
+        strategy = STRATEGIES[chosen["class_path"]](**chosen["init_args"])
+        assert strategy.problems(resolve_precision(section["precision"]), "cuda", 4) == [], name
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_fit_says_what_to_do_with_it(command: Command, foreign: Path, name: str) -> None:
+    code, _, err = command("fit", "--config", name, "--trainer.max_epochs", "1")
+    assert code == 2
+    kind = "a DeepSpeed" if name in DEEPSPEED else "an Accelerate"
+    assert err == (
+        f"error: {name}: this is {kind} configuration, not one of ours. "
+        f"Translate it with: trainer config --from {name}\n"
+    )
+
+
+def test_a_configuration_of_ours_is_not_translated(command: Command) -> None:
+    Path("ours.yaml").write_text("trainer: {precision: bf16}\n")
+    code, _, err = command("config", "--from", "ours.yaml")
+    assert code == 2
+    assert "goes to trainer fit --config as it is" in err
