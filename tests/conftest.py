@@ -7,6 +7,7 @@ import os
 # Before torch is imported. Tests run side by side, and their numbers must not depend on the number of cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ import torch
 from trainer.runtime.seed import isolated_rng, seed_everything
 
 torch.set_num_threads(1)
+
+# A shell starts what runs in the background with these ignored, and so would be the processes that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SLOW = (
     "callbacks/test_step_times.py",

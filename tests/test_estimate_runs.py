@@ -85,7 +85,8 @@ def nbytes(tensors: Iterable[Any]) -> int:
 def of_all_tensors() -> int:
     """The memory of every tensor of this process."""
     gc.collect()
-    return nbytes(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return nbytes(tensor for tensor in tensors if tensor.layout is torch.strided)
 
 
 class Weigh(Callback):

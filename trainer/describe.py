@@ -45,6 +45,14 @@ def describe(run: RunState) -> str:
     return "\n".join(lines)
 
 
+def start_line(run: RunState) -> str:
+    """What was chosen, in one line."""
+    plan = run.plan
+    processes = f"{plan.num_processes} process{'' if plan.num_processes == 1 else 'es'}"
+    device = f"{plan.device_type} ({plan.reasons['device']})"
+    return f"{run.stage}: {device}, {processes}, strategy {plan.strategy.describe()}, precision {plan.precision.name}"
+
+
 def _moments(run: RunState, indent: str, hooks: tuple[str, ...]) -> list[str]:
     """A line for each moment that somebody uses."""
     assert set(hooks) <= set(HOOKS)

@@ -20,6 +20,7 @@ from trainer.checkpoint.place import Place, place_of
 from trainer.checkpoint.run_state import read_run
 from trainer.compilation import start_compiling
 from trainer.data.datamodule import DataModule
+from trainer.describe import start_line
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.hints import speed_hints
 from trainer.loaders import make_feeds
@@ -34,6 +35,7 @@ from trainer.runtime.environment import detect_environment
 from trainer.runtime.failure import report_failure
 from trainer.runtime.launch import die_with_parent, launch_processes
 from trainer.runtime.meeting import Meeting
+from trainer.runtime.messages import show_messages
 from trainer.runtime.restart import FitRecord, agreed_exit, max_restarts
 from trainer.runtime.seed import derive_seed, seed_everything, set_deterministic
 from trainer.runtime.slurm import requeue
@@ -203,7 +205,7 @@ def _start_processes(trainer: Trainer) -> None:
     number, restarts = trainer.plan.num_processes, trainer.settings.max_restarts
     if detect_environment().source == "single process":
         if number > 1 or restarts:
-            launch_processes(number, restarts)
+            launch_processes(number, restarts, trainer.plan.device_type)
     elif restarts > max_restarts() and detect_environment().rank == 0:
         log.warning("max_restarts=%d has no effect here: give torchrun --max-restarts %d", restarts, restarts)
     die_with_parent()
@@ -214,6 +216,9 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     stage, module, strategy = trainer.stage, trainer.module, trainer.strategy
     assert stage is not None
     strategy.setup_environment(trainer.plan.device_type, trainer.precision)
+    show_messages(strategy.rank)
+    if strategy.rank == 0:
+        log.info("%s", start_line(trainer))
     trainer.undo_deterministic = set_deterministic(trainer.settings.deterministic, trainer.settings.benchmark)
     module.attach(trainer)
     if trainer.datamodule is not None:

@@ -1,0 +1,236 @@
+"""The strategy fsdp: what each process holds and sends, what is wrapped, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.compare import QUIET
+from tests.harness import run_distributed
+from trainer import Callback, ConfigError, Trainer, TrainModule
+from trainer.precision import PRECISIONS
+from trainer.strategies import STRATEGIES, DDPStrategy, FSDPStrategy
+
+WIDTH, BLOCKS, STEPS, WINDOW = 8, 3, 4, 3
+
+
+class Block(nn.Module):
+    """With a BatchNorm, whose weights have to stay float32 while everything else is gathered in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.norm(self.linear(x)))
+
+
+class Net(TrainModule):
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+            self.last = nn.Linear(WIDTH, 1)
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        loss = (self.last(x) - batch[1]).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class Scalar(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Bare(Net):
+    """Without any layer."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+        self.last = None  # type: ignore[assignment]
+        self.weight = nn.Parameter(torch.ones(WIDTH, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (batch[0] @ self.weight - batch[1]).square().mean()
+
+
+class Listening(logging.Handler):
+    """What the trainer logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is sent: "_allgather_base_", "_reduce_scatter_base_"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = str(function).partition(".")
+        if space == "c10d":
+            self.seen[name.split(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Counts(Callback):
+    """The collectives of the steps after the first one, and the bytes of weights that this process holds then."""
+
+    def __init__(self) -> None:
+        self.mode = Collectives()
+        self.held = 0
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step == 1:
+            self.mode.__enter__()
+        if trainer.global_step == STEPS:
+            self.mode.__exit__(None, None, None)
+            local = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
+            self.held = sum(p.untyped_storage().nbytes() for p in local)
+
+
+def train(strategy: Any, precision: str = "32-true", module: Net | None = None, rank: int = 0) -> Any:
+    x = torch.randn(2 * 4 * WINDOW * STEPS, WIDTH, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=4)
+    module, counts = module or Net(), Counts()
+    trainer = Trainer(
+        **QUIET,
+        strategy=strategy,
+        precision=precision,
+        devices=2,
+        accelerator="cpu",
+        seed=2,
+        max_epochs=1,
+        accumulate_grad_batches=WINDOW,
+        callbacks=[counts],
+    )
+    trainer.fit(module, loader)
+    statistics = [buffer.dtype for name, buffer in module.named_buffers() if "running" in name]
+    return [float(loss) for loss in module.losses], counts.mode.seen, counts.held, set(statistics), strategy.describe()
+
+
+def refused(strategy: FSDPStrategy, module: Net) -> str:
+    try:
+        train(strategy, module=module)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def on_each_process() -> dict[str, Any]:
+    logging.getLogger("trainer").addHandler(listening := Listening())
+    logging.getLogger("trainer").setLevel(logging.INFO)
+    found: dict[str, Any] = {
+        "once": train(FSDPStrategy()),
+        "always": train(FSDPStrategy(accumulate_unsharded=False)),
+        "kept gathered": train(FSDPStrategy("SHARD_GRAD_OP")),
+        "whole": train(FSDPStrategy(), module=Bare()),
+        "none chosen": refused(FSDPStrategy(auto_wrap_policy=lambda name, child: False), Net()),
+        "by name": train(FSDPStrategy(auto_wrap_policy=["Linear"])),
+        "bf16 fsdp": train(FSDPStrategy(), "bf16-mixed"),
+        "bf16 ddp": train(DDPStrategy(), "bf16-mixed"),
+        "scalar": refused(FSDPStrategy(), Scalar()),
+        "no such class": refused(FSDPStrategy(auto_wrap_policy=["Blok"]), Net()),
+    }
+    wrapped = Net()
+    fully_shard(wrapped.blocks[0])
+    assert isinstance(wrapped.blocks[0], FSDPModule)
+    found["wrapped"] = refused(FSDPStrategy(), wrapped)
+    found["said"] = listening.said
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_distributed(on_each_process, 2)[0]
+
+
+def test_each_process_holds_its_part(found: dict[str, Any]) -> None:
+    whole = sum(p.numel() * p.element_size() for p in Net().parameters())
+    last = 4 * (WIDTH + 1)  # of one row, which cannot be divided: rank 0 has it
+    assert found["once"][2] == (whole - last) // 2 + last
+
+
+def test_a_window_is_reduced_once_or_after_each_micro_batch(found: dict[str, Any]) -> None:
+    units = BLOCKS + 1
+    assert found["once"][1]["_reduce_scatter_base_"] == units * (STEPS - 1)
+    assert found["always"][1]["_reduce_scatter_base_"] == units * (STEPS - 1) * WINDOW
+    assert found["once"][0] == pytest.approx(found["always"][0], abs=1e-6)
+
+
+def test_blocks_are_gathered_again_for_their_backward_unless_kept(found: dict[str, Any]) -> None:
+    micro_batches = (STEPS - 1) * WINDOW
+    assert found["once"][1]["_allgather_base_"] == (2 * BLOCKS + 1) * micro_batches
+    assert found["kept gathered"][1]["_allgather_base_"] < found["once"][1]["_allgather_base_"]
+    assert found["kept gathered"][0] == pytest.approx(found["once"][0], abs=1e-6)
+
+
+def test_it_says_what_it_wraps(found: dict[str, Any]) -> None:
+    assert f"{BLOCKS} x Block" in found["once"][4]
+    assert any(f"{BLOCKS} x Block" in line for line in found["said"])
+    assert "Linear" in found["by name"][4]
+    assert any("no repeated blocks in Bare" in line and "auto_wrap_policy=" in line for line in found["said"])
+
+
+def test_statistics_of_a_batch_norm_stay_float32_and_the_losses_are_those_of_ddp(found: dict[str, Any]) -> None:
+    assert found["bf16 fsdp"][3] == {torch.float32}
+    assert found["bf16 fsdp"][0] == pytest.approx(found["bf16 ddp"][0], abs=2e-2)
+    assert found["bf16 fsdp"][0] != found["once"][0]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("scalar", "cannot divide parameters without a dimension: scale"),
+        ("no such class", "Did you mean 'Block'"),
+        ("none chosen", "returned False for every submodule"),
+        ("wrapped", "Net.blocks.0 is already wrapped by fully_shard"),
+    ],
+)
+def test_a_module_that_cannot_be_divided(found: dict[str, Any], case: str, words: str) -> None:
+    assert words in found[case]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device_mesh": (2, 2)}, "for sharding_strategy='HYBRID_SHARD' only"),
+        ({"device_mesh": (2, 3), "sharding_strategy": "HYBRID_SHARD"}, "is for 6 processes, but there are 4"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_told_before_the_start(options: dict[str, Any], words: str) -> None:
+    problems = STRATEGIES["fsdp"](**options).problems(PRECISIONS["32-true"], "cpu", 4)
+    assert words in " ".join(problems)
+
+
+def test_unknown_names_are_told() -> None:
+    with pytest.raises(ConfigError, match="FULL_SHARD"):
+        FSDPStrategy("FULL")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="bfloat16"):
+        FSDPStrategy(reduce_dtype="bf16")
