@@ -16,9 +16,11 @@ from trainer.checkpoint.shards import Loadable, Shard, whole
 from trainer.compilation import Compilation, compile_in_place
 from trainer.data.side_stream import mover
 from trainer.data.transfer import move_to
+from trainer.estimate import Layout
 from trainer.module import TrainModule
 from trainer.optimizer_state import state_by_name, state_by_position
 from trainer.precision import NOTHING, Precision
+from trainer.runtime.seed import seed_accelerator
 from trainer.weights import load_weights
 
 if TYPE_CHECKING:
@@ -94,6 +96,13 @@ class Strategy:
         """
         return []
 
+    def memory_layout(self) -> Layout | None:
+        """What is divided among the processes, and what is on the host, for an estimate of the memory that is needed.
+
+        None: there is no arithmetic for it.
+        """
+        return None
+
     # -- set-up --------------------------------------------------------------------------------------------------------
 
     def setup_environment(self, device_type: str, precision: Precision) -> None:
@@ -112,7 +121,9 @@ class Strategy:
             torch.cuda.set_device(device)
             return device
         if device_type == "tpu":
-            return torch.device("tpu", self.device_ids[self.local_rank] if self.device_ids else self.local_rank)
+            seed_accelerator()
+            # TorchTPU gives each process a chip by its local rank, and there it is the only one.
+            return torch.device("tpu", 0)
         return torch.device(device_type)
 
     def init_context(self, module: TrainModule, values_follow: bool) -> AbstractContextManager[Any]:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.errors import unknown
+from trainer.estimate import Layout
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.distributed import DistributedStrategy, StepAsForward, average_gradients, broadcast
@@ -134,6 +135,9 @@ class DDPStrategy(DistributedStrategy):
     def teardown(self) -> None:
         self.wrapped = None
         super().teardown()
+
+    def memory_layout(self) -> Layout:
+        return Layout(self.name)
 
     def describe(self) -> str:
         changed = [f"{name}={value}" for name, value in self.options.items() if value or name == "broadcast_buffers"]

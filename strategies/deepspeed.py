@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, raise_problems
+from trainer.estimate import Layout
 from trainer.module import TrainModule
 from trainer.optimizer_state import matching_groups
 from trainer.precision import Precision
@@ -24,9 +25,10 @@ from trainer.strategies.deepspeed_config import (
     Run,
     config_problems,
     hidden_size_of,
-    read_config,
+    memory_layout,
     resolve_config,
     write_config,
+    zero_of,
 )
 from trainer.strategies.deepspeed_engine import (
     LossScale,
@@ -100,7 +102,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(timeout_seconds)
         self.given = config
         self.given_stage = self.default_stage if stage is None else stage
-        stage_of_config = _zero_of(config).get("stage")
+        stage_of_config = zero_of(config).get("stage")
         self.stage: int = self.given_stage or (stage_of_config if isinstance(stage_of_config, int) else DEFAULT_STAGE)
         for_parameters = self.default_offload if self.stage == 3 else False
         self.offload_optimizer = self.default_offload if offload_optimizer is None else offload_optimizer
@@ -126,7 +128,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             ]
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:
-            problems += cpu_adam_problems(self.offload_optimizer or _zero_of(self.given).get("offload_optimizer"))
+            problems += cpu_adam_problems(self.offload_optimizer or zero_of(self.given).get("offload_optimizer"))
         if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
             problems += config_problems(self.given, self._run(precision, device_type, num_processes))
@@ -352,6 +354,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             cast_parameters(self.module, torch.float32)
             self.masters.let_go()
 
+    def memory_layout(self) -> Layout:
+        return memory_layout(self.stage, self.offload_optimizer, self.offload_parameters, zero_of(self.given))
+
     def describe(self) -> str:
         options = {"stage": self.stage, "offload_optimizer": self.offload_optimizer or None}
         options |= {"offload_parameters": self.offload_parameters or None, "cpu_adam": self.cpu_adam or None}
@@ -391,9 +396,3 @@ class DeepSpeedStage3OffloadStrategy(DeepSpeedStage3Strategy):
 
     name: ClassVar[str] = "deepspeed_stage_3_offload"
     default_offload: ClassVar[Offload] = "cpu"
-
-
-def _zero_of(config: Any) -> Mapping[str, Any]:
-    """The section of ZeRO, as far as it can be read; what is wrong with it is told by `problems`."""
-    zero = read_config(config)[0].get("zero_optimization")
-    return zero if isinstance(zero, Mapping) else {}

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.errors import raise_problems
+from trainer.estimate import Layout
 from trainer.precision import Precision
 from trainer.strategies.deepspeed_checks import AUTO, MODELS, default_of, key_problems, tool_problems, whole_problems
 from trainer.strategies.deepspeed_optimizer import optimizer_section, scheduler_problems
@@ -108,6 +109,32 @@ def read_config(given: str | Path | Mapping[str, Any] | None) -> tuple[dict[str,
     return _parse(text, str(given))
 
 
+def zero_of(given: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The section of ZeRO, as far as it can be read; what is wrong with it is told by `config_problems`."""
+    zero = read_config(given)[0].get("zero_optimization")
+    return zero if isinstance(zero, Mapping) else {}
+
+
+def memory_layout(stage: int, optimizer: Any, parameters: Any, zero: Mapping[str, Any]) -> Layout:
+    """What a stage divides, and what is on the host, by the strategy's arguments or by the JSON."""
+    given = {"optimizer": (optimizer, "offload_optimizer"), "weights": (parameters, "offload_param")}
+    offloaded = {name: _offloaded(device, zero.get(key)) for name, (device, key) in given.items()}
+    words = " and ".join(name for name, there in offloaded.items() if there)
+    return Layout(
+        f"ZeRO-{stage}{f' with {words} offloaded' if words else ''}",
+        weights=stage > 2,
+        gradients=stage > 1,
+        optimizer=stage > 0,
+        masters=True,
+        offload_weights=offloaded["weights"],
+        offload_optimizer=offloaded["optimizer"],
+    )
+
+
+def _offloaded(device: Any, section: Any) -> bool:
+    return (device or (section.get("device") if isinstance(section, Mapping) else section)) not in (None, False, "none")
+
+
 def hidden_size_of(module: nn.Module) -> int | None:
     """The width in the `config` of the outermost submodule that has one, as transformers' models do."""
     for part in module.modules():
@@ -165,8 +192,8 @@ class _Resolver:
         self.notes: list[str] = []
         if "bfloat16" in self.config:
             self.config.setdefault("bf16", self.config.pop("bfloat16"))
-        wrong = [name for name in ("zero_optimization", *MODELS) if not isinstance(self._section(name), dict)]
-        if wrong:
+        sections = [("zero_optimization", *inner) for inner in ((), ("offload_optimizer",), ("offload_param",))]
+        if not all(isinstance(self._section(*path), dict) for path in (*sections, *((name,) for name in MODELS))):
             return  # DeepSpeed's own check of the sections has told it.
         self._zero()
         self._precision()

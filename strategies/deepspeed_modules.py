@@ -38,7 +38,7 @@ def import_deepspeed(device_type: str) -> Any:
     """
     if find_spec("deepspeed") is None:
         raise MissingPackageError("deepspeed", "deepspeed", "strategy 'deepspeed'")
-    if device_type == "cpu":
+    if device_type == "cpu" or not torch.accelerator.is_available():  # a dry run for GPUs on a machine without
         os.environ["DS_ACCELERATOR"] = "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,12 +18,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from trainer.blocks import BlockPolicy, blocks_in_words, find_blocks
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.deferred_init import DeferredInit
 from trainer.errors import ConfigError, unknown
+from trainer.estimate import Layout
 from trainer.module import TrainModule
 from trainer.optimizer_state import state_by_name, state_by_position
 from trainer.precision import Precision
@@ -128,7 +131,7 @@ class FSDPStrategy(DistributedStrategy):
         ]
         if few:
             lines.append(
-                f"{few} of {len(tensors)} tensors have fewer rows than shards: some processes have none of them"
+                f"{few} of {len(tensors)} tensors: fewer rows than shards, some processes have nothing of them"
             )
         return lines
 
@@ -200,8 +203,12 @@ class FSDPStrategy(DistributedStrategy):
             reshard = self.sharding_strategy != "SHARD_GRAD_OP"
         blocks = find_blocks(module, self.auto_wrap_policy)
         self.wrapped_blocks = blocks_in_words(blocks)
+        norms = norms_with_statistics(module) if self.precision.autocast is not None else []
+        for norm in norms:
+            fully_shard(norm, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
         for block in blocks.values():
-            fully_shard(block, reshard_after_forward=reshard, **options)
+            if block not in norms:
+                fully_shard(block, reshard_after_forward=reshard, **options)
         # What is in no block stays gathered: its backward comes right after its forward.
         wrapped = fully_shard(StepAsForward(module), reshard_after_forward=False if blocks else reshard, **options)
         if blocks:
@@ -288,9 +295,32 @@ class FSDPStrategy(DistributedStrategy):
 
         optimizer.load_state_dict(state_by_position(self.module, optimizer, state, take))
 
+    def memory_layout(self) -> Layout:
+        hybrid = self.sharding_strategy == "HYBRID_SHARD"
+        return Layout(
+            f"{self.name} {self.sharding_strategy}{' with CPU offload' if self.cpu_offload else ''}",
+            weights=True,
+            gradients=True,
+            optimizer=True,
+            by_machine=hybrid,
+            shards=self.device_mesh[1] if hybrid and self.device_mesh else None,
+            keep_gathered=self.sharding_strategy == "SHARD_GRAD_OP",
+            offload_weights=self.cpu_offload,
+            offload_optimizer=self.cpu_offload,
+        )
+
     def describe(self) -> str:
         units = (
             f"units: {self.wrapped_blocks}, and the rest" if self.wrapped_blocks else "blocks are found at the start"
         )
         offload = ", CPU offload" if self.cpu_offload else ""
         return f"{self.name} ({self.sharding_strategy}{offload}; {units})"
+
+
+def norms_with_statistics(module: nn.Module) -> list[nn.Module]:
+    """The BatchNorms and their like with weights: torch computes them only with weights of the statistics' dtype."""
+    return [
+        child
+        for child in module.modules()
+        if isinstance(child, _NormBase) and child.running_mean is not None and child.weight is not None
+    ]

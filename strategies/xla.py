@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
@@ -17,11 +19,12 @@ from trainer.blocks import BlockPolicy, find_blocks
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import move_to
 from trainer.errors import ConfigError, raise_problems
+from trainer.estimate import Layout as MemoryLayout
 from trainer.module import TrainModule
 from trainer.optimizer_state import state_by_name
 from trainer.precision import NOTHING, Precision
 from trainer.runtime.environment import detect_environment
-from trainer.runtime.tpu import choose_tpu_stack, torch_xla_problem
+from trainer.runtime.tpu import torch_xla_problem
 from trainer.strategies.base import Strategy
 from trainer.strategies.xla_compiles import CompileWatch
 from trainer.strategies.xla_layout import Layout, Spec, copied_to_host, move_keeping_ties
@@ -103,6 +106,10 @@ class XlaStrategy(Strategy):
             problems.append(DEVICE_USED)
         return problems
 
+    def training_problems(self, module: TrainModule, window: int, clip_value: float | None, clip_by: str) -> list[str]:
+        # Again: something may have used a device since the trainer was made.
+        return [DEVICE_USED] if _device_was_used_without_spmd() else []
+
     def _how_started(self) -> str:
         source = detect_environment().source
         return "" if source == "single process" else f", and start one process ({source} started several)"
@@ -117,6 +124,7 @@ class XlaStrategy(Strategy):
         # Else a number that happens to be 0 or 1 (a learning rate, a bias correction) is built into the program, and
         # another one compiled when it changes.
         os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
+        _import_quietly()
         import torch_xla
         import torch_xla.runtime as xr
 
@@ -130,7 +138,6 @@ class XlaStrategy(Strategy):
         generator = torch.Generator()
         generator.set_state(torch.get_rng_state())
         torch_xla.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        log.info("%s: %d %s devices, %s", self.name, self.layout.devices, self.layout.kind, choose_tpu_stack()[1])
 
     def checkpoint_activations(self, module: TrainModule, policy: BlockPolicy) -> None:
         blocks = find_blocks(module, policy)
@@ -140,6 +147,9 @@ class XlaStrategy(Strategy):
             )
         self._undo += [recompute(block) for block in blocks.values()]
         self._recomputes = True
+
+    def memory_layout(self) -> MemoryLayout:
+        return MemoryLayout(self.name)
 
     def setup_module(self, module: TrainModule, for_training: bool) -> None:
         self.module = module
@@ -269,8 +279,9 @@ class XlaStrategy(Strategy):
     # -- what it is, in words ------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        devices = [f"{self.layout.devices} {self.layout.kind} devices"] if "layout" in vars(self) else []
-        options = devices + (["pad_last_batch"] if self.pad_last_batch else [])
+        options = ["pad_last_batch"] if self.pad_last_batch else []
+        if "layout" in vars(self):
+            options.insert(0, f"{self.layout.devices} {self.layout.kind} devices of torch_xla {version('torch_xla')}")
         return f"{self.name} ({', '.join(options)})" if options else self.name
 
 
@@ -298,6 +309,9 @@ class XlaFsdpStrategy(XlaStrategy):
         self.auto_wrap_policy = auto_wrap_policy
         self._divided: set[int] = set()
 
+    def memory_layout(self) -> MemoryLayout:
+        return MemoryLayout(self.name, weights=True, gradients=True, optimizer=True)
+
     def place_weights(self, module: TrainModule) -> None:
         """Divide the weights, and let the outputs of blocks lie as the batch does."""
         super().place_weights(module)
@@ -321,6 +335,14 @@ class XlaFsdpStrategy(XlaStrategy):
         if id(optimizer) not in self._divided:
             self._place_state(optimizer)
             self._divided.add(id(optimizer))
+
+
+def _import_quietly() -> None:
+    """Importing torch_xla sets up logging for the whole program, which is not its to do."""
+    root = logging.getLogger()
+    before = [*root.handlers]
+    import_module("torch_xla.debug.metrics")
+    root.handlers[:] = before
 
 
 def _device_was_used_without_spmd() -> bool:

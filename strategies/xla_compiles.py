@@ -85,8 +85,8 @@ class CompileWatch:
     def in_words(self) -> str:
         """One line, for the end of a run."""
         return (
-            f"{self.compiles} graphs compiled; after the warm-up {self.recompiles} steps were compiled again, and "
-            f"{self.elsewhere} graphs elsewhere"
+            f"{self.compiles} graphs compiled in this process; after the warm-up {self.recompiles} steps were compiled "
+            f"again, and {self.elsewhere} graphs elsewhere"
         )
 
 

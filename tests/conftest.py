@@ -29,6 +29,7 @@ SLOW = (
     "cli/test_doctor_verb.py",
     "examples/",
     "faults/",
+    "runtime/test_others_variables.py",
     "runtime/test_ray.py",
     "runtime/test_siblings.py",
     "runtime/test_stop.py",
@@ -57,6 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and there is none")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _not_in_the_repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where fixtures of a module run, which have no directory of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("session"))
+        yield
 
 
 @pytest.fixture(autouse=True)

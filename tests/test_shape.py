@@ -81,7 +81,7 @@ def files() -> dict[str, Path]:
     """The package's files by the name under which they are imported, without `trainer.`."""
     found = {}
     for path in sorted((ROOT / "trainer").rglob("*.py")):
-        if not {"strategies", "callbacks", "templates"} & set(path.relative_to(ROOT / "trainer").parts[:1]):
+        if not {"strategies", "callbacks", "project-templates"} & set(path.relative_to(ROOT / "trainer").parts[:1]):
             found[_dotted(path.relative_to(ROOT / "trainer"))] = path
     for folder in ("strategies", "callbacks"):
         for path in sorted((ROOT / folder).glob("*.py")):
@@ -338,11 +338,12 @@ def test_the_wheel_has_both_folders_under_the_package(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
+    assert "absent from the `packages` configuration" not in built.stdout + built.stderr
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {"trainer/" + _slashed(name, path) for name, path in FILES.items()}
-    templates = [path for path in (ROOT / "trainer" / "templates").rglob("*") if "__pycache__" not in path.parts]
-    expected |= {path.relative_to(ROOT).as_posix() for path in templates if path.is_file()}
+    templates = (ROOT / "trainer" / "project-templates").rglob("*")
+    expected |= {path.relative_to(ROOT).as_posix() for path in templates if path.suffix != ".pyc" and path.is_file()}
     assert names == expected | {"trainer/py.typed"}
 
 

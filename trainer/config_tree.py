@@ -191,6 +191,7 @@ def merge(below: Node, above: Node, findings: Findings, place: Place = ()) -> No
     if isinstance(below.value, list) and isinstance(above.value, dict) and all(map(is_index, above.value)):
         return _merge_elements(below, above, findings, place)
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
+        _note_left_out(below, above, findings, place)
         return above
     if holds_class(place) and _other_class(below, above):
         if "init_args" in below.value:
@@ -210,6 +211,19 @@ def merge(below: Node, above: Node, findings: Findings, place: Place = ()) -> No
             inside = place if key == "init_args" else (*place, key)
             merged[known] = merge(merged[known], child, findings, inside)
     return Node(merged, above.source if "class_path" in above.value else below.source)
+
+
+def _note_left_out(below: Node, above: Node, findings: Findings, place: Place) -> None:
+    """One file's list of classes takes the place of another's: easily done unawares, with callbacks."""
+    if above.source == COMMAND_LINE or not isinstance(below.value, list) or not isinstance(above.value, list):
+        return
+    named = (item.value.get("class_path") for item in below.value if isinstance(item.value, dict))
+    classes = [str(name.value) for name in named if name is not None]
+    if classes and below.plain() != above.plain():
+        findings.notes.append(
+            f"{above.source}: {dotted(place)} takes the place of the list at {below.source} "
+            f"({', '.join(classes)}), which is left out. Put all of them into one file."
+        )
 
 
 def _other_class(below: Node, above: Node) -> bool:

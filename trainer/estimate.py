@@ -119,6 +119,8 @@ class Layout:
     optimizer: bool = False
     by_machine: bool = False
     """Divide among the processes of one machine only."""
+    shards: int | None = None
+    """Divide among so many processes; None: among all, or those of one machine."""
     keep_gathered: bool = False
     """Weights stay gathered from the forward to the backward."""
     masters: bool = False
@@ -207,9 +209,8 @@ def _torch(
 ) -> Memory:
     """Weights, gradients and states in the stored precision; FSDP2 divides every tensor by its rows."""
     numbers, states = setup.numbers, setup.states
-    parts = (
-        1 if not layout.weights else (setup.per_machine or setup.processes) if layout.by_machine else setup.processes
-    )
+    among = setup.per_machine if layout.by_machine else None
+    parts = (layout.shards or among or setup.processes) if layout.weights else 1
     memory = Memory(layout.label)
     memory.weights = numbers.stored * _by_rows(weights, parts) + setup.buffers
     memory.gradients = numbers.stored * _by_rows(trainable, parts)

@@ -101,7 +101,7 @@ def _train_feed(trainer: Trainer, loader: Any) -> Feed:
 
 
 def _check_intervals(trainer: Trainer, feed: Feed) -> None:
-    interval, length = trainer.settings.val_check_interval, feed.length
+    interval, length = trainer.val_check_interval, feed.length
     if length is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
             f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not tell its "

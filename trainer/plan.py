@@ -19,6 +19,7 @@ from trainer.errors import ConfigError, raise_problems
 from trainer.precision import Precision, resolve_precision
 from trainer.runtime.devices import choose_accelerator, parse_devices
 from trainer.runtime.environment import detect_environment
+from trainer.runtime.tpu import sharing_problems
 from trainer.settings import Settings
 from trainer.strategies import Strategy, needed_device, resolve_strategy
 
@@ -65,6 +66,7 @@ def make_plan(settings: Settings) -> Plan:
             )
         devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
         num_nodes = environment.num_nodes
+        problems += sharing_problems(device_type, devices, environment.source)
         if environment.source == "Ray Train" and not Path(settings.default_root_dir).is_absolute():
             problems.append(
                 f"default_root_dir={str(settings.default_root_dir)!r} is relative, and each worker of Ray has a folder "

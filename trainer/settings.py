@@ -32,7 +32,7 @@ class Settings:
     """The arguments of `Trainer`, all by keyword."""
 
     accelerator: str = "auto"
-    """Kind of device: "cpu", "cuda" (or "gpu"), "mps", or "auto": the best there is."""
+    """Kind of device: "cpu", "cuda" (or "gpu"), "mps", "tpu", or "auto": the best there is."""
     devices: int | str | list[int] = "auto"
     """Devices on this machine: a number, -1 or "auto" for all GPUs (one process on CPU), or a list of GPU numbers."""
     num_nodes: int = 1

@@ -148,6 +148,11 @@ class RunState:
         return None if self.settings.max_steps == -1 else self.settings.max_steps
 
     @property
+    def val_check_interval(self) -> int | float:
+        """Batches (int) or share of an epoch (float) from validation to validation; a fast_dev_run ends with one."""
+        return 1.0 if self.settings.fast_dev_run else self.settings.val_check_interval
+
+    @property
     def num_training_batches(self) -> int | None:
         """Micro-batches of one epoch on this process; None: the loader does not tell."""
         return self.train_feed.length if self.train_feed is not None else None

@@ -362,7 +362,7 @@ class Trainer(RunState):
 
     def validation_due(self) -> bool:
         """Whether val_check_interval asks for validation after the window just done."""
-        batch, interval, length = self.progress.batch, self.settings.val_check_interval, self.num_training_batches
+        batch, interval, length = self.progress.batch, self.val_check_interval, self.num_training_batches
         if not self.val_feeds or batch == 0 or (interval == 1.0 and isinstance(interval, float)):
             return False
         if not self._epoch_may_validate():
@@ -373,11 +373,12 @@ class Trainer(RunState):
 
     def _epoch_validates(self) -> bool:
         """Whether validation is due at the end of this epoch."""
-        interval = self.settings.val_check_interval
+        interval = self.val_check_interval
         return bool(self.val_feeds) and isinstance(interval, float) and interval == 1.0 and self._epoch_may_validate()
 
     def _epoch_may_validate(self) -> bool:
-        return (self.progress.epoch + 1) % self.settings.check_val_every_n_epoch == 0
+        every = 1 if self.settings.fast_dev_run else self.settings.check_val_every_n_epoch
+        return (self.progress.epoch + 1) % every == 0
 
     def _step_schedulers(self, interval: str, count: int) -> None:
         for config in self.scheduler_configs:

@@ -135,3 +135,10 @@ def test_the_lock_is_given_back_however_a_run_ends(tmp_path: Path) -> None:
 def test_a_trial_locks_nothing(tmp_path: Path) -> None:
     quiet(fast_dev_run=True, default_root_dir=tmp_path).fit(Toy(), loader(2))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_validates_whatever_the_intervals(tmp_path: Path) -> None:
+    trainer = quiet(fast_dev_run=True, val_check_interval=250, check_val_every_n_epoch=3, default_root_dir=tmp_path)
+    trainer.fit(Toy(), loader(2), loader(2))
+    assert trainer.global_step == 1
+    assert "val_loss" in trainer.callback_metrics

@@ -39,6 +39,15 @@ def given(*overrides: str, files: tuple[str, ...] = ()) -> dict[str, object]:
     return arguments
 
 
+def test_a_list_of_callbacks_over_another_is_told(command: Command) -> None:
+    for name, callback in (("one.yaml", "LearningRateMonitor"), ("two.yaml", "ModelSummary")):
+        Path(name).write_text(f"module: mymodel.py:Net\ntrainer:\n  callbacks: [{callback}]\n")
+    told = "two.yaml:3: trainer.callbacks takes the place of the list at one.yaml:3 (LearningRateMonitor), which"
+    assert told in command("fit", "--config", "one.yaml", "two.yaml", "--print-config")[2]
+    for typed in (["one.yaml", "one.yaml"], ["one.yaml", "--trainer.callbacks", "[ModelSummary]"]):
+        assert "takes the place" not in command("fit", "--config", *typed, "--print-config")[2]
+
+
 # -- help ----------------------------------------------------------------------------------------------------------
 
 

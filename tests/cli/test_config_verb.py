@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,11 @@ from trainer.cli.config_answers import PRESETS
 def test_a_preset_is_accepted_by_fit(command: Command, name: str) -> None:
     code, out, err = command("config", "--preset", name)
     assert (code, err) == (0, "")
-    assert "trainer fit --config run.yaml module.yaml" in out
+    assert "use it with: trainer fit --config run.yaml module.yaml\n" in out
+    assert ("check it with: " in out) == (name != "tpu")
+    for line in re.findall(r"check it with: trainer (fit .*)\n", out):
+        Path("module.yaml").write_text(MODULE)
+        assert command(*line.split(), "--no-data")[0] == 0
     given, resolved = trainer_section("run.yaml"), accepted(command, "run.yaml", HERE)
     del resolved["default_root_dir"]
     assert {**resolved, "accelerator": given.get("accelerator", "auto")} == {"accelerator": "auto", **given}

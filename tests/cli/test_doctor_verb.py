@@ -39,6 +39,17 @@ def test_this_machine_is_well_and_one_step_of_the_real_module_runs(project: Path
     assert sorted(left) == before
 
 
+def test_processes_that_are_there_already_take_part_and_one_speaks(project: Path) -> None:
+    before = sorted(path.name for path in project.iterdir())
+    command = ("-m", "trainer", "launch", "--nproc-per-node", "2", "trainer", "doctor", "--devices", "7")
+    result = run_python(*command, cwd=project, timeout=300).check(0)
+    lines = [line for line in result.stdout.splitlines() if line.startswith(("OK", "WARN", "FAIL"))]
+    assert [line.split()[1] for line in lines].count("python") == 1
+    assert sum("collectives   2 processes on " in line and "right numbers" in line for line in lines) == 1
+    left = [path.name for path in project.iterdir() if not path.name.startswith(("__pycache__", "output-"))]
+    assert sorted(left) == before
+
+
 def test_a_module_that_fails_is_told_with_its_error(project: Path) -> None:
     broken = (project / "mymodel.py").read_text().replace("loss = self.layer(batch[0])", "loss = self.layr(batch[0])")
     (project / "broken.py").write_text(broken)
@@ -87,7 +98,7 @@ def test_small_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
     said = list(doctor_machine._limits())
     assert of(said, "/dev/shm").line() == (
-        "WARN  /dev/shm      0.1 GiB are free: DataLoader workers hand batches over in it; when it is full, 'Bus "
+        "WARN  /dev/shm      64 MiB are free: DataLoader workers hand batches over in it; when it is full, 'Bus "
         "error'. Start the container with --shm-size=8g or --ipc=host."
     )
     assert of(said, "open files").fix == "ulimit -n 4096"

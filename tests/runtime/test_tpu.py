@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness import ROOT, run_python
 from trainer import Trainer
 from trainer.errors import ConfigError
-from trainer.runtime.tpu import choose_tpu_stack, torch_xla_problem, tpu_is_there
+from trainer.runtime.tpu import ENVIRONMENT, choose_tpu_stack, torch_xla_problem, tpu_is_there
 from trainer.strategies import STRATEGIES
 
 WITHOUT_XLA = pytest.mark.skipif(torch_xla_problem() is None, reason="torch_xla is installed here")
@@ -33,6 +34,10 @@ def test_neither_is_installed() -> None:
     assert reason.startswith("torch_tpu is not installed, and torch_xla is not installed")
     assert "pip install torch==2.9.0 torch_xla==2.9.0" in reason
     assert not tpu_is_there()
+
+
+def test_the_environment_of_the_messages_is_that_of_the_docs() -> None:
+    assert ENVIRONMENT.replace(" && ", "\n") in (ROOT / "docs" / "tpu.md").read_text()
 
 
 @WITHOUT_XLA
@@ -86,3 +91,59 @@ def test_another_accelerator_is_refused(name: str) -> None:
     assert any("runs on torch_xla's devices, not on 'cpu'" in problem for problem in problems)
     problems = STRATEGIES[name]().problems(Trainer(accelerator="cpu").precision, "tpu", 1)
     assert any("use strategy='ddp' or 'fsdp'" in problem for problem in problems)
+
+
+ON_TPU = """
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+# As with TorchTPU, torch knows the device now. Nothing runs there.
+_setup_privateuseone_for_python_backend("tpu")
+touched = []
+torch.tpu.manual_seed_all = touched.append
+torch.tpu.device_count = lambda: 4
+from tests.compare import QUIET
+from trainer import Trainer
+from trainer.errors import ConfigError
+"""
+
+
+@WITHOUT_XLA
+def test_where_torch_knows_the_device_the_ordinary_strategies_take_it(tmp_path: Path) -> None:
+    about = tmp_path / "torch_tpu-0.2.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_tpu\nVersion: 0.2.0\n")
+    script = """
+for accelerator, strategy in [("tpu", "auto"), ("auto", "auto"), ("tpu", "fsdp")]:
+    plan = Trainer(accelerator=accelerator, strategy=strategy, seed=5, **QUIET).plan
+    print(plan.device_type, plan.num_processes, plan.strategy.name, plan.reasons["device"], sep="; ")
+print(touched)  # or the processes that are started could not have the chips
+strategy = Trainer(accelerator="tpu", devices=1, **QUIET).strategy
+strategy.local_rank = 3
+print(strategy.choose_device("tpu"), touched)
+try:
+    Trainer(accelerator="tpu", devices=[1, 2])
+except ConfigError as error:
+    print(error)
+"""
+    installed = f"import sys\nsys.path.append({str(tmp_path)!r})\n"
+    output = run_python(installed + ON_TPU + script).check().stdout
+    assert output.splitlines() == [
+        "tpu; 4; ddp; tpu: TorchTPU 0.2.0 has registered the device",
+        "tpu; 4; ddp; auto: TorchTPU 0.2.0 has registered the device",
+        "tpu; 4; fsdp; tpu: TorchTPU 0.2.0 has registered the device",
+        "[]",
+        "tpu:0 [5]",
+        "devices=[1, 2]: TorchTPU chooses the chips. Say how many, such as 2.",
+    ]
+
+
+@WITHOUT_XLA
+def test_processes_that_share_no_chips_are_told_how_to() -> None:
+    place = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    env = {name: str(value) for name, value in place.items()}
+    script = ON_TPU + "Trainer(accelerator='tpu', **QUIET); print('made')"
+    result = run_python(script, env=env)
+    assert "torchrun started 4 processes, to which TorchTPU has given no chips" in result.stderr
+    assert "python -m torch.tpu.distributed" in result.stderr
+    env["TORCH_TPU_SLICEBUILDER_ADDRESSES"] = "localhost:1,localhost:2,localhost:3,localhost:4"
+    assert run_python(script, env=env).check().stdout == "made\n"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
 from examples.gpt.module import GPT
 from tests.harness import ROOT, run_python
 
-FIT = ("-m", "trainer", "fit", "--config", "examples/gpt/xla.yaml")
+PAGE = (ROOT / "docs" / "tpu.md").read_text()
+
 SMALLER = (
     *("--module.layers", "2", "--module.width", "32", "--module.context", "16", "--module.warmup_steps", "5"),
     *("--data.context", "16", "--data.val_pieces", "64", "--trainer.val_check_interval", "20"),
@@ -17,9 +19,12 @@ SMALLER = (
 
 
 def fit(folder: Path, steps: int, *more: str) -> list[dict[str, Any]]:
-    """Train in `folder`; returns the rows of the log."""
+    """Train in `folder` with the command of the docs; returns the rows of the log."""
+    (line,) = re.findall(r"^(.*)\.venv-xla/bin/trainer (fit .*)$", PAGE, flags=re.MULTILINE)
+    variables = dict(word.split("=") for word in line[0].split())
     (folder / "examples").exists() or (folder / "examples").symlink_to(ROOT / "examples")
-    run_python(*FIT, *SMALLER, "--trainer.max_steps", str(steps), *more, cwd=folder, timeout=600).check()
+    words = ["-m", "trainer", *line[1].split(), *SMALLER, "--trainer.max_steps", str(steps), *more]
+    run_python(*words, cwd=folder, env=variables, timeout=600).check()
     with open(next(folder.glob("runs/gpt-xla/*/metrics.csv"))) as file:
         return list(csv.DictReader(file))
 

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from tests.compare import QUIET
-from tests.harness import run_python
+from tests.harness import ROOT, run_python
 from tests.strategy_models import MLP
 from trainer import Trainer
 from trainer.errors import ConfigError
@@ -26,7 +26,7 @@ from tests.strategy_models import MLP
 from torch.utils.data import DataLoader
 from trainer import Trainer
 try:
-    Trainer(strategy="xla", max_steps=2, **QUIET).fit(MLP(), DataLoader(MLP.data(16), 8))
+    Trainer({how}, max_steps=2, **QUIET).fit(MLP(), DataLoader(MLP.data(16), 8))
 except Exception as error:
     print(type(error).__name__, error)
 else:
@@ -47,9 +47,37 @@ else:
     ],
 )
 def test_what_ran_before(before: str, said: str) -> None:
-    output = run_python(FIT.format(before=before), timeout=300).check().stdout
-    assert said in output
-    assert ("ConfigError" in output) == (said != "trained")
+    how = 'strategy="xla"' if before else 'accelerator="tpu"'
+    result = run_python(FIT.format(before=before, how=how), timeout=300).check()
+    assert said in result.stdout
+    assert ("ConfigError" in result.stdout) == (said != "trained")
+    if not before:  # else torch_xla itself has set up logging
+        (start,) = [line for line in result.stderr.splitlines() if line.startswith("fit: ")]
+        assert "xla (tpu: torch_xla 2.9.0, because torch_tpu is not installed)" in start
+        assert start in " ".join((ROOT / "docs" / "tpu.md").read_text().split())
+
+
+AFTER = """
+import os
+os.environ.pop("XLA_USE_SPMD", None)
+import torch, torch_xla
+from tests.compare import QUIET
+from tests.strategy_models import MLP
+from trainer import Trainer
+trainer = Trainer(strategy="xla", max_steps=2, **QUIET)
+torch.ones(1, device=torch_xla.device())
+try:
+    trainer.fit(MLP(), ckpt_path="nowhere")
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_device_used_after_the_trainer_was_made_is_told_with_all_that_is_wrong() -> None:
+    output = run_python(AFTER, timeout=300).check().stdout
+    assert "ConfigError" in output
+    assert "a device of torch_xla was used before the run" in output
+    assert "ckpt_path='nowhere' does not exist" in output
 
 
 @pytest.mark.parametrize("name", ["xla", "xla_fsdp"])
@@ -91,10 +119,7 @@ def test_float16_is_refused(precision: str) -> None:
 
 class Fused(MLP):
     def configure_optimizers(self) -> Any:
-        # torch itself checks only that the parameters are on a device that it knows.
-        optimizer = AdamW(self.parameters())
-        optimizer.param_groups[0]["fused"] = True
-        return optimizer
+        return AdamW(self.parameters(), fused=True)
 
 
 @pytest.mark.parametrize("strategy", [XlaStrategy(), XlaFsdpStrategy()])

@@ -98,7 +98,7 @@ def train(strategy: str, kind: str, accumulate: int, clip: float | None) -> dict
     }
 
 
-CASES = [("mlp", 1, None), ("mlp", 2, 0.3), ("gpt", 1, None), ("gpt", 2, 0.3)]
+CASES = [("mlp", 1, None), ("mlp", 2, None), ("mlp", 2, 0.3), ("gpt", 2, 0.3)]
 on_cpu: dict[Any, dict[str, Any]] = {}
 
 

@@ -70,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = ErrorParser(
         prog="trainer checkpoint",
         description="Look into checkpoints, without the code that wrote them.",
+        epilog=f"examples:\n{''.join(EXAMPLES[verb].splitlines(keepends=True)[0] for verb in VERBS)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=ErrorParser)

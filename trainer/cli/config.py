@@ -87,7 +87,7 @@ def _write(options: argparse.Namespace) -> int:
     start = launch_line(_fit(file), answers.machines, answers.devices)
     _put(draft_of(answers).text([f"Written by {by}: where and how to train.", *_how(start)]), options)
     if options.output != "-":
-        print(f"\nwritten: {options.output}\n{_next(answers, start)}")
+        print(f"\nwritten: {options.output}\n{_next(answers, start, _fit(file))}")
     return 0
 
 
@@ -126,9 +126,12 @@ def _how(start: str) -> list[str]:
     ]
 
 
-def _next(answers: Answers, start: str) -> str:
+def _next(answers: Answers, start: str, fit: str) -> str:
     where = "start it on each machine with" if answers.machines > 1 else "use it with"
-    return f"{where}: {start}\ncheck it with:  trainer fit --config ... --print-config"
+    if answers.machine == "tpu":  # the one program for all its cores can be tried there only
+        return f"{where}: {start}\ntry it there:  {fit.replace(' fit ', ' doctor ', 1)}"
+    number = "" if isinstance(answers.devices, int) else f" --world-size {8 * answers.machines}"
+    return f"{where}: {start}\ncheck it with: {fit} --dry-run{number}"
 
 
 def _put(text: str, options: argparse.Namespace) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,32 +26,35 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... -m trainer doctor    between all processes of two machines
   trainer doctor --json                                   for programs
 """
-ONE_STEP = ("fast_dev_run=true", "overfit_batches=0", "val_check_interval=1.0", "max_restarts=0")
+ONE_STEP = ("fast_dev_run=true", "overfit_batches=0", "max_restarts=0")
 
 
 def run(arguments: list[str]) -> int:
     """Print what was found. Returns the exit code: 1 when something fails, 2 for a wrong configuration."""
     from trainer.errors import ConfigError
+    from trainer.runtime.environment import detect_environment
 
     parser = _parser()
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help(), end="")
         return 0
-    try:
-        given, overrides = _options(parser, arguments)
-        configuration = _configuration(given, overrides)
-    except ConfigError as error:
-        return refuse(str(error))
     verdicts = []
-    # Of several processes the first one speaks, the others only where something is wrong with them.
-    rank = os.environ.get("RANK", "0")
-    for verdict in _checks(given, configuration, arguments):
-        verdicts.append(verdict)
-        if not given.json and rank == "0":
-            print(verdict.line(), flush=True)
-        elif not given.json and verdict.status != "OK":
-            print(f"rank {rank}: {verdict.line()}", flush=True)
-    if rank == "0":
+    # JSON stands alone on stdout, whatever the user's files print.
+    with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
+        try:
+            given, overrides = _options(parser, arguments)
+            configuration = _configuration(given, overrides)
+            place = detect_environment()
+        except ConfigError as error:
+            return refuse(str(error))
+        for verdict in _checks(given, configuration, arguments, place.local_rank == 0):
+            verdicts.append(verdict)
+            # Of several processes the first one speaks, the others only where something is wrong with them.
+            if not given.json and place.rank == 0:
+                print(verdict.line(), flush=True)
+            elif not given.json and verdict.status != "OK":
+                print(f"rank {place.rank}: {verdict.line()}", flush=True)
+    if place.rank == 0:
         print(as_json(verdicts) if given.json else f"\n{summary(verdicts)}", flush=True)
     return int(failed(verdicts))
 
@@ -106,15 +109,19 @@ def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]]) 
     return load(given.config, overrides)
 
 
-def _checks(given: argparse.Namespace, configuration: Configuration | None, arguments: list[str]) -> Iterator[Verdict]:
+def _checks(
+    given: argparse.Namespace, configuration: Configuration | None, arguments: list[str], first_here: bool
+) -> Iterator[Verdict]:
+    """`first_here`: of the processes of a machine, one looks at it."""
     from trainer.cli.doctor_disk import disk
     from trainer.cli.doctor_machine import machine
     from trainer.cli.doctor_ranks import collectives
     from trainer.settings import Settings
 
-    yield from machine()
-    root = given.root or (configuration.trainer.get("default_root_dir") if configuration is not None else None)
-    yield from disk(Path(root or Settings.default_root_dir).expanduser())
+    if first_here:
+        yield from machine()
+        root = given.root or (configuration.trainer.get("default_root_dir") if configuration is not None else None)
+        yield from disk(Path(root or Settings.default_root_dir).expanduser())
     yield collectives(given.devices)
     if configuration is not None:
         yield _one_step(arguments, given)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
-import re
+import shlex
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.main import refuse
@@ -37,16 +40,18 @@ def run(arguments: list[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help(), end="")
         return 0
-    try:
-        given, configuration, accelerator = _read(parser, arguments)
-        per_machine = _per_machine(given, configuration)
-    except ConfigError as error:
-        return refuse(str(error))
     verdicts = []
-    for verdict in _checks(given, configuration, accelerator, per_machine):
-        verdicts.append(verdict)
-        if not given.json:
-            print(verdict.line(), flush=True)
+    # JSON stands alone on stdout, whatever the user's files and DeepSpeed print.
+    with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
+        try:
+            given, configuration, accelerator = _read(parser, arguments)
+            per_machine = _per_machine(given, configuration)
+        except ConfigError as error:
+            return refuse(str(error))
+        for verdict in _checks(given, configuration, accelerator, per_machine):
+            verdicts.append(verdict)
+            if not given.json:
+                print(verdict.line(), flush=True)
     print(as_json(verdicts) if given.json else f"\n{summary(verdicts)}; nothing was started, nothing written")
     return int(failed(verdicts))
 
@@ -55,9 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = ErrorParser(
         prog="trainer fit --dry-run",
         usage="trainer fit --config FILE [FILE ...] --dry-run [OPTIONS]",
-        description="Check a training on many processes on this machine: the configuration, the split of the data, the "
-        "strategy's layout, the memory of each process. Starts nothing and writes nothing. The data module's setup is "
-        "called, prepare_data is not.",
+        description="Check a training on many processes on this machine: the configuration, the split of the data,\n"
+        "the strategy's layout, the memory of each process. Starts nothing and writes nothing.\n"
+        "The data module's setup is called, prepare_data is not.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -87,6 +92,7 @@ def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argpar
         options = [option for action in parser._actions for option in action.option_strings]
         word = rest[0].partition("=")[0]
         raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See trainer fit --dry-run --help.")
+    given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
     if not given.config and not overrides:
         raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")
     from trainer.config import load
@@ -127,8 +133,9 @@ def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int
     per_machine = min(per_machine or 8, given.world_size)
     if given.world_size % per_machine:
         raise ConfigError(
-            f"--world-size {given.world_size} cannot be divided into machines of {per_machine} processes: "
-            "give --nproc-per-node."
+            f"--world-size {given.world_size} cannot be divided into machines of {per_machine} processes. Give "
+            f"--nproc-per-node {math.gcd(given.world_size, per_machine)}, or --world-size "
+            f"{math.ceil(given.world_size / per_machine) * per_machine}."
         )
     return per_machine
 
@@ -149,7 +156,7 @@ def _checks(
     arguments = configuration.trainer
     try:
         wanted = built(arguments.pop("strategy", "auto"))
-        needed = needed_device(wanted) if accelerator == "auto" else None
+        needed = needed_device(wanted) if accelerator in ("auto", "tpu") else None
         device_type = needed or DEVICES.get(accelerator, accelerator)
         strategy, why = resolve_strategy(wanted, world, device_type)
         precision = resolve_precision(arguments.get("precision", "32-true"))
@@ -162,17 +169,16 @@ def _checks(
     machines = world // per_machine
     place = f"{machines} machine{'s' if machines > 1 else ''} x {per_machine} processes on {device_type}"
     yield Verdict("OK", "processes", f"{world}: {place}")
-    if not problems:
-        yield Verdict("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
-        yield from _layout(configuration, strategy, world, per_machine)
-    trainer = None
     try:
         trainer = _trainer(configuration)
     except (ConfigError, ValueError) as error:
         yield Verdict("FAIL", "trainer", str(error))
-    if trainer is not None:
-        trainer.strategy = strategy
-        yield from _data(configuration, trainer) if not given.no_data else ()
+        return
+    trainer.strategy = strategy
+    if not problems:
+        yield Verdict("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
+        yield from _layout(configuration, trainer, world, per_machine)
+    yield from _data(configuration, trainer, look=not given.no_data)
     yield from _memory(given, configuration, strategy, per_machine)
 
 
@@ -187,7 +193,7 @@ def _trainer(configuration: Configuration) -> Trainer:
     return Trainer(**{**arguments, **here})
 
 
-def _layout(configuration: Configuration, strategy: Strategy, world: int, per_machine: int) -> Iterator[Verdict]:
+def _layout(configuration: Configuration, trainer: Trainer, world: int, per_machine: int) -> Iterator[Verdict]:
     """What the strategy does with the module among so many processes."""
     from trainer.cli.estimate_module import build_without_memory
     from trainer.errors import ConfigError
@@ -198,8 +204,10 @@ def _layout(configuration: Configuration, strategy: Strategy, world: int, per_ma
     notes: list[str] = []
     try:
         module = build_without_memory(configuration.module, precision, notes)
+        if trainer.settings.activation_checkpointing is not None:
+            trainer.strategy.checkpoint_activations(module, trainer.settings.activation_checkpointing)
         with rehearsing(world, per_machine):
-            lines = strategy.rehearse(module, precision)
+            lines = trainer.strategy.rehearse(module, precision)
     except ConfigError as error:
         yield Verdict("FAIL", "layout", str(error))
     # The user's constructor, or torch's wrapping of his module: whatever it raises.
@@ -210,25 +218,31 @@ def _layout(configuration: Configuration, strategy: Strategy, world: int, per_ma
     yield from (Verdict("OK", "module", note) for note in notes)
 
 
-def _data(configuration: Configuration, trainer: Trainer) -> Iterator[Verdict]:
-    """How the samples are divided into steps."""
+def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterator[Verdict]:
+    """What `fit` refuses; and, if `look`, how the samples are divided into steps."""
     from trainer.config_check import built
     from trainer.errors import ConfigError
     from trainer.loaders import make_feeds
     from trainer.precision import default_dtype
+    from trainer.run import check
 
+    subject = "module"
     try:
         with default_dtype(trainer.precision.weights):
             trainer.module = built(configuration.module) if configuration.data is None else _bare(configuration)
+        trainer.datamodule = built(configuration.data) if look and configuration.data is not None else None
+        check(trainer, "fit", trainer.module, {}, trainer.datamodule, None)
+        if not look:
+            return
+        subject = "data"
         trainer.module.attach(trainer)
         trainer.stage = "fit"
-        if configuration.data is not None:
-            trainer.datamodule = built(configuration.data)
+        if trainer.datamodule is not None:
             trainer.datamodule.attach(trainer)
             trainer.datamodule.setup("fit")
         make_feeds(trainer, {"train": None, "val": None})
     except ConfigError as error:
-        yield Verdict("FAIL", "data", str(error))
+        yield Verdict("FAIL", subject, str(error))
         return
     # The user's own code, on a machine that may not have the data.
     except Exception as error:
@@ -289,10 +303,14 @@ def _memory(
     """What each process needs, by `trainer estimate`'s arithmetic."""
     from trainer.cli.estimate_module import examine
     from trainer.errors import ConfigError
-    from trainer.estimate import LAYOUTS, PRECISIONS, Setup, Transformer, activations, needed, possible
+    from trainer.estimate import PRECISIONS, Setup, Transformer, activations, needed, possible
     from trainer.precision import resolve_precision
 
     precision = resolve_precision(configuration.trainer.get("precision", "32-true")).name
+    layout = strategy.memory_layout()
+    if layout is None or not possible(layout, precision):
+        yield Verdict("WARN", "memory", f"there is no arithmetic for {strategy.name}.", "Try it on one machine.")
+        return
     try:
         found = examine(configuration, None)
     except (ConfigError, ValueError) as error:
@@ -314,28 +332,15 @@ def _memory(
         model = Transformer(**found.shape, dropout=False, whole_scores=False, checkpointing=checkpointing)
         kept = activations(model, PRECISIONS[precision])
         words = f"about {gib(kept)} of activations"
-    said = strategy.describe()
-    for layout in LAYOUTS:
-        if not possible(layout, precision) or not matches(layout.label, strategy.name, said):
-            continue
-        memory = needed(layout, found.weights, setup)
-        total = memory.device + memory.temporary + kept
-        text = f"{layout.label}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
-        text += f"; {gib(memory.host)} on the host" if memory.host else ""
-        if given.device_memory is not None and total > given.device_memory * 2**30:
-            fix = f"More processes, another strategy, or offloading: trainer estimate --devices {per_machine} ..."
-            yield Verdict("FAIL", "memory", f"{text}: more than {given.device_memory:g} GiB.", fix)
-        else:
-            yield Verdict("OK", "memory", text)
+    memory = needed(layout, found.weights, setup)
+    total = memory.device + memory.temporary + kept
+    text = f"{layout.label}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
+    text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
+    if given.device_memory is not None and total > given.device_memory * 2**30:
+        typed = ["--config", *given.config] if given.config else []
+        typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]
+        fix = f"Compare the strategies: trainer estimate {shlex.join(typed)}"
+        yield Verdict("FAIL", "memory", f"{text}: more than {given.device_memory:g} GiB.", fix)
+    else:
+        yield Verdict("OK", "memory", text)
     yield from (Verdict("OK", "module", note) for note in found.notes)
-
-
-def matches(label: str, name: str, described: str) -> bool:
-    """Whether a row of the estimate's table is that of a strategy of this name, with these options in words."""
-    words = re.findall(r"\w+", label)
-    if name not in words:
-        return False
-    modes = [word for word in words if word.isupper()]
-    return all(mode in described for mode in modes if mode != "ZeRO") and ("cpu_offload" in words) == (
-        "CPU offload" in described
-    )

@@ -18,10 +18,11 @@ TEMPLATES = {
     "text-classification": "tells texts apart: docstrings by their package, or a CSV file of yours",
     "gan": "invents digits: manual optimization with two optimizers",
 }
-"""Folders in `trainer/templates`."""
+"""Folders in `trainer/project-templates`."""
 NEEDS = {"digits": ("sklearn", "scikit-learn"), "gan": ("sklearn", "scikit-learn")}
 """The package that brings the data: its module, and its name."""
-FOLDER = Path(__file__).resolve().parent.parent / "templates"
+# The name is no identifier on purpose: setuptools warns of data in folders that could be imported.
+FOLDER = Path(__file__).resolve().parent.parent / "project-templates"
 
 EXAMPLES = """\
 examples:

@@ -36,6 +36,11 @@ options:
   -h, --help            show this help, or that of a command: trainer fit --help
   --version             show the version
 
+examples:
+  trainer init --template digits my_digits
+  trainer fit --config run.yaml --trainer.max_epochs 3
+  trainer validate --config runs/version_0/config.yaml --ckpt-path best
+
 exit codes: 0 done, 1 error, 2 wrong configuration or usage,
             75 stopped before a deadline or by SIGUSR1, 130 by Ctrl-C, 143 by SIGTERM
 """

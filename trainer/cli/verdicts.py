@@ -42,5 +42,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes in words: `"3.2 GiB"`."""
-    return f"{size / 2**30:,.1f} GiB"
+    """Bytes in words: `"3.2 GiB"`, `"64 MiB"`, `"12 KiB"`."""
+    if size >= 2**30 / 10:
+        return f"{size / 2**30:,.1f} GiB"
+    return f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size / 2**10:,.0f} KiB"

@@ -109,6 +109,8 @@ def _ids(ids: list[int], device_type: str, available: int | None) -> tuple[int, 
         raise ConfigError(
             f"devices={ids}: cpu processes have no numbers. Say how many, such as devices={max(1, len(ids))}."
         )
+    if device_type == "tpu":
+        raise ConfigError(f"devices={ids}: TorchTPU chooses the chips. Say how many, such as {len(ids) or 1}.")
     if not ids:
         raise ConfigError(f"devices=[]: at least one device is needed. {_ALLOWED}")
     if len(set(ids)) < len(ids):

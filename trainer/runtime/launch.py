@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.errors import ConfigError
 from trainer.runtime.rendezvous import free_port
 from trainer.runtime.restart import LAUNCHED
+from trainer.runtime.tpu import share_chips
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def launch_processes(num_processes: int, max_restarts: int = 0) -> NoReturn:
+def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str = "cpu") -> NoReturn:
     """Run this very command line in `num_processes` new processes, wait for them, and exit as they did.
 
     They find torchrun's environment variables. Their output goes where this process's output goes. SIGINT, SIGTERM,
@@ -49,6 +50,8 @@ def launch_processes(num_processes: int, max_restarts: int = 0) -> NoReturn:
             "into a script and run `python script.py`, or start it with "
             f"`torchrun --nproc-per-node {num_processes} script.py`, or use devices=1."
         )
+    if device_type == "tpu":
+        share_chips(num_processes)
     launch_command(sys.orig_argv[1:], num_processes, max_restarts)
 
 

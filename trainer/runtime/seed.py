@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from trainer.errors import ConfigError
+from trainer.runtime.environment import detect_environment
+from trainer.runtime.tpu import torch_tpu_is_ready
 
 
 def seed_everything(seed: int) -> None:
@@ -23,9 +25,20 @@ def seed_everything(seed: int) -> None:
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed={seed!r}: allowed is a whole number from 0 to 2**63 - 1.")
-    torch.manual_seed(seed)
+    if torch_tpu_is_ready() and detect_environment().source == "single process":
+        # It may yet start others, and a chip belongs to the first process that touches it.
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_accelerator() -> None:
+    """Seed the device's generator as the CPU's, which stays as it is."""
+    state = torch.get_rng_state()
+    torch.manual_seed(torch.initial_seed())
+    torch.set_rng_state(state)
 
 
 def derive_seed(*parts: int | str) -> int:

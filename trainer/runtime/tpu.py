@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from trainer.errors import ConfigError
 
 ENVIRONMENT = "python3 -m venv .venv-xla && .venv-xla/bin/pip install torch==2.9.0 torch_xla==2.9.0 --editable ."
 """The commands that make an environment for torch_xla, whose last release needs torch 2.9; for docs/tpu.md too."""
@@ -55,6 +58,34 @@ def tpu_is_there() -> bool:
     # Where the TPU's driver puts its chips, on virtual machines of both kinds.
     chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
     return bool(chips) and torch_xla_problem() is None
+
+
+SHARED = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
+"""Set by TorchTPU for all processes of a machine, before they are started: without it they cannot share its chips."""
+
+
+def share_chips(processes: int) -> None:
+    """Set what the processes that are started from here on need to get a chip of TorchTPU each.
+
+    Raises:
+        ConfigError: the chips cannot be shared by so many.
+    """
+    from torch.tpu import distributed  # type: ignore[import-not-found]
+
+    try:
+        distributed.set_tpu_launch_env(nproc_per_node=processes)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"devices={processes}: TorchTPU cannot share the chips so ({error}).") from error
+
+
+def sharing_problems(device_type: str, processes: int, source: str) -> list[str]:
+    """Why these processes of one machine, started by `source`, would not get a chip each."""
+    if device_type != "tpu" or processes == 1 or SHARED in os.environ:
+        return []
+    return [
+        f"{source} started {processes} processes, to which TorchTPU has given no chips ({SHARED} is not set). Before "
+        "starting them: eval \"$(python -m torch.tpu.distributed | sed 's/^/export /')\""
+    ]
 
 
 def number_on_xla(value: float) -> torch.Tensor:

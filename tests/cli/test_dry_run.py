@@ -1,0 +1,335 @@
+"""`trainer fit --dry-run`: a large machine's training, checked on a small one; nothing is started, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.cli.project import Command
+from tests.harness import run_python
+from trainer import Strategy, TrainModule
+from trainer.cli.verdicts import gib
+from trainer.estimate import LAYOUTS
+from trainer.precision import resolve_precision
+from trainer.runtime.rehearsal import rehearsing
+from trainer.strategies import STRATEGIES
+
+MODEL = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainer import DataModule, TrainModule
+
+print("the user's file speaks")
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = torch.nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.layer(x)
+
+
+class Net(TrainModule):
+    def __init__(self, width: int = 64, manual: bool = False):
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.width = width
+
+    def configure_model(self):
+        self.blocks = torch.nn.Sequential(Block(self.width), Block(self.width), Block(self.width))
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(batch[0]).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+class Data(DataModule):
+    def __init__(self, samples: int = 1000, size: int = 4):
+        super().__init__()
+        self.samples, self.size = samples, size
+
+    def prepare_data(self):
+        open("downloaded", "w").close()
+
+    def setup(self, stage):
+        if not self.samples:
+            raise FileNotFoundError("/cluster/data")
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(self.samples, 1)), batch_size=self.size, shuffle=True)
+"""
+CONFIG = "module: net.py:Net\ndata: net.py:Data\ntrainer: {max_epochs: 3}\n"
+
+
+@pytest.fixture
+def net(project: Path) -> Path:
+    (project / "net.py").write_text(MODEL)
+    (project / "run.yaml").write_text(CONFIG)
+    return project
+
+
+@pytest.fixture
+def dry(command: Command, net: Path) -> Command:
+    """A dry run in this process: the exit code, its lines, and what it says is wrong."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        before = sorted(os.listdir(net))
+        code, out, err = command("fit", "--config", "run.yaml", "--dry-run", *arguments)
+        assert sorted(os.listdir(net)) == before, "it has written something"
+        assert not dist.is_initialized()
+        assert "LOCAL_WORLD_SIZE" not in os.environ
+        return code, out, err
+
+    return run
+
+
+def said(out: str, subject: str) -> list[str]:
+    """The lines on a subject: status and words."""
+    rows = [line.split(maxsplit=1) for line in out.splitlines()]
+    return [
+        f"{row[0]} {row[1].removeprefix(subject).strip()}" for row in rows if row[1:] and row[1].startswith(subject)
+    ]
+
+
+# -- what a training on many processes is ------------------------------------------------------------------------------
+
+
+def test_replicas_on_a_thousand_processes(dry: Command) -> None:
+    code, out, _ = dry("--world-size", "1024", "--data.samples", "9000", "--trainer.accumulate_grad_batches", "2")
+    assert code == 0
+    assert said(out, "processes") == ["OK 1024: 128 machines x 8 processes on cuda"]
+    assert said(out, "strategy") == ["OK ddp (auto: 1024 processes), precision 32-true"]
+    assert said(out, "global batch") == ["OK 4 samples x 2 micro-batches x 1024 processes = 8,192 samples"]
+    (epoch,) = said(out, "epoch")
+    assert epoch.startswith("WARN 9,000 samples in 2 steps; the last one has 808 of 8,192 samples, in 1 of 2 micro-")
+    assert said(out, "steps") == ["OK 6 in all"]
+    # Weights and gradients of 4 bytes, and Adam's two averages.
+    (memory,) = said(out, "memory")
+    assert f"ddp: {gib(4 * 4 * 3 * 64 * 64)}, " in memory
+    assert out.endswith("5 OK, 1 WARN, 0 FAIL; nothing was started, nothing written\n")
+
+
+@pytest.mark.parametrize(("world", "share"), [(8, 3 * 64 * 8), (1024, 3 * 64)])
+def test_shards(dry: Command, world: int, share: int) -> None:
+    code, out, _ = dry("--world-size", str(world), "--trainer.strategy", "fsdp")
+    assert code == 0
+    lines = said(out, "layout")
+    assert lines[:2] == [
+        f"OK mesh: {world} shards",
+        "OK gathered one at a time: 3 x Block (blocks.0 to blocks.2), and the rest",
+    ]
+    assert lines[2] == f"OK rank 0 holds {share:,} of 12,288 elements; an equal share is {12288 // world:,}"
+    # A row of 64 numbers is not divided, so that most of 1024 processes have nothing.
+    few = "OK 3 of 3 tensors: fewer rows than shards, some processes have nothing of them"
+    assert lines[3:] == ([few] if world > 64 else [])
+    (memory,) = said(out, "memory")
+    assert f"fsdp FULL_SHARD: {gib(16 * share)}, " in memory
+
+
+def test_the_mesh_of_hybrid_sharding(dry: Command) -> None:
+    hybrid = (
+        "--world-size",
+        "16",
+        "--trainer.strategy",
+        "fsdp",
+        "--trainer.strategy.sharding_strategy",
+        "HYBRID_SHARD",
+    )
+    code, out, _ = dry(*hybrid, "--nproc-per-node", "4", "--no-data")
+    assert code == 0
+    assert said(out, "layout")[0] == "OK mesh: 4 replicas of 4 shards"
+    assert f": {gib(16 * 12288 // 4)}, " in said(out, "memory")[0]
+    code, out, _ = dry(*hybrid, "--trainer.strategy.device_mesh", "[2, 8]", "--no-data")
+    assert said(out, "layout")[0] == "OK mesh: 2 replicas of 8 shards"
+    assert f": {gib(16 * 12288 // 8)}, " in said(out, "memory")[0]
+    code, out, _ = dry(*hybrid, "--trainer.strategy.device_mesh", "[3, 4]", "--no-data")
+    assert code == 1
+    assert "FAIL device_mesh=(3, 4) is for 12 processes, but there are 16" in said(out, "strategy")[0]
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_deepspeed(dry: Command) -> None:
+    three = ("--trainer.strategy", "deepspeed_stage_3", "--trainer.precision", "bf16-mixed", "--no-data")
+    code, out, _ = dry("--world-size", "8", *three)
+    assert code == 0
+    # 2 bytes for a weight and for its gradient, 12 for the master copy and Adam's averages.
+    assert f"ZeRO-3: {gib(16 * 12288 // 8)}, " in said(out, "memory")[0]
+    code, out, _ = dry("--world-size", "1024", *three, "--trainer.strategy.offload_optimizer", "cpu")
+    assert f"ZeRO-3 with optimizer offloaded: {gib(4 * 12288 // 1024)}, " in said(out, "memory")[0]
+    assert "on the host for each process" in said(out, "memory")[0]
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
+    words = ("--trainer.strategy", "deepspeed", "--trainer.strategy.config")
+    code, out, _ = dry("--world-size", "8", *words, "{zero_optimization: {stage: 2, offload_optimizer: 7}}")
+    assert code == 1
+    assert "offload_optimizer" in said(out, "strategy")[0]
+    code, out, _ = dry("--world-size", "8", *words, "{train_batch_size: 100, train_micro_batch_size_per_gpu: 4}")
+    assert code == 1
+    assert any(
+        "train_batch_size=100 is no multiple of micro-batch 4 x processes 8" in line for line in said(out, "strategy")
+    )
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "needs the number of processes: --world-size 1024"),
+        (["--world-size", "0"], "give numbers from 1"),
+        (["--world-size", "x"], "--world-size: invalid int value"),
+        (["--worldsize", "8"], "Did you mean '--world-size'?"),
+        (["--world-size", "12", "--nproc-per-node", "8"], "Give --nproc-per-node 4, or --world-size 16."),
+        (["--world-size", "12", "--trainer.devices", "5"], "cannot be divided into machines of 5 processes"),
+        (["--world-size", "8", "--trainer.max_epoch", "3", "--module.widht", "3"], "2 problems in the configuration"),
+        (["--world-size", "8", "--trainer.accelerator", "gpus"], "Did you mean 'gpu'?"),
+    ],
+)
+def test_wrong_usage(dry: Command, arguments: list[str], words: str) -> None:
+    code, out, err = dry(*arguments)
+    assert code == 2
+    assert words in err
+    assert "OK" not in out
+
+
+def test_everything_that_cannot_be_is_told_at_once(dry: Command) -> None:
+    mesh = ("--trainer.strategy", "fsdp", "--trainer.strategy.device_mesh", "[2, 2]", "--device-memory", "1e-6")
+    code, out, _ = dry("--world-size", "8", *mesh, "--module.manual", "true", "--trainer.gradient_clip_val", "1")
+    assert code == 1
+    wrong = [line for line in out.splitlines() if line.startswith("FAIL")]
+    assert [line.split()[1] for line in wrong] == ["strategy", "module", "memory"]
+    assert "self.clip_gradients" in wrong[1]
+
+
+def test_the_memory_of_a_device(dry: Command) -> None:
+    large = ("--world-size", "16", "--trainer.strategy", "fsdp", "--module.width", "65536", "--no-data")
+    code, out, _ = dry(*large, "--device-memory", "40")  # 48 GiB of weights, and never in memory here
+    (memory,) = said(out, "memory")
+    assert code == 1
+    assert memory.startswith("FAIL fsdp FULL_SHARD: 12.0 GiB, at times ")
+    typed = "--config run.yaml --devices 8 --num-nodes 2 --module.width=65536"
+    assert memory.endswith(f"more than 40 GiB. Compare the strategies: trainer estimate {typed}")
+    code, out, _ = dry("--world-size", "1024", *large[2:], "--device-memory", "50")
+    assert code == 0
+    assert said(out, "memory")[0].startswith("OK fsdp FULL_SHARD: 0.2 GiB, at times 48.0 GiB more")
+
+
+def test_blocks_that_are_not_there(dry: Command) -> None:
+    code, out, _ = dry(
+        "--world-size", "8", "--trainer.strategy", "fsdp", "--trainer.activation_checkpointing", "[Blok]"
+    )
+    assert code == 1
+    assert "no submodule of Net is a Blok" in said(out, "layout")[0]
+
+
+def test_data_that_is_elsewhere_is_no_failure(dry: Command) -> None:
+    code, out, _ = dry("--world-size", "8", "--data.samples", "0")
+    assert code == 0
+    (line,) = said(out, "data")
+    assert line.startswith("WARN it cannot be looked at here: FileNotFoundError: /cluster/data.")
+    assert "--no-data" in line
+    code, out, _ = dry("--world-size", "8", "--data.samples", "0", "--no-data")
+    assert (code, said(out, "data")) == (0, [])
+
+
+def test_an_interval_that_no_epoch_reaches(dry: Command, net: Path) -> None:
+    """It fits on one process, and not on so many."""
+    step = "    def validation_step(self, batch, batch_idx):\n        pass\n\n    def configure_optimizers"
+    text = MODEL.replace("    def configure_optimizers", step)
+    text += "\n    def val_dataloader(self):\n        return self.train_dataloader()\n"
+    (net / "other.py").write_text(text)
+    words = ("--module", "other.py:Net", "--data", "other.py:Data", "--trainer.val_check_interval", "100")
+    assert dry("--world-size", "1", *words)[0] == 0
+    code, out, _ = dry("--world-size", "8", *words)
+    assert code == 1
+    assert "val_check_interval=100 is more than the 32 training batches of an epoch" in said(out, "data")[0]
+
+
+# -- where it runs -----------------------------------------------------------------------------------------------------
+
+
+def test_gpus_are_asked_for_where_there_are_none(dry: Command) -> None:
+    for words in (("--trainer.accelerator", "gpu"), ("--trainer.accelerator", "cuda"), ()):
+        code, out, _ = dry("--world-size", "8", "--no-data", *words)
+        assert code == 0
+        assert said(out, "processes") == ["OK 8: 1 machine x 8 processes on cuda"]
+    code, out, _ = dry(
+        "--no-data", "--trainer.accelerator", "cpu", "--trainer.devices", "4", "--trainer.num_nodes", "2"
+    )
+    assert said(out, "processes") == ["OK 8: 2 machines x 4 processes on cpu"]
+    code, out, _ = dry("--no-data", "--world-size", "8", "--trainer.accelerator", "mps", "--trainer.strategy", "fsdp")
+    assert code == 1
+    assert "does not run on MPS" in said(out, "strategy")[0]
+
+
+def test_json_stands_alone(net: Path) -> None:
+    """In a process of its own, which has neither threads nor connections, and in which nothing else may print."""
+    words = ("--dry-run", "--world-size", "64", "--trainer.strategy", "fsdp", "--json")
+    result = run_python("-m", "trainer", "fit", "--config", "run.yaml", *words, cwd=net).check(0)
+    found = json.loads(result.stdout)
+    assert found["ok"]
+    assert {check["subject"] for check in found["checks"]} >= {"processes", "strategy", "layout", "epoch", "memory"}
+    assert "the user's file speaks" in result.stderr
+
+
+def test_help_needs_no_torch() -> None:
+    program = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\nsys.exit(main())\n"
+    result = run_python(program, "fit", "--dry-run", "--help").check(0)
+    assert "trainer fit --config run.yaml --dry-run --world-size 1024" in result.stdout
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------------
+
+
+class Empty(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, device="meta")
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.startswith("xla")])
+def test_every_strategy_can_be_rehearsed(name: str) -> None:
+    strategy = STRATEGIES[name]()
+    strategy.rank, strategy.world_size = 0, 4
+    with rehearsing(4, 2):
+        assert (dist.get_world_size(), os.environ["GROUP_WORLD_SIZE"]) == (4, "2")
+        assert all(isinstance(line, str) for line in strategy.rehearse(Empty(), resolve_precision("32-true")))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_divides_what_the_table_of_estimate_says(name: str) -> None:
+    """The rows of that table are held against measurements in test_estimate_runs.py."""
+    named = {"deepspeed": "deepspeed_stage_2"}.get(name, name)
+    row = next(row for row in LAYOUTS if named in re.findall(r"\w+", row.label))
+    layout = STRATEGIES[name]().memory_layout()
+    assert layout is not None
+    assert replace(layout, label="") == replace(row, label="")
+
+
+def test_a_strategy_of_ones_own_needs_no_arithmetic() -> None:
+    assert Strategy().memory_layout() is None
+    assert Strategy().rehearse(Empty(), resolve_precision("32-true")) == []
+
+
+def test_the_group_is_gone_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), rehearsing(8, 8):
+        dist.all_reduce(torch.ones(1).div_(1 // 0))
+    assert not dist.is_initialized()
+    assert "WORLD_SIZE" not in os.environ

@@ -1,0 +1,34 @@
+"""`--help`: every command has one with an example, for which nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+
+from tests.harness import run_python
+from trainer.cli.checkpoint import VERBS as OF_CHECKPOINT
+from trainer.cli.main import VERBS
+
+COMMANDS = [[], *([verb] for verb in VERBS), ["fit", "--dry-run"], *(["checkpoint", verb] for verb in OF_CHECKPOINT)]
+ALL = f"""\
+import contextlib, io, json, sys, time
+for name in ("torch", "numpy", "pydantic", "yaml", "deepspeed", "ray"):
+    sys.modules[name] = None  # importing it is an error from now on
+before = time.process_time()
+from trainer.__main__ import main
+texts = []
+for command in {COMMANDS!r}:
+    sys.argv = ["trainer", *command, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert main() == 0, command
+    texts.append(text.getvalue())
+print(json.dumps([time.process_time() - before, texts]))
+"""
+
+
+def test_every_command_has_help_with_an_example_and_no_torch() -> None:
+    seconds, texts = json.loads(run_python(ALL).check().stdout)
+    assert seconds < 0.3, "of the processor, for all of them together"
+    for command, text in zip(COMMANDS, texts, strict=True):
+        examples = [line.split() for line in text.partition("examples:\n")[2].splitlines()]
+        typed = ["trainer", *command]
+        assert any(set(typed) <= set(words) for words in examples), typed
