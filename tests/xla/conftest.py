@@ -8,6 +8,7 @@ import os
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["CPU_NUM_DEVICES"] = "4"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["XLA_NO_SPECIAL_SCALARS"] = "1"  # as the strategy does where nobody has imported torch_xla yet
 
 from pathlib import Path
 
