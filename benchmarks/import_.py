@@ -31,7 +31,7 @@ IMPORTS = {
     "transformers": "from transformers import Trainer, TrainingArguments",
     "ignite": "import ignite.engine",
     "composer": "import composer",
-    "keras": "import keras",
+    "keras": "import os; os.environ.setdefault('KERAS_BACKEND', 'torch'); import keras",
 }
 BAR_SECONDS = 0.15
 
