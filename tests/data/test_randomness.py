@@ -78,12 +78,15 @@ def test_no_workers_load_what_workers_load(kind: type[Noisy], collate: Any, per_
 
 
 @pytest.mark.usefixtures("numbers_of_the_model")
-def test_the_first_batch_that_draws_from_random_is_loaded_again() -> None:
+def test_the_first_batches_that_draw_from_numpy_or_random_are_loaded_again() -> None:
     data = Noisy(rare=True)
     batches = read(data)
     assert batches == read(Noisy(rare=True), 1)
-    (again,) = [batch for batch in batches if 17 in [sample[0] for sample in batch]]
-    expected = [sample[0] for batch in batches for sample in (batch * 2 if batch is again else batch)]
+    (rare,) = [batch for batch in batches if 17 in [sample[0] for sample in batch]]
+    # Every sample draws from numpy, sample 17 from random.
+    again = [batches[0], rare]
+    assert rare is not batches[0]
+    expected = [sample[0] for batch in batches for sample in (batch * 2 if batch in again else batch)]
     assert data.loaded == expected
 
 
@@ -167,21 +170,44 @@ def test_the_state_of_random_is_read_and_put_back(found: bool, monkeypatch: pyte
         for _ in range(draws):
             random.random()
         random.gauss(0, 1)
-        state, before = random.getstate(), hidden.read()
-        assert hidden.read() == before
+        state = random.getstate()
+        hidden.remember()
+        assert not hidden.has_changed()
         assert random.getstate() == state
         following = [random.gauss(0, 1) for _ in range(3)]
-        assert hidden.read() != before
-        hidden.put_back(before)
+        assert hidden.has_changed()
+        hidden.put_back()
         assert random.getstate() == state
+        assert not hidden.has_changed()
         assert [random.gauss(0, 1) for _ in range(3)] == following
     # Drawn from, but not from its words: the second normal of a pair was waiting.
-    random.gauss(0, 1)
     random.seed(1)
     random.gauss(0, 1)
-    before = hidden.read()
+    hidden.remember()
     random.gauss(0, 1)
-    assert hidden.read() != before
+    assert hidden.has_changed()
+    # All words once: the index is the same again.
+    hidden.remember()
+    random.getrandbits(624 * 32)
+    assert hidden.has_changed()
+
+
+@pytest.mark.parametrize("words", [1, 624, 1248])
+def test_drawing_from_the_numpy_that_was_set_aside_is_seen(words: int) -> None:
+    aside = SetAside()
+    with aside:
+        torch.rand(())
+    assert not aside.numpy_was_used()
+    with aside:
+        np.random.bytes(4 * words)
+    assert aside.numpy_was_used()
+
+
+def test_seeding_the_numpy_that_was_set_aside_is_seen() -> None:
+    aside = SetAside()
+    with aside:
+        np.random.seed(0)
+    assert aside.numpy_was_used()
 
 
 def test_set_aside_can_be_entered_again() -> None:
