@@ -33,7 +33,7 @@ def test_a_mean_is_that_of_python(weights: list[int], count: int) -> None:
 
 def test_numbers_of_several_kinds() -> None:
     accumulator = Accumulator("mean")
-    for value in (torch.tensor([1.5]), torch.tensor(2**40 + 1), 4.0, torch.tensor(0.5, dtype=torch.bfloat16)):
+    for value in (torch.tensor(1.5), torch.tensor(2**40 + 1), 4.0, torch.tensor(0.5, dtype=torch.bfloat16)):
         accumulator.add(value, 1)
     assert result(accumulator) == (2**40 + 1 + 6) / 4
 
@@ -44,6 +44,35 @@ def test_a_value_is_copied_when_it_is_added() -> None:
         total += 1
         accumulator.add(total, 1)
     assert result(accumulator) == 2.5
+
+
+def test_numbers_of_several_kinds_in_turns() -> None:
+    accumulator = Accumulator("mean")
+    for number in range(300):
+        accumulator.add(
+            torch.tensor(number, dtype=(torch.float32, torch.int64, torch.float64)[number % 3]), 1 + number % 2
+        )
+    weights = [1 + number % 2 for number in range(300)]
+    assert result(accumulator) == sum(n * w for n, w in enumerate(weights)) / sum(weights)
+
+
+def test_a_value_with_a_gradient_holds_no_graph() -> None:
+    accumulator = Accumulator("mean")
+    parameter = torch.ones((), requires_grad=True)
+    accumulator.add(parameter * 3, 1)
+    accumulator.add(parameter * 5, 1)
+    assert not any(tensor.requires_grad for tensor in accumulator.tensors())
+    assert result(accumulator) == 4
+
+
+def test_values_of_inference_mode_and_of_training_go_together() -> None:
+    accumulator = Accumulator("mean")
+    with torch.inference_mode():
+        for number in range(70):
+            accumulator.add(torch.tensor(float(number)), 1)
+    for number in range(70, 200):
+        accumulator.add(torch.tensor(float(number)), 1)
+    assert result(accumulator) == sum(range(200)) / 200
 
 
 def log_of(values: list[torch.Tensor]) -> MetricLog:
@@ -58,14 +87,20 @@ def add(log: MetricLog, values: list[torch.Tensor]) -> None:
         log.log("loss", value, on_step=False, on_epoch=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("stop", [1, 64, 70, 128, 150])
-def test_a_mean_that_went_through_a_checkpoint_has_the_same_bits(stop: int) -> None:
-    values: list[Any] = list((torch.randn(200) * 1e3).unbind())
+def test_a_mean_that_went_through_a_checkpoint_has_the_same_bits(stop: int, dtype: torch.dtype) -> None:
+    values: list[Any] = list((torch.randn(200) * 1e3).to(dtype).unbind())
     whole = log_of(values)
     broken, resumed = log_of(values[:stop]), log_of([])
     load_metrics_state(resumed, [metrics_state(broken)], torch.device("cpu"))
     add(resumed, values[stop:])
     assert resumed.read_epoch(resumed.train).known == whole.read_epoch(whole.train).known
+
+
+def test_a_logged_tensor_may_have_any_shape_of_one_element() -> None:
+    log = log_of([torch.tensor(1.0), torch.tensor([2.0]), torch.tensor([[6.0]])])
+    assert log.read_epoch(log.train).known == {"loss": 3.0}
 
 
 def test_to_look_at_a_mean_changes_no_bit_of_it() -> None:

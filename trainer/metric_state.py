@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.metrics import Entry, MetricLog, Options, Section, is_torchmetric
-from trainer.reductions import Accumulator, stacked
+from trainer.reductions import Accumulator
 
 log = logging.getLogger("trainer")
 
@@ -74,31 +74,39 @@ def _copied(state: Any) -> Any:
 
 def _section_state(section: Section) -> dict[str, Any]:
     return {
-        name: {"options": vars(entry.options), "epoch": {**vars(entry.epoch), **_pending(entry)}}
+        name: {"options": vars(entry.options), "epoch": _epoch_state(entry.epoch)}
         for name, entry in section.entries.items()
         if entry.options.on_epoch
     }
 
 
-def _pending(entry: Entry) -> dict[str, Any]:
-    """Many small tensors as one."""
-    values, weights = entry.epoch.pending, entry.epoch.pending_weights
-    return {"pending": stacked(values) if values else [], "pending_weights": list(weights)}
+def _epoch_state(epoch: Accumulator) -> dict[str, Any]:
+    pending = {"pending": epoch.pending.values().clone(), "pending_weights": list(epoch.pending.weights)}
+    return {**vars(epoch), **pending}
+
+
+def _accumulator(state: dict[str, Any], device: torch.device) -> Accumulator:
+    moved: dict[str, Any] = {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in state.items()
+    }
+    values, weights = moved.pop("pending"), moved.pop("pending_weights")
+    accumulator = Accumulator(**moved)
+    if weights:
+        accumulator.pending.begin(values)
+    for value, weight in zip(values.unbind(), weights, strict=True):
+        accumulator.pending.add(value, weight)
+    return accumulator
 
 
 def _add_to_section(section: Section, state: dict[str, Any], device: torch.device) -> None:
     for name, saved in state.items():
-        values: dict[str, Any] = {
-            key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in saved["epoch"].items()
-        }
-        if isinstance(values.get("pending"), torch.Tensor):
-            values["pending"] = list(values["pending"].unbind())
+        accumulator = _accumulator(saved["epoch"], device)
         entry = section.entries.get(name)
         if entry is None:
             entry = section.entries[name] = Entry(name, Options(**saved["options"]))
-            entry.epoch = Accumulator(**values)
+            entry.epoch = accumulator
         else:
-            entry.epoch.merge(Accumulator(**values))
+            entry.epoch.merge(accumulator)
 
 
 def _objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

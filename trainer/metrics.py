@@ -127,8 +127,8 @@ class MetricLog:
             self._log_metric(entry, value)
             return
         if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
+            if value.dim():
+                value = _as_scalar(name, value)
             if value.requires_grad:
                 value = value.detach()
         elif not isinstance(value, (int, float)):
@@ -294,6 +294,12 @@ class MetricLog:
                 "Compute it in an epoch-end hook and log its parts one by one."
             )
         return float(value)
+
+
+def _as_scalar(name: str, value: torch.Tensor) -> torch.Tensor:
+    if value.numel() != 1:
+        raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
+    return value.reshape(())
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:

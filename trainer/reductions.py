@@ -15,6 +15,49 @@ Number = float | torch.Tensor
 REDUCTIONS = ("mean", "sum", "min", "max")
 
 
+class Pending:
+    """Copies of a few 0-dim tensors, side by side in one that is used again and again; and their weights."""
+
+    SIZE = 64
+
+    def __init__(self) -> None:
+        self.weights: list[float] = []
+        self._values = torch.empty(0)
+        self._places: list[torch.Tensor] = []
+        self._dtype: torch.dtype | None = None
+        self._device = -1
+
+    def fits(self, value: torch.Tensor) -> bool:
+        """Whether the value can stand beside the others without being changed."""
+        return value.dtype is self._dtype and value.get_device() == self._device
+
+    # A tensor made in inference mode could not be written to outside of it.
+    @torch.inference_mode(False)
+    def begin(self, value: torch.Tensor) -> None:
+        """From here on values of this dtype and device."""
+        assert not self.weights
+        self._dtype, self._device = value.dtype, value.get_device()
+        self._values, self._places = torch.empty(self.SIZE, dtype=value.dtype, device=value.device), []
+
+    def add(self, value: torch.Tensor, weight: float) -> None:
+        count = len(self.weights)
+        if count == len(self._places):
+            self._make_place()
+        self._places[count].copy_(value.detach() if value.requires_grad else value)
+        self.weights.append(weight)
+
+    @torch.inference_mode(False)
+    def _make_place(self) -> None:
+        self._places.append(self._values[len(self._places)])
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self._places[: len(self.weights)]
+
+    def values(self) -> torch.Tensor:
+        """What is there, in one dimension."""
+        return self._values[: len(self.weights)]
+
+
 @dataclass
 class Accumulator:
     """A running reduction. Tensors are added up where they are; Python numbers on the host; they meet when read."""
@@ -24,12 +67,12 @@ class Accumulator:
     on_device: torch.Tensor | None = None
     weight_on_host: float = 0.0
     weight_on_device: torch.Tensor | None = None
-    pending: list[torch.Tensor] = field(default_factory=list)
-    """Copies of the latest values of a mean, which are added up together: one by one takes six times as long. They are
-    always the same number, counted from the first value, so that a resumed run rounds in the same places."""
-    pending_weights: list[float] = field(default_factory=list)
+    pending: Pending = field(default_factory=Pending)
+    """The latest values of a mean, which are added up together: one by one takes six times as long. They are always the
+    same number, counted from the first value of a dtype, so that a resumed run rounds in the same places."""
 
     def add(self, value: Number, weight: Number) -> None:
+        """Tensors are 0-dim."""
         if self.reduction == "mean":
             self._add_weighted(value, weight)
         elif isinstance(value, torch.Tensor):
@@ -41,40 +84,44 @@ class Accumulator:
 
     def _add_weighted(self, value: Number, weight: Number) -> None:
         if isinstance(weight, torch.Tensor):
-            wide = _wide(weight)
-            before = _begin(wide, "mean") if self.weight_on_device is None else self.weight_on_device
-            self.weight_on_device = wide if before is None else before + wide
-            value = torch.as_tensor(value, device=weight.device)
-        else:
-            self.weight_on_host += weight
+            self._add_product(value, weight)
+            return
+        self.weight_on_host += weight
         if not isinstance(value, torch.Tensor):
-            assert not isinstance(weight, torch.Tensor)
             self.on_host = (self.on_host or 0.0) + value * weight
-        elif isinstance(weight, torch.Tensor):
-            product = _wide(value) * wide
-            before = _begin(product, "mean") if self.on_device is None else self.on_device
-            self.on_device = product if before is None else before + product
-        elif value.device.type == "xla":  # there a step is a program: the same ones every time
-            before = _begin(value, "mean") if self.on_device is None else self.on_device
-            self.on_device = _wide(value) * weight if before is None else before.add_(value, alpha=weight)
-        else:
-            self.pending.append(value.detach().clone() if value.requires_grad else value.clone())
-            self.pending_weights.append(weight)
-            if len(self.pending) == _TOGETHER:
-                self.settle()
+            return
+        pending = self.pending
+        if not pending.fits(value):
+            if value.device.type == "xla":  # there a step is a program: the same ones every time
+                before = _begin(value, "mean") if self.on_device is None else self.on_device
+                self.on_device = _wide(value) * weight if before is None else before.add_(value, alpha=weight)
+                return
+            self.settle()
+            pending.begin(value)
+        pending.add(value, weight)
+        if len(pending.weights) == pending.SIZE:
+            self.settle()
+
+    def _add_product(self, value: Number, weight: torch.Tensor) -> None:
+        wide = _wide(weight)
+        before = _begin(wide, "mean") if self.weight_on_device is None else self.weight_on_device
+        self.weight_on_device = wide if before is None else before + wide
+        product = _wide(torch.as_tensor(value, device=weight.device)) * wide
+        before = _begin(product, "mean") if self.on_device is None else self.on_device
+        self.on_device = product if before is None else before + product
 
     def settle(self) -> None:
         """Add up what is pending."""
-        weights = set(self.pending_weights)
+        pending = self.pending
+        weights = set(pending.weights)
         if len(weights) == 1:
-            added = stacked(self.pending).sum() * weights.pop()
+            added = _widened(pending.values()).sum() * weights.pop()
             self.on_device = added if self.on_device is None else self.on_device + added
         else:  # without copying the weights to the device, which would wait for it
-            for value, weight in zip(self.pending, self.pending_weights, strict=True):
+            for value, weight in zip(pending.tensors(), pending.weights, strict=True):
                 added = _wide(value) * weight
                 self.on_device = added if self.on_device is None else self.on_device + added
-        self.pending.clear()
-        self.pending_weights.clear()
+        pending.weights.clear()
 
     def merge(self, other: Accumulator) -> None:
         """Take in what another process has added up of the same name."""
@@ -94,7 +141,8 @@ class Accumulator:
 
     def tensors(self) -> list[torch.Tensor]:
         """The device values to read; `host_value` takes their numbers in the same order."""
-        return [tensor for tensor in (self.on_device, self.weight_on_device, *self.pending) if tensor is not None]
+        summed = [tensor for tensor in (self.on_device, self.weight_on_device) if tensor is not None]
+        return summed + self.pending.tensors()
 
     def host_value(self, read: Iterator[float]) -> tuple[float | None, float]:
         """(reduced value so far, weight so far), given the numbers of `tensors()`."""
@@ -103,26 +151,26 @@ class Accumulator:
             from_device = next(read)
             value = from_device if value is None else COMBINE_HOST[self.reduction](value, from_device)
         weight = self.weight_on_host + (next(read) if self.weight_on_device is not None else 0.0)
-        for pending_weight in self.pending_weights:
+        for pending_weight in self.pending.weights:
             value = (0.0 if value is None else value) + next(read) * pending_weight
         return value, weight
 
 
-_TOGETHER = 64
-
-
-def stacked(values: list[torch.Tensor]) -> torch.Tensor:
+def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
     """Numbers of any shape of one element, in one wide tensor."""
     there = [value.reshape(()) if value.dim() else value for value in values]
     if any(value.dtype != there[0].dtype for value in there):
         there = [_wide(value) for value in there]
-    return torch.stack(there).to(torch.float32 if there[0].device.type == "mps" else torch.float64)
+    return _widened(torch.stack(there))
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
     """A 0-dim copy in float64 (float32 on devices without it), so that long sums keep their digits."""
-    dtype = torch.float32 if value.device.type == "mps" else torch.float64
-    return value.detach().reshape(()).to(dtype, copy=True)
+    return _widened(value.detach().reshape(()), copy=True)
+
+
+def _widened(values: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64, copy=copy)
 
 
 def _begin(value: torch.Tensor, reduction: str) -> torch.Tensor | None:
@@ -152,7 +200,7 @@ def to_host(tensors: list[torch.Tensor]) -> list[float]:
     numbers = [0.0] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        there = stacked([tensors[place].detach() for place in places])
+        there = _stacked([tensors[place].detach() for place in places])
         for place, number in zip(places, there.tolist(), strict=True):
             numbers[place] = number
     return numbers
