@@ -16,7 +16,6 @@ from trainer.checkpoint.shards import Loadable, Shard, whole
 from trainer.compilation import Compilation, compile_in_place
 from trainer.data.side_stream import mover
 from trainer.data.transfer import move_to
-from trainer.estimate import Layout
 from trainer.module import TrainModule
 from trainer.optimizer_state import state_by_name, state_by_position
 from trainer.precision import NOTHING, Precision
@@ -25,6 +24,8 @@ from trainer.weights import load_weights
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from trainer.estimate import Layout
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ import errno
 import hashlib
 import os
 import re
-import secrets
 import shutil
 import stat
 import sys
@@ -68,7 +67,7 @@ class Leftover:
 
 def temporary_beside(path: Path, kind: str = "tmp") -> Path:
     """A name in the same folder that nobody has: renaming from there to `path` never crosses file systems."""
-    return path.with_name(f".{kind}-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f".{kind}-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
 
 
 def leftovers(folder: Path) -> Iterator[Leftover]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 from torch.utils.data import Dataset, get_worker_info
 
 from trainer.runtime.stop import shield_data_worker
@@ -90,6 +89,7 @@ class SetAside:
     """
 
     def __init__(self) -> None:
+        self._global = np.random.mtrand
         self._spare = np.random.MT19937(0)
         # `MT19937.state` takes 30 microseconds; this looks at its first word and its place, which drawing changes.
         self._words = (ctypes.c_uint32 * 625).from_address(self._spare.ctypes.state_address)
@@ -104,14 +104,14 @@ class SetAside:
     def __enter__(self) -> None:
         self._torch = torch.default_generator.get_state()
         # np.random.get_state takes 30 microseconds; this exchanges a pointer.
-        self._numpy = mtrand.get_bit_generator()
-        mtrand.set_bit_generator(self._spare)
+        self._numpy = self._global.get_bit_generator()
+        self._global.set_bit_generator(self._spare)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         torch.default_generator.set_state(self._torch)
-        mtrand.set_bit_generator(self._numpy)
+        self._global.set_bit_generator(self._numpy)
 
 
 class HiddenRandom:
@@ -164,7 +164,8 @@ _HEAD = 12
 
 def forget_second_normal() -> None:
     """What `SetAside` does to numpy's old functions: for loading elsewhere, so that the main process draws the same."""
-    mtrand.set_bit_generator(mtrand.get_bit_generator())
+    generators = np.random.mtrand
+    generators.set_bit_generator(generators.get_bit_generator())
 
 
 def _place_of_words() -> int | None:
