@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from trainer.estimate import Layout
+    from trainer.settings import Settings
 
 T = TypeVar("T")
 
@@ -44,6 +45,8 @@ class Strategy:
     """The one type of device it is made for, and which accelerator="auto" then means; None: all but torch_xla's."""
     sharded: bool = False
     """Whether a process holds only a part of the state: then all processes write checkpoints, and read their parts."""
+    stays_wrapped: bool = False
+    """Whether a module that it has divided stays so after the run, for other runs under it."""
     forwards_together: bool = False
     """Whether every forward pass talks to the other processes, so that all have to make the same number of them."""
 
@@ -64,8 +67,13 @@ class Strategy:
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
-    def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
-        """What cannot work with this strategy, found before any process starts: one sentence each, naming the fix."""
+    def problems(
+        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+    ) -> list[str]:
+        """What cannot work with this strategy, found before any process starts: one sentence each, naming the fix.
+
+        `settings`: the trainer's other arguments, where they are known.
+        """
         if device_type == "xla":
             return [
                 f"strategy {self.name!r} does not run on torch_xla's devices, where a step is recorded before it runs: "
@@ -78,13 +86,16 @@ class Strategy:
             ]
         return []
 
-    def training_problems(self, module: TrainModule, window: int, clip_value: float | None, clip_by: str) -> list[str]:
+    def training_problems(
+        self, module: TrainModule, window: int, clip_value: float | None, clip_by: str, batch_size: int | None = None
+    ) -> list[str]:
         """What cannot work for this training, found before any process starts: one sentence each, naming the fix.
 
         Args:
             module: as given to `fit`; `configure_model` has not run.
             window: micro-batches of a step.
             clip_value, clip_by: `gradient_clip_val` and `gradient_clip_algorithm`.
+            batch_size: samples of a micro-batch on one process, where it is known.
         """
         return []
 

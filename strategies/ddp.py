@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +17,9 @@ from trainer.precision import Precision
 from trainer.strategies.distributed import DistributedStrategy, StepAsForward, average_gradients, broadcast
 
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
 
 
 class DDPStrategy(DistributedStrategy):
@@ -69,8 +72,10 @@ class DDPStrategy(DistributedStrategy):
         self._first_window = True
         self._more_follow = False
 
-    def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
-        problems = super().problems(precision, device_type, num_processes)
+    def problems(
+        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+    ) -> list[str]:
+        problems = super().problems(precision, device_type, num_processes, settings)
         if self.comm_hook == "bf16_compress" and device_type != "cuda":
             problems.append(
                 f"comm_hook='bf16_compress' needs NCCL, but the device is {device_type!r}: "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -57,6 +57,9 @@ from trainer.strategies.deepspeed_modules import (
 from trainer.strategies.deepspeed_state import DividedMasters, Masters, leave_divided, load_weights, weights
 from trainer.strategies.distributed import DistributedStrategy, broadcast
 
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
 log = logging.getLogger("trainer")
 
 Offload = Literal[False, "cpu", "nvme"]
@@ -103,13 +106,20 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.given = config
         self.given_stage = self.default_stage if stage is None else stage
         stage_of_config = zero_of(config).get("stage")
-        self.stage: int = self.given_stage or (stage_of_config if isinstance(stage_of_config, int) else DEFAULT_STAGE)
+        default = stage_of_config if isinstance(stage_of_config, int) else DEFAULT_STAGE
+        self.stage: int = default if self.given_stage is None else self.given_stage
         for_parameters = self.default_offload if self.stage == 3 else False
         self.offload_optimizer = self.default_offload if offload_optimizer is None else offload_optimizer
         self.offload_parameters = for_parameters if offload_parameters is None else offload_parameters
+        self._kept_on_device = {
+            name
+            for name, given in (("optimizer", offload_optimizer), ("parameters", offload_parameters))
+            if given is False
+        }
         self.nvme_path = nvme_path
         self.cpu_adam = cpu_adam
         self.forwards_together = self.stage == 3
+        self._start_of_run: tuple[Precision | None, str, int | None] = None, "cpu", None
         self.engine: Any = None
         self.masters: Masters | None = None
         self.clip_norm: float | None = None
@@ -118,8 +128,11 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
-    def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
-        problems = super().problems(precision, device_type, num_processes)
+    def problems(
+        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+    ) -> list[str]:
+        problems = super().problems(precision, device_type, num_processes, settings)
+        self._start_of_run = precision, device_type, num_processes
         if find_spec("deepspeed") is None:
             return [
                 *problems,
@@ -131,23 +144,30 @@ class DeepSpeedStrategy(DistributedStrategy):
             problems += cpu_adam_problems(self.offload_optimizer or zero_of(self.given).get("offload_optimizer"))
         if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
-            problems += config_problems(self.given, self._run(precision, device_type, num_processes))
+            known: dict[str, Any] = {}
+            if settings is not None:
+                by_norm = settings.gradient_clip_algorithm == "norm"
+                known = {"window": settings.accumulate_grad_batches}
+                known["clip_norm"] = settings.gradient_clip_val if by_norm else None
+            problems += config_problems(self.given, self._run(precision, device_type, num_processes, **known))
         elif self.offload_parameters and self.stage != 3:
             problems.append(f"offload_parameters needs stage 3, and the stage is {self.stage}.")
         return problems
 
-    def training_problems(self, module: TrainModule, window: int, clip_value: float | None, clip_by: str) -> list[str]:
+    def training_problems(
+        self, module: TrainModule, window: int, clip_value: float | None, clip_by: str, batch_size: int | None = None
+    ) -> list[str]:
         problems = module_problems(self.name, module, clip_by if clip_value is not None else None)
         if self.given is not None:
-            run = Run(window=window, clip_norm=clip_value if clip_by == "norm" else None)
-            problems += config_problems(self.given, run)
+            known: dict[str, Any] = {"window": window, "clip_norm": clip_value if clip_by == "norm" else None}
+            problems += config_problems(self.given, self._run(*self._start_of_run, micro_batch=batch_size, **known))
         return problems
 
-    def _run(self, precision: Precision, device_type: str, world_size: int, **known: Any) -> Run:
+    def _run(self, precision: Precision | None, device_type: str, world_size: int | None, **known: Any) -> Run:
         return Run(
             stage=self.given_stage,
-            offload_optimizer=self.offload_optimizer or None,
-            offload_parameters=self.offload_parameters or None,
+            offload_optimizer="none" if "optimizer" in self._kept_on_device else self.offload_optimizer or None,
+            offload_parameters="none" if "parameters" in self._kept_on_device else self.offload_parameters or None,
             nvme_path=None if self.nvme_path is None else str(self.nvme_path),
             precision=precision,
             device_type=device_type,
@@ -361,38 +381,3 @@ class DeepSpeedStrategy(DistributedStrategy):
         options = {"stage": self.stage, "offload_optimizer": self.offload_optimizer or None}
         options |= {"offload_parameters": self.offload_parameters or None, "cpu_adam": self.cpu_adam or None}
         return f"{self.name} ({', '.join(f'{name}={value}' for name, value in options.items() if value is not None)})"
-
-
-class DeepSpeedStage1Strategy(DeepSpeedStrategy):
-    """ZeRO 1: the optimizer's states are divided."""
-
-    name: ClassVar[str] = "deepspeed_stage_1"
-    default_stage: ClassVar[int | None] = 1
-
-
-class DeepSpeedStage2Strategy(DeepSpeedStrategy):
-    """ZeRO 2: the optimizer's states and the gradients are divided."""
-
-    name: ClassVar[str] = "deepspeed_stage_2"
-    default_stage: ClassVar[int | None] = 2
-
-
-class DeepSpeedStage3Strategy(DeepSpeedStrategy):
-    """ZeRO 3: the optimizer's states, the gradients and the weights are divided."""
-
-    name: ClassVar[str] = "deepspeed_stage_3"
-    default_stage: ClassVar[int | None] = 3
-
-
-class DeepSpeedStage2OffloadStrategy(DeepSpeedStage2Strategy):
-    """ZeRO 2 with the optimizer in the memory of the CPU."""
-
-    name: ClassVar[str] = "deepspeed_stage_2_offload"
-    default_offload: ClassVar[Offload] = "cpu"
-
-
-class DeepSpeedStage3OffloadStrategy(DeepSpeedStage3Strategy):
-    """ZeRO 3 with the optimizer and the weights in the memory of the CPU."""
-
-    name: ClassVar[str] = "deepspeed_stage_3_offload"
-    default_offload: ClassVar[Offload] = "cpu"

@@ -310,15 +310,17 @@ class _Resolver:
             divides = (
                 f"is no multiple of {told} = {product}" if unknown else f"does not multiply out: {told} = {product}"
             )
+            # The JSON's own parts may be wrong as well.
+            certain = None not in (run.micro_batch, run.window, run.world_size)
             self.problems.append(
-                f'train_batch_size={total} {divides}. Write {"" if unknown else f"{product}, or "}"auto".'
+                f'train_batch_size={total} {divides}. Write {f"{product}, or " if certain else ""}"auto".'
             )
         elif unknown == ["micro-batch"]:
             self._set(total // product, micro)
 
     def _clipping(self) -> None:
         given, norm = self._value("gradient_clipping"), self.run.clip_norm
-        self._take(norm, "gradient_clip_val", f"Give Trainer(gradient_clip_val={given})", "gradient_clipping")
+        self._take(norm, "gradient_clip_val", f"Give Trainer(gradient_clip_val={given or None})", "gradient_clipping")
         if given and norm is None and self.run.optimizer is not None:
             self.notes.append(f"gradients are clipped by the norm {given}, as the DeepSpeed configuration says")
 

@@ -61,6 +61,12 @@ def module_problems(name: str, module: TrainModule, clip_by: str | None) -> list
             f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
             "norm gradient_clip_val of the start. Remove the method."
         )
+    scalars = [parameter for parameter, value in module.named_parameters() if value.dim() == 0]
+    if scalars:
+        problems.append(
+            f"strategy {name!r} cannot divide parameters without a dimension: {', '.join(scalars)}. Give them the "
+            "shape [1]: nn.Parameter(torch.ones(1))."
+        )
     if clip_by == "value":
         problems.append(
             f"gradient_clip_algorithm='value': strategy {name!r} cannot, since DeepSpeed clips by the norm. Use "

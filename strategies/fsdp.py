@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -21,17 +21,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from trainer.blocks import BlockPolicy, blocks_in_words, find_blocks
+from trainer.blocks import BlockPolicy, blocks_in_words, find_blocks, without_ties
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.deferred_init import DeferredInit
-from trainer.errors import ConfigError, unknown
+from trainer.errors import ConfigError, raise_problems, unknown
 from trainer.estimate import Layout
 from trainer.module import TrainModule
+from trainer.module_check import wrapping_problems
 from trainer.optimizer_state import state_by_name, state_by_position
 from trainer.precision import Precision
 from trainer.runtime.seed import rng_state, set_rng_state
 from trainer.strategies.distributed import DistributedStrategy, StepAsForward, broadcast
 from trainer.strategies.dtensors import as_shards, load_sharded, mesh_extent, part_as_dtensor
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
 
@@ -68,6 +72,7 @@ class FSDPStrategy(DistributedStrategy):
     name: ClassVar[str] = "fsdp"
     sharded = True
     forwards_together = True
+    stays_wrapped = True
 
     def __init__(
         self,
@@ -83,7 +88,7 @@ class FSDPStrategy(DistributedStrategy):
         super().__init__(timeout_seconds)
         if sharding_strategy not in SHARDING:
             raise unknown("sharding_strategy", sharding_strategy, SHARDING)
-        if reduce_dtype is not None and not isinstance(getattr(torch, reduce_dtype, None), torch.dtype):
+        if reduce_dtype not in (None, "float32", "bfloat16", "float16"):
             raise unknown("reduce_dtype", reduce_dtype, ["float32", "bfloat16", "float16"])
         self.sharding_strategy = sharding_strategy
         self.auto_wrap_policy = auto_wrap_policy
@@ -101,17 +106,27 @@ class FSDPStrategy(DistributedStrategy):
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
-    def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
-        problems = super().problems(precision, device_type, num_processes)
+    def problems(
+        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+    ) -> list[str]:
+        problems = super().problems(precision, device_type, num_processes, settings)
         if device_type == "mps":
             problems.append("strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.")
+        reshard = self.reshard_after_forward
+        if isinstance(reshard, int) and not isinstance(reshard, bool):
+            shards = self.device_mesh[-1] if self.device_mesh else num_processes
+            if not 1 < reshard < shards or shards % reshard:
+                problems.append(
+                    f"reshard_after_forward={reshard}: as a number it has to divide the {shards} processes that share "
+                    "a weight, and be between 1 and them. Give True, False or such a number."
+                )
         if self.device_mesh is not None:
             mesh = self.device_mesh
             if self.sharding_strategy != "HYBRID_SHARD":
                 problems.append(f"device_mesh={mesh} has a meaning for sharding_strategy='HYBRID_SHARD' only.")
             elif len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] != num_processes:
                 problems.append(
-                    f"device_mesh={mesh} is for {mesh[0] * mesh[-1]} processes, but there are {num_processes}: give "
+                    f"device_mesh={mesh} is for {math.prod(mesh)} processes, but there are {num_processes}: give "
                     "(replicas, shards) whose product is the number of processes."
                 )
         return problems
@@ -179,12 +194,7 @@ class FSDPStrategy(DistributedStrategy):
         self._materialize(module)
 
     def _refuse(self, module: TrainModule) -> None:
-        for name, child in module.named_modules():
-            if isinstance(child, FSDPModule):
-                raise ConfigError(
-                    f"{type(module).__name__}.{name} is already wrapped by fully_shard, and strategy 'fsdp' wraps by "
-                    "itself: give it unwrapped, and say what to wrap with FSDPStrategy(auto_wrap_policy=...)."
-                )
+        raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
         scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
         if scalars:
             raise ConfigError(
@@ -201,7 +211,11 @@ class FSDPStrategy(DistributedStrategy):
         reshard = self.reshard_after_forward
         if reshard is None:
             reshard = self.sharding_strategy != "SHARD_GRAD_OP"
-        blocks = find_blocks(module, self.auto_wrap_policy)
+        chosen = find_blocks(module, self.auto_wrap_policy)
+        blocks = without_ties(module, chosen)
+        tied = [name for name in chosen if name not in blocks]
+        if tied:
+            log.info("fsdp gathers with the rest, because they share weights with it: %s", ", ".join(tied))
         self.wrapped_blocks = blocks_in_words(blocks)
         norms = norms_with_statistics(module) if self.precision.autocast is not None else []
         for norm in norms:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from trainer.strategies.xla_modules import (
     unbiased_running_variance,
 )
 
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
 log = logging.getLogger("trainer")
 
 DEVICE_USED = (
@@ -55,10 +58,13 @@ class XlaStrategy(Strategy):
     run at its end (`torch_xla.sync()`); values logged are read after that.
 
     Args:
-        pad_last_batch: fill a training batch that is shorter than the first one up to its length, with its own samples
-            from the beginning again, so that nothing is compiled for it; they count more than others then. To leave it
-            out: `DataLoader(drop_last=True)`.
+        pad_last_batch: fill the tensors of a training batch that are shorter in their first dimension than the same
+            ones of the batches before, with their own samples from the beginning again, so that nothing is compiled for
+            it; these samples count more than others then. To leave such a batch out: `DataLoader(drop_last=True)`.
         warmup_steps: how many steps of a kind may be compiled before each new compilation brings a warning.
+
+    Raises:
+        ConfigError: `warmup_steps` is negative.
 
     `compile_watch` counts the compilations.
     """
@@ -70,14 +76,21 @@ class XlaStrategy(Strategy):
 
     def __init__(self, pad_last_batch: bool = False, warmup_steps: int = 10) -> None:
         self.pad_last_batch = pad_last_batch
+        if warmup_steps < 0:
+            raise ConfigError(f"warmup_steps={warmup_steps}: give a number of steps, 0 or more.")
         self.compile_watch = CompileWatch(warmup_steps)
-        self._rows: int | None = None
+        self._lengths: list[int] = []
+        """Of the tensors of a training batch, the longest so far of each."""
+        self._place = 0
+        """How many tensors of the batch in hand have been placed."""
         self._recomputes = False
         self._undo: list[Callable[[], None]] = []
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
-    def problems(self, precision: Precision, device_type: str, num_processes: int) -> list[str]:
+    def problems(
+        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+    ) -> list[str]:
         problem = torch_xla_problem()
         problems = [f"strategy {self.name!r}: {problem}"] if problem else []
         if device_type == "tpu":
@@ -106,7 +119,9 @@ class XlaStrategy(Strategy):
             problems.append(DEVICE_USED)
         return problems
 
-    def training_problems(self, module: TrainModule, window: int, clip_value: float | None, clip_by: str) -> list[str]:
+    def training_problems(
+        self, module: TrainModule, window: int, clip_value: float | None, clip_by: str, batch_size: int | None = None
+    ) -> list[str]:
         # Again: something may have used a device since the trainer was made.
         return [DEVICE_USED] if _device_was_used_without_spmd() else []
 
@@ -158,7 +173,7 @@ class XlaStrategy(Strategy):
         self.place_weights(module)
         if for_training:
             self._undo += unbiased_running_variance(module)
-        self._rows = None
+        self._lengths = []
         self._sync()
         self.compile_watch.start()
 
@@ -188,6 +203,7 @@ class XlaStrategy(Strategy):
     def to_device(self, batch: Any) -> Any:
         """The batch, its floating tensors cast if the precision says so, divided among the devices by its samples."""
         with torch.inference_mode(False):  # see `call`
+            self._place = 0
             batch = move_to(batch, self._placed)
         self.compile_watch.batch(batch)
         return batch
@@ -204,10 +220,11 @@ class XlaStrategy(Strategy):
         # Not in evaluation, where every sample counts once.
         if not self.module.training or tensor.dim() == 0 or len(tensor) == 0:
             return tensor
-        self._rows = self._rows or len(tensor)
-        if len(tensor) >= self._rows:
-            return tensor
-        return tensor[torch.arange(self._rows) % len(tensor)]
+        if self._place == len(self._lengths):
+            self._lengths.append(len(tensor))
+        longest = self._lengths[self._place] = max(self._lengths[self._place], len(tensor))
+        self._place += 1
+        return tensor if len(tensor) == longest else tensor[torch.arange(longest) % len(tensor)]
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         if self._recomputes:

@@ -42,6 +42,8 @@ class CompileWatch:
         """What is compiled from here on counts."""
         self.compiles = compiles_so_far()
         self._window = []
+        self._steps.clear()
+        self._seen.clear()
 
     def batch(self, batch: Any) -> None:
         """A batch of the step that comes next."""
@@ -110,11 +112,13 @@ def shapes_of(batch: Any, where: str = "batch") -> list[tuple[str, tuple[int, ..
 
 def _difference(window: tuple[Shapes, ...], seen: Counter[tuple[Shapes, ...]]) -> str:
     """How the batches of this step differ from the usual ones."""
-    usual = seen.most_common(1)[0][0] if seen else ()
+    if not seen:
+        return "it is the first one. Give XlaStrategy(warmup_steps=...) more than that."
+    usual = seen.most_common(1)[0][0]
     if window in seen:
         return (
             "the shapes of its batches are not new. Something else has changed: Python numbers or branches inside the "
-            "step, a module in another mode, or a value read in its middle."
+            "step, a module in another mode, a value read in its middle, or a learning rate that has become exactly 0."
         )
     if len(window) != len(usual):
         return (

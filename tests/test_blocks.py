@@ -22,6 +22,17 @@ class Block(nn.Module):
         return self.feed_forward(self.norm(x))
 
 
+def test_weights_that_are_divided_already_count_with_what_they_hold() -> None:
+    """As DeepSpeed's zero.Init leaves them: empty, with their number of elements in `ds_numel`."""
+    whole, divided = (Tree(blocks=nn.ModuleList(Block() for _ in range(3)), head=nn.Linear(8, 2)) for _ in range(2))
+    for parameter in divided.parameters():
+        parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
+        parameter.data = parameter.data.new_empty(0)
+    policies: tuple[BlockPolicy, ...] = ("auto", 100)
+    for policy in policies:
+        assert list(find_blocks(divided, policy)) == list(find_blocks(whole, policy)) != []
+
+
 class Tree(nn.Module):
     """A module with the given children."""
 

@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "deepspeed_stage_2": ("adamw",),
     "deepspeed_stage_3": ("adamw",),
 }
-"""What each strategy is tested with; `test_contract.py` breaks all of them at every step, too."""
+"""What each strategy is tested with; `test_contract.py` stops and resumes all of the table."""
 
 
 def test_every_strategy_that_divides_the_state_is_tested_here() -> None:

@@ -57,6 +57,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         *("metric_state", "module_check", "phases", "windows"),
     ),
     ("strategies.*", "callbacks.*", "checkpoint.content"),
+    ("strategies.deepspeed_stages",),
     ("strategies", "callbacks"),
     ("settings",),
     ("describe", "evaluation", "loaders", "manual", "plan", "run_directory"),

@@ -63,6 +63,12 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
     return found
 
 
+def without_ties(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those blocks that share no parameter with anything outside of them: each can be divided by itself."""
+    owners = _number_of_owners(module)
+    return {name: block for name, block in blocks.items() if not _tied(block, owners)}
+
+
 def blocks_in_words(blocks: dict[str, nn.Module]) -> str:
     """`"12 x Block (net.blocks.0 to net.blocks.11), Embedding (net.embedding)"`; `"nothing"` when empty."""
     names: dict[str, list[str]] = {}
@@ -96,7 +102,12 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(map(_elements, module.parameters()))
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Of a parameter that ZeRO-3 has divided nothing is there, but it knows."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 # -- by size -----------------------------------------------------------------------------------------------------------
@@ -107,7 +118,7 @@ def _by_size(module: nn.Module, least: int, taken: Collection[nn.Module] = ()) -
     covered = {id(parameter) for block in taken for parameter in block.parameters()}
     found = {}
     for name, child in _submodules(module):
-        rest = {id(p): p.numel() for p in child.parameters() if id(p) not in covered}
+        rest = {id(p): _elements(p) for p in child.parameters() if id(p) not in covered}
         if sum(rest.values()) >= least:
             found[name] = child
             covered |= rest.keys()
@@ -186,7 +197,7 @@ def _auto(module: nn.Module) -> dict[str, nn.Module]:
 
     total = _size(module)
     if sum(map(_size, chosen)) * 2 < total:
-        own = [sum(p.numel() for p in child.parameters(recurse=False)) for _, child in _submodules(module)]
+        own = [sum(map(_elements, child.parameters(recurse=False))) for _, child in _submodules(module)]
         least = max(1, min(total // SMALLEST_SHARE, max(own, default=1)))
         large = [block for block in _by_size(module, least, chosen).values() if not _tied(block, owners)]
         # What lies around a block stays with the whole module.

@@ -74,6 +74,28 @@ def make_feeds(trainer: Trainer, given: dict[str, Any]) -> None:
         trainer.predict_feeds = _needed(trainer, loaders, settings.limit_predict_batches, "predict_dataloader")
 
 
+def check_same_everywhere(trainer: Trainer) -> None:
+    """Collective: every process has loaders over the same samples, of which each gets its part.
+
+    Raises:
+        ConfigError: they differ; processes would wait for each other in the middle of an epoch.
+    """
+    feeds = {**trainer.val_feeds, **trainer.test_feeds, **trainer.predict_feeds}
+    counts = {f"evaluation loader {name!r}": feed.samples_per_epoch for name, feed in feeds.items()}
+    if trainer.train_feed is not None:
+        counts["training loader"] = trainer.train_feed.samples_per_epoch
+    there = trainer.strategy.gather_objects(counts)
+    rank = next((rank for rank, theirs in enumerate(there) if theirs != there[0]), None)
+    if rank is None:
+        return
+    name = next(name for name in {**there[0], **there[rank]} if there[0].get(name) != there[rank].get(name))
+    raise ConfigError(
+        f"the {name} has {there[0].get(name)} samples in an epoch on rank 0, and {there[rank].get(name)} on rank "
+        f"{rank}. Give every process the whole dataset: the trainer divides it. Look for files, splits or filters that "
+        "depend on the rank or on a random number without a seed."
+    )
+
+
 def _train_feed(trainer: Trainer, loader: Any) -> Feed:
     settings = trainer.settings
     refuse_data(loader, "fit")

@@ -65,6 +65,11 @@ def make_plan(settings: Settings) -> Plan:
                 f"processes on this machine: give devices='auto', or {environment.count_option} {devices}."
             )
         devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
+        if num_nodes not in (1, environment.num_nodes):
+            problems.append(
+                f"num_nodes={num_nodes}, but the number of machines on which {environment.source} started processes is "
+                f"{environment.num_nodes}: leave num_nodes out, or start on {num_nodes} machines."
+            )
         num_nodes = environment.num_nodes
         problems += sharing_problems(device_type, devices, environment.source)
         if environment.source == "Ray Train" and not Path(settings.default_root_dir).is_absolute():
@@ -80,7 +85,7 @@ def make_plan(settings: Settings) -> Plan:
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
     strategy.device_ids = device_ids
     precision = resolve_precision(settings.precision)
-    problems += strategy.problems(precision, device_type, devices * num_nodes)
+    problems += strategy.problems(precision, device_type, devices * num_nodes, settings)
     compilation = read_compile(settings.compile)
     if compilation is not None:
         problems += missing_tools(compilation, device_type)

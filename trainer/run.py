@@ -23,10 +23,10 @@ from trainer.data.datamodule import DataModule
 from trainer.describe import start_line
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.hints import speed_hints
-from trainer.loaders import make_feeds
+from trainer.loaders import check_same_everywhere, make_feeds
 from trainer.metrics import MetricLog
 from trainer.module import TrainModule
-from trainer.module_check import datamodule_problems, module_problems
+from trainer.module_check import datamodule_problems, module_problems, wrapping_problems
 from trainer.optimizers import ManualOptimizer, check_parameters, needs_closure, read_optimizers
 from trainer.plan import with_module_callbacks
 from trainer.progress import Progress
@@ -38,7 +38,7 @@ from trainer.runtime.meeting import Meeting
 from trainer.runtime.messages import show_messages
 from trainer.runtime.restart import FitRecord, agreed_exit, max_restarts
 from trainer.runtime.seed import derive_seed, seed_everything, set_deterministic
-from trainer.runtime.slurm import requeue
+from trainer.runtime.slurm import requeue, was_requeued
 from trainer.runtime.stop import TRY_AGAIN, StopSwitch, exit_code
 from trainer.settings import DEFAULT_MAX_EPOCHS
 
@@ -138,12 +138,12 @@ def check(trainer: Trainer, stage: str, module: Any, data: Any, datamodule: Any,
             f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "
             "Subclass TrainModule, or hold your model as an attribute of one."
         )
-    problems = module_problems(module, stage) + _wrong_data(stage, data, datamodule)
+    problems = module_problems(module, stage) or wrapping_problems(module, trainer.strategy)
+    problems += _wrong_data(stage, data, datamodule)
     if stage == "fit":
         settings = trainer.settings
-        problems += trainer.strategy.training_problems(
-            module, settings.accumulate_grad_batches, settings.gradient_clip_val, settings.gradient_clip_algorithm
-        )
+        steps = settings.accumulate_grad_batches, settings.gradient_clip_val, settings.gradient_clip_algorithm
+        problems += trainer.strategy.training_problems(module, *steps, getattr(data.get("train"), "batch_size", None))
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(trainer)
     if not isinstance(ckpt_path, (str, Path, type(None))):
@@ -262,6 +262,7 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
         strategy.load_module_state(checkpoint["model"])
         log.info("restored %s", path)
     make_feeds(trainer, data)
+    check_same_everywhere(trainer)
     if stage == "fit":
         _set_up_training(trainer, checkpoint)
     elif checkpoint is not None:
@@ -277,6 +278,7 @@ def _places(trainer: Trainer, ckpt_path: Any) -> tuple[Place | None, Path]:
         ckpt_path = "last"
         log.info("started again after a failure")
     else:
+        ckpt_path = ckpt_path or ("last" if record is not None and was_requeued() else None)
         path = find_checkpoint(trainer, ckpt_path)
     run_dir = choose_run_dir(trainer, ckpt_path, path)
     if record is not None:

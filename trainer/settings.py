@@ -38,7 +38,8 @@ class Settings:
     num_nodes: int = 1
     """Machines that take part; each one starts this same program (with torchrun)."""
     strategy: str | Strategy = "auto"
-    """Where it runs: "single_device", "ddp", "auto" (ddp for several devices), or a Strategy object with options."""
+    """Where it runs: "single_device", "ddp", "fsdp", "deepspeed_stage_1" to "_3" (with "_offload"), "xla", "xla_fsdp";
+    "auto" (ddp for several devices); or a Strategy object with options."""
     precision: str | int | Precision = "32-true"
     """Numbers: "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"."""
 

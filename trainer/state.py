@@ -210,6 +210,13 @@ class RunState:
     def rank(self) -> int:
         return self.strategy.rank
 
+    global_rank = rank
+
+    @property
+    def local_rank(self) -> int:
+        """Of this process among those of its machine."""
+        return self.strategy.local_rank
+
     @property
     def world_size(self) -> int:
         return self.strategy.world_size
@@ -293,9 +300,13 @@ class RunState:
             self.deadline.saved(time.monotonic() - begun)
 
     def meet(self, what: str) -> None:
-        """Before a collective that users call: raise ConfigError where only some of the processes do."""
+        """Before a collective that users call: raise ConfigError where only some of the processes do.
+
+        With the name of the function that calls it, since another one may call the same on another process.
+        """
         if self.meeting is not None:
-            self.meeting.meet(what)
+            code = sys._getframe(2).f_code
+            self.meeting.meet(f"{what} (in {Path(code.co_filename).name}, {code.co_name})")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on rank 0, above the progress bar if there is one."""

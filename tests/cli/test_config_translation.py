@@ -151,6 +151,13 @@ def test_no_shard_keeps_no_arguments_of_the_other_strategy(command: Command) -> 
     accepted(command, "run.yaml")
 
 
+def test_a_json_without_a_stage_means_stage_0(command: Command) -> None:
+    Path("small.json").write_text(json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}}))
+    told = report_of(command, "small.json")
+    assert "strategy: ddp, as DeepSpeed's stage is 0" in told["zero_optimization.stage"]
+    assert trainer_section("run.yaml")["strategy"] == "ddp"
+
+
 def test_optimizer_and_schedule_go_into_the_module(command: Command) -> None:
     sections = {
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95], "weight_decay": "auto"}},

@@ -50,14 +50,22 @@ def test_processes_that_are_there_already_take_part_and_one_speaks(project: Path
     assert sorted(left) == before
 
 
-def test_a_module_that_fails_is_told_with_its_error(project: Path) -> None:
-    broken = (project / "mymodel.py").read_text().replace("loss = self.layer(batch[0])", "loss = self.layr(batch[0])")
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("self.layr(batch[0])", "has no attribute 'layr'"),
+        ("(self.layer(batch[0]) * float('nan'))", "the loss nan, which is not finite"),
+        ("__import__('os').kill(__import__('os').getpid(), 9)", "trainer fit was killed by SIGKILL"),
+    ],
+)
+def test_a_module_that_fails_is_told_with_its_error(project: Path, mistake: str, words: str) -> None:
+    broken = (project / "mymodel.py").read_text().replace("loss = self.layer(batch[0])", f"loss = {mistake}")
     (project / "broken.py").write_text(broken)
     options = ["--module", "broken.py:Net", "--data", "broken.py:Data", "--devices", "1"]
     result = run_python("-m", "trainer", "doctor", *options, cwd=project, timeout=300).check(1)
     line = next(line for line in result.stdout.splitlines() if line.startswith("FAIL"))
     assert "one step" in line
-    assert "has no attribute 'layr'" in line
+    assert words in line
     assert "To see all of it: python -m trainer fit" in line
 
 

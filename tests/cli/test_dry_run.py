@@ -173,6 +173,14 @@ def test_deepspeed(dry: Command) -> None:
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_a_json_with_another_batch_size_than_the_data(dry: Command) -> None:
+    words = ("--trainer.strategy", "deepspeed_stage_2", "--trainer.strategy.config")
+    code, out, _ = dry("--world-size", "8", *words, "{train_micro_batch_size_per_gpu: 3}")
+    assert code == 1
+    assert "train_micro_batch_size_per_gpu=3 in the DeepSpeed configuration" in " ".join(said(out, "strategy"))
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
     words = ("--trainer.strategy", "deepspeed", "--trainer.strategy.config")
     code, out, _ = dry("--world-size", "8", *words, "{zero_optimization: {stage: 2, offload_optimizer: 7}}")

@@ -105,6 +105,11 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
     [
         ([], "nothing to launch: give a script, -m MODULE or a trainer command"),
         (["gone.py"], "there is no script 'gone.py'"),
+        (["--master-addr", "a", "mymodel.py"], "--master-addr is torchrun's, and not ours: write --rdzv HOST:PORT"),
+        (["--rdzv-backend", "etcd", "mymodel.py"], "--rdzv-backend etcd: it is always c10d here"),
+        (["--print", "mymodel.py"], "--print: for a file for sbatch, which --slurm --print writes"),
+        (["--nodes", "2", "--partition", "gpu", "mymodel.py"], "--partition, --nodes: for a file for sbatch"),
+        (["gone.py"], "Look at the path"),
         (["mypackage.train"], "Is it a module? Write -m before it."),
         (["--nproc-per-nod", "2", "mymodel.py"], "unknown option '--nproc-per-nod'. Did you mean --nproc-per-node?"),
         (["--log-dir", "x", "mymodel.py"], "--log-dir is torchrun's, and not ours: the output"),

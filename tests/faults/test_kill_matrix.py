@@ -101,7 +101,8 @@ def check_failure(result: Result, how: str, who: str, root: Path, seconds: float
     result.check(code)
     errors = result.stderr
     print(f"{how} {who}: {seconds:.1f} s")
-    assert seconds < 10 + (WATCHDOG_S if how == "hang" else 0), errors
+    # Not the time it takes (seconds), but that nobody waits for the group's time limit (half an hour).
+    assert seconds < 60 + (WATCHDOG_S if how == "hang" else 0), errors
     assert not left_behind(str(root))
     if how == "error":
         assert errors.count("ValueError: deliberate") == 1, errors

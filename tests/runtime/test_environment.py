@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.harness import ROOT
+from trainer import Trainer
 from trainer.errors import ConfigError
 from trainer.runtime.environment import SOURCES, Environment, detect_environment
 
@@ -87,6 +88,12 @@ def test_partial_variables_are_named(missing: str) -> None:
         ({"RANK": "one"}, "RANK='one' is not a whole number"),
         ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1' is not a whole number"),
         ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is not"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port: give all processes the same one from 1 to 65535"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
+        ({"GROUP_RANK": "2"}, "GROUP_RANK=2 must be smaller than GROUP_WORLD_SIZE=2"),
+        ({"GROUP_RANK": "", "NODE_RANK": "3"}, "NODE_RANK=3 must be smaller than GROUP_WORLD_SIZE=2"),
+        ({"GROUP_WORLD_SIZE": "0"}, "GROUP_WORLD_SIZE=0 must be from 1 to WORLD_SIZE=8"),
+        ({"RANK": "0"}, "LOCAL_RANK=1 must not be larger than RANK=0"),
         ({"RANK": "9", "LOCAL_RANK": "9"}, r"2 problems in the environment:\n  - RANK=9 .*\n  - LOCAL_RANK=9"),
     ],
 )
@@ -187,6 +194,12 @@ def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch)
         ({"PET_NNODES": "4", "PET_NODE_RANK": "1"}, "this pod is one of several, and nothing says which"),
         ({**KUBEFLOW, "WORLD_SIZE": "32"}, "several processes in each pod: start with `trainer launch`"),
         ({**KUBEFLOW, "PET_NNODES": "many"}, "PET_NNODES='many' is neither a number nor MIN:MAX"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x1000000000000)"}, r"do not fit .*=2\(x1000000000000\)"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "0(x999999)"}, r"do not fit .*=0\(x999999\)"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "9" * 5000}, "do not fit"),
+        ({**SRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**OPEN_MPI, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**KUBEFLOW, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({**KUBEFLOW, "MASTER_PORT": ""}, "PET_NNODES=4 is set, but not MASTER_PORT"),
     ],
 )
@@ -215,3 +228,73 @@ def test_all_processes_of_a_step_have_one_port_and_other_steps_another() -> None
 def test_every_source_says_when_it_decides() -> None:
     assert len({source.name for source in SOURCES}) == len(SOURCES) == 7
     assert all(source.decides and source.variables for source in SOURCES)
+
+
+NO_LOCAL = "MPI_LOCALRANKID or PMI_LOCAL_RANK, MPI_LOCALNRANKS or PMI_LOCAL_SIZE: one of 2 processes"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, f"PMI_RANK=0, PMI_SIZE=2 set, but not {NO_LOCAL}"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "WORLD_SIZE": "1"}, f"PMI_RANK=1, PMI_SIZE=2 set, but not {NO_LOCAL}"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+            r"but not OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE: .* Start with mpirun \(Open MPI\).* "
+            r"\(unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE\)",
+        ),
+        ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE=4 set, but not MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_LOCAL"),
+        ({name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")}, "but not MPI_LOCALNRANKS or"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE='x' is not a whole number"),
+        # In a batch script, where Slurm has set nothing of this.
+        ({**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"}, f"but not {NO_LOCAL}"),
+    ],
+)
+def test_mpiruns_variables_without_the_local_ones(variables: dict[str, str], message: str) -> None:
+    """Each process would take itself for the only one, and train by itself."""
+    with pytest.raises(ConfigError, match=message):
+        detect_environment(variables)
+
+
+def test_mpiruns_variables_without_the_local_ones_where_another_decides() -> None:
+    """`srun --mpi=pmi2` sets them, and an interactive shell of Slurm inherits them."""
+    pmi = {"PMI_RANK": "3", "PMI_SIZE": "5"}
+    assert detect_environment({**SRUN, **pmi}).source == "Slurm"
+    assert detect_environment({**TORCHRUN, **pmi}).source == "torchrun"
+    assert detect_environment({**SRUN, **pmi, "SLURM_STEP_ID": "4294967290"}).source == "single process"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "", "PMI_SIZE": ""},
+        {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""},
+        dict.fromkeys((*TORCHRUN, *SRUN, *OPEN_MPI, *KUBEFLOW, "RAY_JOB_ID", "TORCHELASTIC_RUN_ID"), ""),
+        # As Kubeflow sets them in the only pod of a job, of now and of former times.
+        {**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23456"},
+    ],
+)
+def test_a_size_of_one_and_empty_variables_are_a_single_process(variables: dict[str, str]) -> None:
+    assert detect_environment(variables).source == "single process"
+
+
+@pytest.mark.parametrize("changed", [{"RANK": "1"}, {"WORLD_SIZE": "8"}, {"LOCAL_RANK": "0"}])
+def test_the_only_pod_says_nothing_else(changed: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"set, but not .*LOCAL_WORLD_SIZE. Start with torchrun"):
+        detect_environment({**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1", **changed})
+
+
+def test_empty_variables_do_not_contradict_another_source() -> None:
+    assert detect_environment({**SRUN, "RANK": "", "WORLD_SIZE": "", "SLURM_PTY_PORT": ""}).source == "Slurm"
+
+
+def test_the_number_of_machines_has_to_be_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    message = "num_nodes=3, but the number of machines on which torchrun started processes is 2: leave num_nodes out"
+    with pytest.raises(ConfigError, match=message):
+        Trainer(accelerator="cpu", num_nodes=3)
+    assert [Trainer(accelerator="cpu", num_nodes=given).plan.num_processes for given in (1, 2)] == [8, 8]

@@ -13,7 +13,7 @@ from tests.harness import start_python, wait_until
 from tests.runtime.test_environment import SRUN
 from tests.runtime.training import make, steps_of
 from trainer.errors import ConfigError
-from trainer.runtime.slurm import hosts, requeue, tasks_per_node
+from trainer.runtime.slurm import hosts, requeue, tasks_per_node, was_requeued
 
 
 @pytest.mark.parametrize(
@@ -105,3 +105,23 @@ def test_tasks_join_save_together_at_the_warning_and_one_of_them_goes_back_into_
     for one in tasks:
         one.wait(120).check()
     assert steps_of(out) == list(range(1, len(done) + 3))
+
+
+def test_a_job_that_was_put_back_goes_on_by_itself(tmp_path: Path) -> None:
+    """Without ckpt_path: Slurm counts how often it has started the job again."""
+    script = make(tmp_path / "run")
+    out = script.parent / "out"
+    queue = {"TRAINER_REQUEUE": "1", "SLURM_STEP_ID": str(os.getpid())}
+    for count, steps in (("", 3), ("1", 5)):
+        env = {**queue, "SLURM_RESTART_COUNT": count}
+        tasks = [start_python(script, str(out), str(steps), "0", "None", env=task(rank, **env)) for rank in (0, 1)]
+        for one in tasks:
+            one.wait(120).check()
+    assert steps_of(out) == [1, 2, 3, 4, 5]
+
+
+def test_only_a_later_start_of_a_job_that_asks_for_it_goes_on() -> None:
+    assert was_requeued({"TRAINER_REQUEUE": "1", "SLURM_RESTART_COUNT": "2"})
+    assert not was_requeued({"TRAINER_REQUEUE": "1", "SLURM_RESTART_COUNT": "0"})
+    assert not was_requeued({"TRAINER_REQUEUE": "0", "SLURM_RESTART_COUNT": "2"})
+    assert not was_requeued({"SLURM_RESTART_COUNT": "2"})

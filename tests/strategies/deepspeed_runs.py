@@ -15,13 +15,13 @@ from trainer import TrainModule
 from trainer.checkpoint.shards import Shard
 from trainer.precision import PRECISIONS
 from trainer.strategies import Strategy
-from trainer.strategies.deepspeed import (
+from trainer.strategies.deepspeed import DeepSpeedStrategy
+from trainer.strategies.deepspeed_stages import (
     DeepSpeedStage1Strategy,
     DeepSpeedStage2OffloadStrategy,
     DeepSpeedStage2Strategy,
     DeepSpeedStage3OffloadStrategy,
     DeepSpeedStage3Strategy,
-    DeepSpeedStrategy,
 )
 
 SMALL = {"zero_optimization": {"reduce_bucket_size": 1000}}

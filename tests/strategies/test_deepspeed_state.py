@@ -21,7 +21,10 @@ from tests.strategies.deepspeed_runs import (
     whole,
 )
 from trainer.errors import CheckpointError
-from trainer.strategies.deepspeed import DeepSpeedStage1Strategy, DeepSpeedStage3Strategy
+from trainer.strategies.deepspeed_stages import (
+    DeepSpeedStage1Strategy,
+    DeepSpeedStage3Strategy,
+)
 from trainer.strategies.single import SingleDeviceStrategy
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,6 +75,35 @@ class Bare(Net):
         return (batch[0] @ self.weight - batch[1]).square().mean()
 
 
+class Tied(Net):
+    """The first layer and the last one are one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(4)
+            self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.first.weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        loss = (self.last(self.head(x)) - batch[1]).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+
+TIED_POLICIES: dict[str, Any] = {
+    "auto": "auto",
+    "size": WIDTH * WIDTH,
+    "class": ["Linear"],
+    "classes": ["Linear", "Block"],
+    "function": lambda name, child: name in ("first", "head"),
+}
+
+
 class Listening(logging.Handler):
     """What the trainer logs."""
 
@@ -135,7 +165,7 @@ def train(strategy: Any, precision: str = "32-true", module: Net | None = None, 
     return [float(loss) for loss in module.losses], counts.mode.seen, counts.held, set(statistics), strategy.describe()
 
 
-def refused(strategy: FSDPStrategy, module: Net) -> str:
+def refused(strategy: Any, module: Net) -> str:
     try:
         train(strategy, module=module)
     except ConfigError as error:
@@ -156,12 +186,23 @@ def on_each_process() -> dict[str, Any]:
         "bf16 fsdp": train(FSDPStrategy(), "bf16-mixed"),
         "bf16 ddp": train(DDPStrategy(), "bf16-mixed"),
         "scalar": refused(FSDPStrategy(), Scalar()),
+        **{
+            f"tied {name}": train(FSDPStrategy(auto_wrap_policy=policy), module=Tied())
+            for name, policy in TIED_POLICIES.items()
+        },
+        "tied ddp": train(DDPStrategy(), module=Tied()),
         "no such class": refused(FSDPStrategy(auto_wrap_policy=["Blok"]), Net()),
     }
     wrapped = Net()
     fully_shard(wrapped.blocks[0])
     assert isinstance(wrapped.blocks[0], FSDPModule)
     found["wrapped"] = refused(FSDPStrategy(), wrapped)
+    trained = Net()
+    train(FSDPStrategy(), module=trained)
+    found["trained under fsdp"] = refused(DDPStrategy(), trained)
+    within = Net()
+    within.last = DistributedDataParallel(within.last)  # type: ignore[assignment]
+    found["ddp inside"] = refused(DDPStrategy(), within)
     found["said"] = listening.said
     return found
 
@@ -204,6 +245,15 @@ def test_statistics_of_a_batch_norm_stay_float32_and_the_losses_are_those_of_ddp
     assert found["bf16 fsdp"][0] != found["once"][0]
 
 
+@pytest.mark.parametrize("policy", TIED_POLICIES)
+def test_tied_weights_stay_tied_whatever_is_chosen(found: dict[str, Any], policy: str) -> None:
+    assert found[f"tied {policy}"][0] == pytest.approx(found["tied ddp"][0], abs=1e-6)
+
+
+def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str, Any]) -> None:
+    assert any(line.endswith("share weights with it: first, head") for line in found["said"])
+
+
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -211,6 +261,8 @@ def test_statistics_of_a_batch_norm_stay_float32_and_the_losses_are_those_of_ddp
         ("no such class", "Did you mean 'Block'"),
         ("none chosen", "returned False for every submodule"),
         ("wrapped", "Net.blocks.0 is already wrapped by fully_shard"),
+        ("ddp inside", "Net.last is already wrapped by DistributedDataParallel (its .module is inside)"),
+        ("trained under fsdp", "Net was divided by another strategy in a run before"),
     ],
 )
 def test_a_module_that_cannot_be_divided(found: dict[str, Any], case: str, words: str) -> None:
@@ -221,6 +273,9 @@ def test_a_module_that_cannot_be_divided(found: dict[str, Any], case: str, words
     ("options", "words"),
     [
         ({"device_mesh": (2, 2)}, "for sharding_strategy='HYBRID_SHARD' only"),
+        ({"device_mesh": (2,), "sharding_strategy": "HYBRID_SHARD"}, "is for 2 processes, but there are 4"),
+        ({"reshard_after_forward": 3}, "it has to divide the 4 processes"),
+        ({"reshard_after_forward": 4}, "be between 1 and them"),
         ({"device_mesh": (2, 3), "sharding_strategy": "HYBRID_SHARD"}, "is for 6 processes, but there are 4"),
     ],
 )
@@ -234,3 +289,5 @@ def test_unknown_names_are_told() -> None:
         FSDPStrategy("FULL")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="bfloat16"):
         FSDPStrategy(reduce_dtype="bf16")
+    with pytest.raises(ConfigError, match="bfloat16"):
+        FSDPStrategy(reduce_dtype="int32")

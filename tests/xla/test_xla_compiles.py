@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.compare import QUIET
 from tests.harness import ROOT
-from trainer import Callback, Trainer, TrainModule
+from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import CSVLogger, LearningRateMonitor, ModelCheckpoint
 from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
 from trainer.strategies.xla_compiles import compiles_so_far
@@ -158,6 +158,33 @@ def test_filling_up_repeats_the_batch_s_own_samples() -> None:
     fit(XlaStrategy(pad_last_batch=True), 8 + 3, callbacks=[Look()])
     rows = numbers(11).tensors[0]
     assert torch.equal(seen[1], rows[[8, 9, 10, 8, 9, 10, 8, 9]])
+
+
+def test_only_what_is_shorter_than_before_is_filled_up() -> None:
+    seen: list[list[tuple[int, ...]]] = []
+
+    class Weighted(MLP):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append([tuple(one.shape) for one in batch])
+            return cross_entropy(self.layers(batch[0]), batch[1], weight=batch[2])
+
+    x, y = numbers(11).tensors
+    weights = torch.ones(int(y.max()) + 1)
+    batches = [(x[:8], y[:8], weights), (x[8:], y[8:], weights)]
+    Trainer(strategy=XlaStrategy(pad_last_batch=True), max_epochs=1, **QUIET).fit(Weighted(40), batches)
+    assert seen[1] == seen[0] == [tuple(x[:8].shape), (8,), tuple(weights.shape)]
+
+
+def test_a_second_run_counts_its_steps_from_the_beginning(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = XlaStrategy(warmup_steps=5)
+    for width in (72, 80):
+        fit(strategy, 8 * 9, MLP(width))
+    assert warnings_of(caplog) == []
+
+
+def test_a_warm_up_of_less_than_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="warmup_steps=-1"):
+        XlaStrategy(warmup_steps=-1)
 
 
 def test_a_dropped_last_batch_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:

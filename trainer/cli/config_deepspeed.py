@@ -58,6 +58,10 @@ def from_deepspeed(translation: Translation, given: dict[str, Any], prefix: str 
             left[key] = value
             words = f"{FILLED} by DeepSpeed's default" if value == AUTO else "DeepSpeed reads it (strategy.config)"
             translation.taken(name, value, words)
+    zero = given.get(ZERO)
+    if not (isinstance(zero, dict) and "stage" in zero) and translation.draft.value("strategy") is None:
+        translation.draft.argument("stage", 0)
+        translation.taken(f"{prefix}{ZERO}.stage", None, "strategy: ddp, as DeepSpeed's stage is 0 where none is given")
     finish(translation, left)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... -m trainer doctor    between all processes of two machines
   trainer doctor --json                                   for programs
 """
-ONE_STEP = ("fast_dev_run=true", "overfit_batches=0", "max_restarts=0")
+ONE_STEP = ("fast_dev_run=true", "detect_anomaly=true", "overfit_batches=0", "max_restarts=0")
 
 
 def run(arguments: list[str]) -> int:
@@ -147,7 +148,8 @@ def _one_step(arguments: list[str], given: argparse.Namespace) -> Verdict:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error: ")] or lines[-1:]
     typed = " ".join(command[1:])
-    found = f"trainer fit ended with exit code {done.returncode}: {' '.join(told) or 'it said nothing'}"
+    end = f"was killed by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
+    found = f"trainer fit {end}: {' '.join(told) or 'it said nothing'}"
     return Verdict("FAIL", "one step", found, f"To see all of it: python {typed}")
 
 

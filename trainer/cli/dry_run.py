@@ -221,7 +221,7 @@ def _layout(configuration: Configuration, trainer: Trainer, world: int, per_mach
 def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterator[Verdict]:
     """What `fit` refuses; and, if `look`, how the samples are divided into steps."""
     from trainer.config_check import built
-    from trainer.errors import ConfigError
+    from trainer.errors import ConfigError, raise_problems
     from trainer.loaders import make_feeds
     from trainer.precision import default_dtype
     from trainer.run import check
@@ -241,6 +241,15 @@ def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterato
             trainer.datamodule.attach(trainer)
             trainer.datamodule.setup("fit")
         make_feeds(trainer, {"train": None, "val": None})
+        assert trainer.train_feed is not None
+        settings, subject = trainer.settings, "strategy"
+        clipping = settings.gradient_clip_val, settings.gradient_clip_algorithm
+        raise_problems(
+            trainer.strategy.training_problems(
+                trainer.module, settings.accumulate_grad_batches, *clipping, trainer.train_feed.batch_size
+            ),
+            "fit",
+        )
     except ConfigError as error:
         yield Verdict("FAIL", subject, str(error))
         return
@@ -249,7 +258,6 @@ def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterato
         found = f"it cannot be looked at here: {type(error).__name__}: {error}."
         yield Verdict("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
         return
-    assert trainer.train_feed is not None
     yield from steps(trainer.train_feed, trainer.accumulate_grad_batches, trainer.world_size)
     total = trainer.estimated_stepping_batches
     yield Verdict("OK", "steps", "no end is given" if math.isinf(total) else f"{total:,} in all")

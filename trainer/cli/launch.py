@@ -34,8 +34,13 @@ examples:
 In a pod of Kubeflow its variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MAX_RESTARTS, PET_RDZV_ENDPOINT,
 PET_RDZV_ID, PET_MASTER_ADDR and PET_MASTER_PORT are taken for what is not given here.
 """
+SLURM_ONLY = (
+    *("print", "gpus-per-node", "ntasks-per-node"),
+    *("time", "partition", "account", "job-name", "cpus-per-task", "mem", "constraint", "qos"),
+)
 TORCHRUN_ONLY = {
-    "--rdzv-backend": "it is always c10d: leave it out",
+    "--master-addr": "write --rdzv HOST:PORT, the same on all machines",
+    "--master-port": "write --rdzv HOST:PORT, the same on all machines",
     "--tee": "the output of all processes goes to this terminal",
     "--redirects": "the output of all processes goes to this terminal",
     "--log-dir": "the output of all processes goes to this terminal",
@@ -122,6 +127,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     option(
         "--node-rank", pet="PET_NODE_RANK", help="number of this machine; 0 holds the meeting place (default: found)"
     )
+    option("--rdzv-backend", default="c10d", help="as torchrun has it: c10d, and no other")
     option("--rdzv-id", pet="PET_RDZV_ID", default="none", help="tells runs at one meeting place apart")
     option("--rdzv-conf", pet="PET_RDZV_CONF", default="", help="such as join_timeout=1200,keep_alive_interval=5")
     option("--max-restarts", pet="PET_MAX_RESTARTS", default="0", help="start all again after a failure (default: 0)")
@@ -133,7 +139,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     slurm.add_argument("--nodes", metavar="N", default="1", help="machines (default: 1)")
     slurm.add_argument("--gpus-per-node", metavar="N", help="GPUs, and processes, on each machine")
     slurm.add_argument("--ntasks-per-node", metavar="N", help="processes on each machine without GPUs (default: 1)")
-    for name in ("time", "partition", "account", "job-name", "cpus-per-task", "mem", "constraint", "qos"):
+    for name in SLURM_ONLY[3:]:
         slurm.add_argument(f"--{name}", metavar=_metavar(f"--{name}"), help=f"as sbatch's --{name}")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -164,7 +170,8 @@ def _command(options: argparse.Namespace) -> list[str]:
     if first == "trainer":
         return ["-m", *program]
     if not Path(first).is_file():
-        what = "Is it a module? Write -m before it." if re.fullmatch(r"\w+(\.\w+)*", first) else "Look at the path."
+        looks_like_a_module = re.fullmatch(r"\w+(\.\w+)*", first) and not first.endswith(".py")
+        what = "Is it a module? Write -m before it." if looks_like_a_module else "Look at the path."
         raise ConfigError(f"there is no script {first!r} in {os.getcwd()}. {what}")
     return program
 
@@ -184,7 +191,9 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
     from trainer.errors import raise_problems
     from trainer.runtime.machines import CONF, Machines
 
-    problems = []
+    problems = _of_slurm(options)
+    if options.rdzv_backend != "c10d":
+        problems.append(f"--rdzv-backend {options.rdzv_backend}: it is always c10d here, leave it out.")
     counts = re.fullmatch(r"(?:(\d+):)?(\d+)", options.nnodes)
     least, most = (int(counts[1] or counts[2]), int(counts[2])) if counts else (1, 1)
     if counts is None or not 1 <= least <= most:
@@ -213,6 +222,16 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
         return None
     node_rank = None if options.node_rank is None else int(options.node_rank)
     return Machines(least, most, host.strip("[]"), int(port), node_rank, options.rdzv_id, conf)
+
+
+def _of_slurm(options: argparse.Namespace) -> list[str]:
+    given = [name for name in SLURM_ONLY if vars(options)[name.replace("-", "_")]]
+    if options.nodes != "1":
+        given.append("nodes")
+    words = ", ".join(f"--{name}" for name in given)
+    return (
+        [f"{words}: for a file for sbatch, which --slurm --print writes. Add these, or take it away."] if given else []
+    )
 
 
 def _number_of_processes(given: str | None) -> int:

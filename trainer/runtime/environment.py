@@ -13,6 +13,7 @@ from trainer.errors import ConfigError, raise_problems
 from trainer.runtime import slurm
 
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_MACHINE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _REQUIRED = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 _SOURCE = "TRAINER_SOURCE"
 """Set by `Environment.export`: who had said so before torchrun's variables did."""
@@ -85,14 +86,44 @@ def detect_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         ConfigError: the variables are incomplete or contradict each other.
     """
     environment = next((found for s in SOURCES if isinstance(found := s.read(environ), Environment)), None)
-    if environment is None or environment.source in ("single process", *_OF_TORCHRUN):
-        if environment is None and any(name in environ for name in _PLACE[:3]):
-            given = ", ".join(f"{name}={environ[name]}" for name in _REQUIRED if name in environ)
-            missing = [name for name in _REQUIRED if not environ.get(name)]
-            raise ConfigError(f"{given} set, but not {', '.join(missing)}. {_HOW}")
-        return environment or Environment()
-    raise_problems(_disagreements(environment, environ), "the environment")
+    if environment is None:
+        raise_problems([*_some_of_torchruns(environ), *_some_of_mpiruns(environ)], "the environment")
+        return Environment()
+    if environment.source not in _OF_TORCHRUN:
+        raise_problems(_disagreements(environment, environ), "the environment")
     return environment
+
+
+def _some_of_torchruns(environ: Mapping[str, str]) -> list[str]:
+    """Some of torchrun's variables, but not all of them, where no other source decides."""
+    given = {name: environ[name] for name in _REQUIRED if environ.get(name)}
+    # As Kubeflow sets them in the only pod of a job.
+    alone = given.get("WORLD_SIZE") == "1" and given.get("RANK", "0") == "0"
+    if (alone and not given.keys() & set(_OF_MACHINE)) or not given.keys() & set(_PLACE[:3]):
+        return []
+    seen = ", ".join(f"{name}={value}" for name, value in given.items())
+    return [f"{seen} set, but not {', '.join(name for name in _REQUIRED if name not in given)}. {_HOW}"]
+
+
+def _some_of_mpiruns(environ: Mapping[str, str]) -> list[str]:
+    """Variables of mpirun that tell of several processes, without those that tell the place on the machine."""
+    problems = []
+    for _, start, names in _MPI:
+        size_name = names[1][0]
+        number = _Numbers(environ)
+        size = number(size_name, default=1)
+        # Slurm's own PMI sets these too, and Slurm was asked: this is an interactive shell in a step.
+        of_slurm = environ.get("SLURM_STEP_ID") and environ.get("SLURM_STEP_NUM_TASKS") == environ.get(size_name)
+        missing = [" or ".join(choice) for choice in names if not any(environ.get(name) for name in choice)]
+        problems += number.problems
+        if size > 1 and missing and not (size_name.startswith("PMI_") and of_slurm):
+            given = {name: environ[name] for choice in names for name in choice if environ.get(name)}
+            problems.append(
+                f"{', '.join(f'{name}={value}' for name, value in given.items())} set, but not {', '.join(missing)}: "
+                f"one of {size} processes, and nothing says which of this machine. Start with {start}, which sets all "
+                f"of them, or with torchrun, or unset them (unset {' '.join(given)}) to run as a single process."
+            )
+    return problems
 
 
 def _disagreements(environment: Environment, environ: Mapping[str, str]) -> list[str]:
@@ -102,7 +133,7 @@ def _disagreements(environment: Environment, environ: Mapping[str, str]) -> list
         f"{name}={environ[name]} is set, but {environment.source} says {value}. Unset {name}, or set all of "
         f"{', '.join(_REQUIRED)} to decide by them."
         for name, value in zip(_PLACE, said, strict=True)
-        if environ.get(name, str(value)) != str(value)
+        if (environ.get(name) or str(value)) != str(value)
     ]
 
 
@@ -125,6 +156,13 @@ class _Numbers:
         if value >= limit:
             self.problems.append(f"{name}={value} must be smaller than {limit_name}={limit}. {self._how}".rstrip())
 
+    def port(self, default: int = 29500) -> int:
+        """MASTER_PORT, or `default` where it is not set."""
+        port = self("MASTER_PORT", default)
+        if not 1 <= port <= 65535:
+            self.problems.append(f"MASTER_PORT={port} is not a port: give all processes the same one from 1 to 65535.")
+        return port
+
 
 def _torchrun(environ: Mapping[str, str]) -> Environment | str:
     # MASTER_ADDR and MASTER_PORT alone mean nothing: clusters and shell profiles export them by habit.
@@ -134,24 +172,35 @@ def _torchrun(environ: Mapping[str, str]) -> Environment | str:
     number = _Numbers(environ, _HOW)
     rank, local_rank = number("RANK"), number("LOCAL_RANK")
     world_size, local_world_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE")
-    port = number("MASTER_PORT")
     if not number.problems:
         number.below("RANK", rank, "WORLD_SIZE", world_size)
         number.below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+        if not number.problems and local_rank > rank:
+            number.problems.append(
+                f"LOCAL_RANK={local_rank} must not be larger than RANK={rank}: the ranks of a machine are counted "
+                f"from 0, among those of all. {_HOW}"
+            )
         if local_world_size > world_size:
             number.problems.append(
                 f"LOCAL_WORLD_SIZE={local_world_size} must not be larger than WORLD_SIZE={world_size}. {_HOW}"
             )
+    port = number.port()
     raise_problems(number.problems, "the environment")
-    node_name = "GROUP_RANK" if "GROUP_RANK" in environ else "NODE_RANK"
+    node_name = "GROUP_RANK" if environ.get("GROUP_RANK") else "NODE_RANK"
+    node_rank = number(node_name, default=rank // local_world_size)
+    num_nodes = number("GROUP_WORLD_SIZE", default=-(-world_size // local_world_size))
+    if not number.problems and not 1 <= num_nodes <= world_size:
+        number.problems.append(f"GROUP_WORLD_SIZE={num_nodes} must be from 1 to WORLD_SIZE={world_size}. {_HOW}")
+    elif environ.get("GROUP_WORLD_SIZE") and environ.get(node_name):
+        number.below(node_name, node_rank, "GROUP_WORLD_SIZE", num_nodes)
     environment = Environment(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_world_size,
-        node_rank=number(node_name, default=rank // local_world_size),
-        num_nodes=number("GROUP_WORLD_SIZE", default=-(-world_size // local_world_size)),
-        source=environ.get(_SOURCE, "torchrun") if "TORCHELASTIC_RUN_ID" not in environ else "torchrun",
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        source="torchrun" if environ.get("TORCHELASTIC_RUN_ID") else environ.get(_SOURCE) or "torchrun",
         restart_count=number("TORCHELASTIC_RESTART_COUNT"),
         master_addr=environ["MASTER_ADDR"],
         master_port=port,
@@ -161,9 +210,9 @@ def _torchrun(environ: Mapping[str, str]) -> Environment | str:
 
 
 def _ray(environ: Mapping[str, str]) -> Environment | str:
-    if "RAY_JOB_ID" not in environ:
+    if not environ.get("RAY_JOB_ID"):
         return "no RAY_JOB_ID"
-    if "TORCHELASTIC_RUN_ID" in environ:
+    if environ.get("TORCHELASTIC_RUN_ID"):
         return "torchrun was started inside of a Ray job (TORCHELASTIC_RUN_ID)"
     found = _torchrun(environ)
     if isinstance(found, str):
@@ -177,13 +226,14 @@ def _mpi(name: str, start: str, names: tuple[tuple[str, ...], ...]) -> Source:
     def read(environ: Mapping[str, str]) -> Environment | str:
         found = [next((n for n in choice if environ.get(n)), "") for choice in names]
         missing = [choice[0] for choice, n in zip(names, found, strict=True) if not n]
-        if missing:
-            return f"{', '.join(missing)} not set"
         number = _Numbers(environ)
+        if missing:
+            alone = environ.get(found[0]) == "0" and environ.get(found[1]) == "1"
+            return "a single process" if alone else f"{', '.join(missing)} not set"
         rank, size, local_rank, local_size = map(number, found)
         number.below(found[0], rank, found[1], size)
         number.below(found[2], local_rank, found[3], local_size)
-        port = number("MASTER_PORT", _port_of(environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or "mpi"))
+        port = number.port(_port_of(environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or "mpi"))
         address = environ.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else "")
         if not address:
             number.problems.append(
@@ -198,15 +248,16 @@ def _mpi(name: str, start: str, names: tuple[tuple[str, ...], ...]) -> Source:
         return Environment(rank, local_rank, size, local_size, node, nodes, start, 0, address, port, "mpirun -n")
 
     flat = tuple(n for choice in names for n in choice)
-    return Source(name, f"{' and '.join(choice[0] for choice in names[:2])} are set", flat, read)
+    decides = f"{', '.join(choice[0] for choice in names)} are all set, and {names[1][0]} > 1"
+    return Source(name, decides, flat, read)
 
 
 def _slurm(environ: Mapping[str, str]) -> Environment | str:
     number = _Numbers(environ)
-    if "SLURM_JOB_ID" not in environ:
+    if not environ.get("SLURM_JOB_ID"):
         return "no SLURM_JOB_ID"
     # The batch script and the shell of salloc have the variables of the allocation, but are not a step's task.
-    if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
+    if not (environ.get("SLURM_PROCID") and environ.get("SLURM_STEP_ID")):
         return "in an allocation, but not started by srun (no SLURM_STEP_ID): not a task of a step"
     if number("SLURM_STEP_ID") >= _FIRST_RESERVED_STEP:
         return "the shell of an interactive step, not a task of srun"
@@ -214,14 +265,18 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
     if size == 1 and not number.problems:
         return "a step of one task (SLURM_STEP_NUM_TASKS=1): a single process"
     # A step started from such a shell inherits the variable, but not the terminal.
-    if "SLURM_PTY_PORT" in environ and at_a_terminal():
+    if environ.get("SLURM_PTY_PORT") and at_a_terminal():
         return "an interactive shell (SLURM_PTY_PORT, and a terminal): not a task of a step"
     rank, local_rank, node = number("SLURM_PROCID"), number("SLURM_LOCALID"), number("SLURM_NODEID")
     number.below("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
-    counts = slurm.tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size)
+    # Compared before it is written out: 2(x1000000000000) would fill the memory.
+    too_many = re.search(r"\d{7}", tasks) or sum(map(int, re.findall(r"\(x(\d+)\)", tasks))) > size
+    counts = [] if too_many else slurm.tasks_per_node(tasks)
     if node >= len(counts) or sum(counts) != size:
         number.problems.append(
-            f"SLURM_NODEID={node} and SLURM_STEP_NUM_TASKS={size} do not fit SLURM_STEP_TASKS_PER_NODE={counts}."
+            f"SLURM_NODEID={node} and SLURM_STEP_NUM_TASKS={size} do not fit SLURM_STEP_TASKS_PER_NODE={tasks}: they "
+            "are not of one step. Start with srun, which sets all of them."
         )
     elif rank != sum(counts[:node]) + local_rank:
         number.problems.append(
@@ -229,7 +284,7 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
             "Start with srun --distribution=block."
         )
     job = environ["SLURM_JOB_ID"]
-    port = number("MASTER_PORT", _port_of(f"{job}.{environ['SLURM_STEP_ID']}"))
+    port = number.port(_port_of(f"{job}.{environ['SLURM_STEP_ID']}"))
     raise_problems(number.problems, "Slurm's variables")
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = environ.get("MASTER_ADDR") or slurm.hosts(nodelist)[0]
@@ -258,7 +313,7 @@ def _kubeflow(environ: Mapping[str, str]) -> Environment | str:
     if missing:
         raise ConfigError(f"PET_NNODES={nodes} is set, but not {', '.join(missing)}: {start}")
     number = _Numbers(environ)
-    rank, size, port = number("RANK"), number("WORLD_SIZE"), number("MASTER_PORT")
+    rank, size, port = number("RANK"), number("WORLD_SIZE"), number.port()
     number.below("RANK", rank, "WORLD_SIZE", size)
     raise_problems(number.problems, "Kubeflow's variables")
     return Environment(rank, 0, size, 1, rank, size, "Kubeflow", 0, environ["MASTER_ADDR"], port)
@@ -276,27 +331,32 @@ def at_a_terminal() -> bool:
 
 _OF_TORCHRUN = ("torchrun", "Ray Train")
 
+_MPI: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
+    (
+        "Open MPI",
+        "mpirun (Open MPI)",
+        tuple((f"OMPI_COMM_WORLD_{n}",) for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ),
+    (
+        "MVAPICH",
+        "mpirun (MVAPICH)",
+        tuple((f"MV2_COMM_WORLD_{n}",) for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ),
+    (
+        "MPICH",
+        "mpirun (PMI)",
+        (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
+    ),
+)
+"""The arguments of `_mpi`, one row for each flavour."""
+
 SOURCES: tuple[Source, ...] = (
     Source("Ray Train", "RAY_JOB_ID and all of torchrun's are set", ("RAY_JOB_ID", *_REQUIRED), _ray),
     Source(
         "torchrun", f"{', '.join(_REQUIRED)} are all set", (*_REQUIRED, "GROUP_RANK", "GROUP_WORLD_SIZE"), _torchrun
     ),
     Source("Kubeflow", "PET_NNODES > 1", ("PET_NNODES", "PET_NPROC_PER_NODE", "RANK", "WORLD_SIZE"), _kubeflow),
-    _mpi(
-        "Open MPI",
-        "mpirun (Open MPI)",
-        tuple((f"OMPI_COMM_WORLD_{n}",) for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    _mpi(
-        "MVAPICH",
-        "mpirun (MVAPICH)",
-        tuple((f"MV2_COMM_WORLD_{n}",) for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    _mpi(
-        "MPICH",
-        "mpirun (PMI)",
-        (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
-    ),
+    *(_mpi(*flavour) for flavour in _MPI),
     Source(
         "Slurm",
         "a task of srun with SLURM_STEP_NUM_TASKS > 1",

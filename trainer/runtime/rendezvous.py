@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
 from trainer.runtime.environment import Environment
 
 if TYPE_CHECKING:
@@ -33,7 +33,15 @@ _NOTICE_S = 5.0
 _HANDSHAKE_S = 10.0
 _BUSY_PATIENCE_S = 3.0
 """A run that has just ended may still hold its port."""
+_REFUSED = "trainer/refused"
+"""In the store: why this run cannot begin."""
+_TWIN_S = 1.0
+"""How long whoever holds the port may take to answer, before it counts as another program."""
+_LINGER_S = 1.0
+"""How long rank 0, whose end ends the store, lets the others read why."""
 _MISSING_NOTICE_S = 30.0
+_PROCESS = uuid.uuid4().hex
+"""Tells this process apart where containers share name and process ids; its forks have it too, but other ids."""
 
 
 def join_store(environment: Environment, timeout: timedelta) -> Store:
@@ -42,18 +50,29 @@ def join_store(environment: Environment, timeout: timedelta) -> Store:
     It is the launcher's where there is one; else rank 0 opens it at `master_addr:master_port`.
 
     Raises:
+        ConfigError: two processes have the same rank, or they do not agree about the world size; on those that wait
+            as well.
         TrainerError: the address is taken or cannot be reached, or some processes do not come; names them.
     """
     from torch._C._distributed_c10d import PrefixStore
 
-    host, port, rank = environment.master_addr, environment.master_port, environment.rank
+    host, port, rank, world_size = (
+        environment.master_addr,
+        environment.master_port,
+        environment.rank,
+        environment.world_size,
+    )
     names = f"MASTER_ADDR={host} MASTER_PORT={port}"
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = open_store(host, port, names)
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not of_launcher:
+        store = _open_as_rank_0(host, port, names, world_size)
     else:
         store = connect(host, port, f"where the processes meet ({names})")
     store.set_timeout(timeout)
-    attempt = _meet(store, rank, environment.world_size, timeout)
+    # A launcher numbers its processes itself, and its store outlives them: it remembers those of former attempts.
+    if not of_launcher:
+        _enroll(store, rank, world_size)
+    attempt = _meet(store, rank, world_size, timeout)
     os.environ[ATTEMPT] = attempt
     return PrefixStore(f"trainer/attempt{attempt}", store)
 
@@ -123,9 +142,21 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
     """
     wait = patience() if wait is None else wait
     _until(lambda: _reach(host, port), wait, f"{host}:{port}, {what},")
+    answer = _shake_hands(host, port, 1.5 * _HANDSHAKE_S)
+    if answer is not None and not isinstance(answer, Exception):
+        return answer
+    reason = "" if answer is None else f": {_first_line(answer)}"
+    raise TrainerError(
+        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
+        f"processes."
+    )
+
+
+def _shake_hands(host: str, port: int, wait: float) -> TCPStore | Exception | None:
+    """The store at `host:port`, why there is none, or None if nothing was said in so many seconds."""
     answer: list[TCPStore | Exception] = []
 
-    def shake_hands() -> None:
+    def try_it() -> None:
         from torch._C._distributed_c10d import TCPStore
 
         try:
@@ -134,16 +165,21 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
             answer.append(error)
 
     # In a thread, because torch waits without end for an answer of a program that speaks something else.
-    thread = threading.Thread(target=shake_hands, name="connect", daemon=True)
+    thread = threading.Thread(target=try_it, name="connect", daemon=True)
     thread.start()
-    thread.join(1.5 * _HANDSHAKE_S)
-    if answer and not isinstance(answer[0], Exception):
-        return answer[0]
-    reason = f": {_first_line(answer[0])}" if answer and isinstance(answer[0], Exception) else ""
-    raise TrainerError(
-        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
-        f"processes."
-    )
+    thread.join(wait)
+    return answer[0] if answer else None
+
+
+def _open_as_rank_0(host: str, port: int, names: str, world_size: int) -> TCPStore:
+    """`open_store`; where another rank 0 of this run holds the port, both are told."""
+    try:
+        return open_store(host, port, names)
+    except TrainerError:
+        store = _shake_hands(host, port, _TWIN_S)
+        if store is not None and not isinstance(store, Exception) and store.check([_process_key(0)]):
+            _enroll(store, 0, world_size)
+        raise
 
 
 def find_host(host: str, port: int, names: str) -> None:
@@ -228,6 +264,41 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def _enroll(store: Store, rank: int, world_size: int) -> None:
+    """Say who and how many we are; tell everybody, if another process has this rank or says another number."""
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    known = store.compare_set(_process_key(rank), "", f"{me}/{_PROCESS}").decode()
+    if known != f"{me}/{_PROCESS}":
+        _refuse(
+            store,
+            rank,
+            f"rank {rank} is there twice: {known.rpartition('/')[0]} and {me} both have RANK={rank}. Give each process "
+            "a RANK of its own, from 0 to WORLD_SIZE - 1. If they are of two runs, give one of these another "
+            "MASTER_PORT; if one was started again in place of the other, start all processes again.",
+        )
+    number, _, other = store.compare_set("trainer/world_size", "", f"{world_size} {rank}").decode().partition(" ")
+    if int(number) != world_size:
+        _refuse(
+            store,
+            rank,
+            f"the processes do not agree how many they are: rank {rank} has WORLD_SIZE={world_size}, and rank {other} "
+            f"has WORLD_SIZE={number}. Give all of them the same, the number of processes on all machines.",
+        )
+
+
+def _process_key(rank: int) -> str:
+    return f"trainer/process/{rank}"
+
+
+def _refuse(store: Store, rank: int, why: str) -> None:
+    """Raise on this process, and on all that still wait; those that have met go on."""
+    if not store.check(["trainer/complete/1"]):
+        store.set(_REFUSED, why)
+    if rank == 0:
+        time.sleep(_LINGER_S)
+    raise ConfigError(why)
+
+
 def _meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Number this attempt, and see that all have come.
 
@@ -237,13 +308,19 @@ def _meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     if rank == 0:
         number = str(store.add("trainer/attempts", 1))
         _answer(store, number, world_size, timeout)
+        store.set(f"trainer/complete/{number}", "1")
         return number
     name = uuid.uuid4().hex
     store.set(f"trainer/asks/{rank}", name)
     key = f"trainer/answers/{name}"
-    _wait(lambda: store.check([key]), timeout, lambda: "rank 0 has not come")
+    _wait(store, rank, lambda: store.check([key]), timeout, lambda: "rank 0 has not come")
     number = store.get(key).decode()
     store.set(f"trainer/came/{number}/{rank}", "1")
+    # So that whatever is found out about the others is told here, too.
+    complete = f"trainer/complete/{number}"
+    _wait(
+        store, rank, lambda: store.check([complete]), timeout, lambda: "some ranks, which rank 0 names, have not come"
+    )
     return number
 
 
@@ -261,19 +338,21 @@ def _answer(store: Store, number: str, world_size: int, timeout: timedelta) -> N
                     missing.discard(rank)
         return not missing
 
-    _wait(all_here, timeout, lambda: f"{_ranks(missing)} of {world_size} have not come")
+    _wait(store, 0, all_here, timeout, lambda: f"{_ranks(missing)} of {world_size} have not come")
 
 
-def _wait(ready: Callable[[], bool], timeout: timedelta, who: Callable[[], str]) -> None:
+def _wait(store: Store, rank: int, ready: Callable[[], bool], timeout: timedelta, who: Callable[[], str]) -> None:
     began = told = time.monotonic()
     while not ready():
+        if store.check([_REFUSED]):
+            _refuse(store, rank, store.get(_REFUSED).decode())
         now = time.monotonic()
         if now - began > timeout.total_seconds():
             raise TrainerError(f"{who()} within {timeout.total_seconds():.0f} s (timeout_seconds of the strategy).")
         if now - told > _MISSING_NOTICE_S:
             told = now
             log.warning("waiting since %.0f s to begin: %s", now - began, who())
-        time.sleep(0.01)
+        time.sleep(0.01 if now - began < 1 else 0.1)
 
 
 def _ranks(ranks: set[int]) -> str:

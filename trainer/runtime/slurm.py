@@ -77,6 +77,11 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
+def was_requeued(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is a later start of a Slurm job that TRAINER_REQUEUE=1 puts back: then it goes on, not anew."""
+    return environ.get(REQUEUE, "0") not in ("", "0") and environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
 def requeue(environ: Mapping[str, str] = os.environ) -> bool:
     """Put this Slurm job back into the queue if TRAINER_REQUEUE=1 asks for it; for one process, after all have saved.
 
