@@ -105,6 +105,7 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
     [
         ([], "nothing to launch: give a script, -m MODULE or a trainer command"),
         (["gone.py"], "there is no script 'gone.py'"),
+        (["--num_processes", "2", "mymodel.py"], "Write --nproc-per-node N: processes on this machine"),
         (["--master-addr", "a", "mymodel.py"], "--master-addr is torchrun's, and not ours: write --rdzv HOST:PORT"),
         (["--rdzv-backend", "etcd", "mymodel.py"], "--rdzv-backend etcd: it is always c10d here"),
         (["--print", "mymodel.py"], "--print: for a file for sbatch, which --slurm --print writes"),

@@ -180,6 +180,8 @@ def _unknown_option(option: str) -> str:
     name = option.partition("=")[0].replace("_", "-").replace("--", "\0", 1).replace("\0", "--")
     if TORCHRUN_ONLY.get(name):
         return f"{option} is torchrun's, and not ours: {TORCHRUN_ONLY[name]}."
+    if name in ("--nprocs", "--num-processes", "--num-gpus"):
+        return f"unknown option {option!r}. Write --nproc-per-node N: processes on this machine."
     known = ["--nnodes", "--nproc-per-node", "--rdzv", "--node-rank", "--rdzv-id", "--rdzv-conf", "--max-restarts"]
     close = get_close_matches(name, [*known, "--slurm", "--print", "--nodes", "--gpus-per-node", "--time"], n=1)
     hint = f"Did you mean {close[0]}?" if close else f"Options before the program: {', '.join(known)}."
