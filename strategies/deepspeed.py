@@ -108,14 +108,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         stage_of_config = zero_of(config).get("stage")
         default = stage_of_config if isinstance(stage_of_config, int) else DEFAULT_STAGE
         self.stage: int = default if self.given_stage is None else self.given_stage
-        for_parameters = self.default_offload if self.stage == 3 else False
-        self.offload_optimizer = self.default_offload if offload_optimizer is None else offload_optimizer
-        self.offload_parameters = for_parameters if offload_parameters is None else offload_parameters
-        self._kept_on_device = {
-            name
-            for name, given in (("optimizer", offload_optimizer), ("parameters", offload_parameters))
-            if given is False
-        }
+        # None: nothing is said, as the JSON has it. False: on the device.
+        offload = self.default_offload or None
+        self.offload_optimizer = offload if offload_optimizer is None else offload_optimizer
+        self.offload_parameters = offload if offload_parameters is None and self.stage == 3 else offload_parameters
         self.nvme_path = nvme_path
         self.cpu_adam = cpu_adam
         self.forwards_together = self.stage == 3
@@ -166,8 +162,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _run(self, precision: Precision | None, device_type: str, world_size: int | None, **known: Any) -> Run:
         return Run(
             stage=self.given_stage,
-            offload_optimizer="none" if "optimizer" in self._kept_on_device else self.offload_optimizer or None,
-            offload_parameters="none" if "parameters" in self._kept_on_device else self.offload_parameters or None,
+            offload_optimizer="none" if self.offload_optimizer is False else self.offload_optimizer,
+            offload_parameters="none" if self.offload_parameters is False else self.offload_parameters,
             nvme_path=None if self.nvme_path is None else str(self.nvme_path),
             precision=precision,
             device_type=device_type,

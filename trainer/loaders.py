@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.data.feed import Feed, named_loaders
+from trainer.data.remade import is_plain
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ def refuse_data(loaders: Any, stage: str) -> None:
                 f"{stage}() got a {type(loader).__name__} in the place of a loader. Give a DataLoader, for example "
                 "DataLoader(TensorDataset(inputs, targets), batch_size=32)."
             )
+
+
+def micro_batch_of(loader: Any) -> int | None:
+    """Samples of a micro-batch on one process, if the loader is one that is divided among them; None: not known."""
+    return loader.batch_size if is_plain(loader) else None
 
 
 def make_feeds(trainer: Trainer, given: dict[str, Any]) -> None:

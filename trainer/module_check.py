@@ -98,9 +98,9 @@ def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
             f"{type(module).__name__} was divided by another strategy in a run before, and cannot be used under "
             f"{strategy.name!r}: make it anew, with load_from_checkpoint for instance."
         ]
-    problems = []
+    problems, wrappers = [], _wrappers()
     for name, child in module.named_modules():
-        wrapper = next((words for kind, words in _wrappers() if isinstance(child, kind)), None)
+        wrapper = next((words for kind, words in wrappers if isinstance(child, kind)), None)
         if wrapper is not None:
             place = f"{type(module).__name__}.{name}" if name else type(module).__name__
             problems.append(

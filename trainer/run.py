@@ -23,7 +23,7 @@ from trainer.data.datamodule import DataModule
 from trainer.describe import start_line
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.hints import speed_hints
-from trainer.loaders import check_same_everywhere, make_feeds
+from trainer.loaders import check_same_everywhere, make_feeds, micro_batch_of
 from trainer.metrics import MetricLog
 from trainer.module import TrainModule
 from trainer.module_check import datamodule_problems, module_problems, wrapping_problems
@@ -143,7 +143,7 @@ def check(trainer: Trainer, stage: str, module: Any, data: Any, datamodule: Any,
     if stage == "fit":
         settings = trainer.settings
         steps = settings.accumulate_grad_batches, settings.gradient_clip_val, settings.gradient_clip_algorithm
-        problems += trainer.strategy.training_problems(module, *steps, getattr(data.get("train"), "batch_size", None))
+        problems += trainer.strategy.training_problems(module, *steps, micro_batch_of(data.get("train")))
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(trainer)
     if not isinstance(ckpt_path, (str, Path, type(None))):

@@ -27,6 +27,8 @@ class Wrong(Callback):
     def on_train_step_end(self, trainer, module):
         if trainer.global_step == 3:
             CALLS[sys.argv[2]](trainer)
+    def on_fit_start(self, trainer, module):
+        assert trainer.global_rank == trainer.rank == trainer.local_rank == int(os.environ.get("LOCAL_RANK", 0))
     def on_fit_end(self, trainer, module):
         if sys.argv[2] == "at the end" and trainer.rank == 1:
             trainer.full_state_dict()

@@ -34,10 +34,8 @@ examples:
 In a pod of Kubeflow its variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MAX_RESTARTS, PET_RDZV_ENDPOINT,
 PET_RDZV_ID, PET_MASTER_ADDR and PET_MASTER_PORT are taken for what is not given here.
 """
-SLURM_ONLY = (
-    *("print", "gpus-per-node", "ntasks-per-node"),
-    *("time", "partition", "account", "job-name", "cpus-per-task", "mem", "constraint", "qos"),
-)
+SBATCHS_OWN = ("time", "partition", "account", "job-name", "cpus-per-task", "mem", "constraint", "qos")
+SLURM_ONLY = ("print", "gpus-per-node", "ntasks-per-node", *SBATCHS_OWN)
 TORCHRUN_ONLY = {
     "--master-addr": "write --rdzv HOST:PORT, the same on all machines",
     "--master-port": "write --rdzv HOST:PORT, the same on all machines",
@@ -139,7 +137,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     slurm.add_argument("--nodes", metavar="N", default="1", help="machines (default: 1)")
     slurm.add_argument("--gpus-per-node", metavar="N", help="GPUs, and processes, on each machine")
     slurm.add_argument("--ntasks-per-node", metavar="N", help="processes on each machine without GPUs (default: 1)")
-    for name in SLURM_ONLY[3:]:
+    for name in SBATCHS_OWN:
         slurm.add_argument(f"--{name}", metavar=_metavar(f"--{name}"), help=f"as sbatch's --{name}")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -1,0 +1,148 @@
+"""What cannot work with DeepSpeed, told before anything is started."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.compare import QUIET
+from tests.strategies.deepspeed_runs import ENGINES, Net
+from trainer import ConfigError, Trainer
+from trainer.precision import PRECISIONS
+from trainer.run import check
+from trainer.strategies.deepspeed import DeepSpeedStrategy
+from trainer.strategies.deepspeed_stages import (
+    DeepSpeedStage1Strategy,
+    DeepSpeedStage2OffloadStrategy,
+)
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+
+
+def problems(strategy: DeepSpeedStrategy, precision: str = "32-true", device_type: str = "cpu") -> str:
+    return "\n".join(strategy.problems(PRECISIONS[precision], device_type, 2))
+
+
+class Clipping(Net):
+    def configure_gradient_clipping(self, *args: Any) -> None: ...
+
+
+def test_what_a_training_cannot_be() -> None:
+    manual = Net()
+    manual.automatic_optimization = False
+    strategy = DeepSpeedStrategy({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
+    assert DeepSpeedStage1Strategy().training_problems(Net(), 3, 1.0, "norm") == []
+    (one,) = DeepSpeedStage1Strategy().training_problems(manual, 1, None, "norm")
+    assert "cannot do manual optimization" in one
+    (one,) = DeepSpeedStage1Strategy().training_problems(Clipping(), 1, 1.0, "norm")
+    assert "Clipping.configure_gradient_clipping cannot be used" in one
+    (one,) = DeepSpeedStage1Strategy().training_problems(Net(), 1, 1.0, "value")
+    assert "Use 'norm', or strategy 'fsdp'" in one
+    window, clipping = strategy.training_problems(Net(), 3, 1.0, "norm")
+    assert "gradient_accumulation_steps" in window
+    assert "gradient_clipping" in clipping
+    scalar = Net()
+    scalar.scale = nn.Parameter(torch.ones(()))
+    (one,) = DeepSpeedStage1Strategy().training_problems(scalar, 1, None, "norm")
+    assert "parameters without a dimension: scale" in one
+
+
+EVERYTHING_ELSE = {
+    "train_batch_size": 1000,
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+}
+
+
+def test_the_trainers_arguments_are_compared_with_the_json_at_once() -> None:
+    with pytest.raises(ConfigError) as told:
+        Trainer(
+            strategy=DeepSpeedStrategy(EVERYTHING_ELSE),
+            accelerator="cpu",
+            devices=2,
+            accumulate_grad_batches=2,
+            gradient_clip_val=1.0,
+        )
+    for words in (
+        "bf16.enabled=true",
+        "gradient_accumulation_steps=4",
+        "gradient_clipping=0.5",
+        'micro-batch 3 x window 2 x processes 2 = 12. Write "auto".',
+    ):
+        assert words in str(told.value)
+
+
+def test_the_loaders_batch_size_is_compared_before_the_start() -> None:
+    config = {"train_micro_batch_size_per_gpu": 3, "train_batch_size": 12}
+    trainer = Trainer(strategy=DeepSpeedStrategy(config), accelerator="cpu", devices=2, accumulate_grad_batches=2)
+    loader = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=4)
+    with pytest.raises(ConfigError) as told:
+        trainer.fit(Net(), loader)
+    assert "train_micro_batch_size_per_gpu=3" in str(told.value)
+    assert "micro-batch 4 x window 2 x processes 2 = 16. Write 16" in str(told.value)
+
+
+def test_a_loader_of_the_users_own_is_not_compared() -> None:
+    """Its batch_size may mean anything."""
+
+    class Own(list[Any]):
+        batch_size = 99
+
+    config = {"train_micro_batch_size_per_gpu": 4}
+    trainer = Trainer(strategy=DeepSpeedStrategy(config), accelerator="cpu", devices=1, max_steps=1, **QUIET)
+    check(trainer, "fit", Net(), {"train": Own()}, None, None)
+
+
+def test_a_clipping_of_0_in_the_json_means_none() -> None:
+    (one,) = DeepSpeedStrategy({"gradient_clipping": 0.0}).training_problems(Net(), 1, 1.0, "norm")
+    assert "Trainer(gradient_clip_val=None)" in one
+
+
+@pytest.mark.parametrize(("argument", "section"), [("optimizer", "optimizer"), ("parameters", "param")])
+def test_kept_on_the_device_and_offloaded_contradict_each_other(argument: str, section: str) -> None:
+    config = {"zero_optimization": {"stage": 3, f"offload_{section}": {"device": "cpu"}}}
+    kept: dict[str, Any] = {f"offload_{argument}": False}
+    assert f'zero_optimization.offload_{section}.device="cpu"' in problems(DeepSpeedStrategy(config, **kept))
+    assert problems(DeepSpeedStrategy(config)) == ""
+
+
+def test_stage_0_is_another_strategy() -> None:
+    assert "stage=0" in problems(DeepSpeedStrategy(stage=0))
+
+
+def test_what_is_possible_has_no_problems() -> None:
+    for make in ENGINES.values():
+        assert problems(make(), "bf16-mixed") == ""
+
+
+def test_problems_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "stage=4" in problems(DeepSpeedStrategy(stage=4))
+    assert "'mps'" in problems(DeepSpeedStage1Strategy(), device_type="mps")
+    assert "Type fp16 is not supported on your device" in problems(DeepSpeedStage1Strategy(), "16-mixed")
+    assert "'64-true' is not one of DeepSpeed's" in problems(DeepSpeedStage1Strategy(), "64-true")
+    assert "needs stage 3" in problems(DeepSpeedStage1Strategy(offload_parameters="cpu"))
+    assert "no effect without offload_optimizer" in problems(DeepSpeedStage1Strategy(cpu_adam=True))
+    in_json = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    monkeypatch.setenv("PATH", "")
+    assert "g++ and ninja cannot be found" in problems(DeepSpeedStage2OffloadStrategy(cpu_adam=True))
+    assert "no effect" not in problems(DeepSpeedStrategy(in_json, cpu_adam=True))
+
+
+def test_deepspeed_that_is_not_installed_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.strategies.deepspeed.find_spec", lambda name: None)
+    assert 'pip install "exact-trainer[deepspeed]"' in problems(DeepSpeedStage1Strategy())
+
+
+def test_the_stage_is_the_strategys_or_the_jsons() -> None:
+    assert DeepSpeedStrategy().stage == 2
+    assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).stage == 3
+    assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).forwards_together
+    assert DeepSpeedStage1Strategy({"zero_optimization": {"stage": "auto"}}).stage == 1
+    assert DeepSpeedStage2OffloadStrategy().describe() == "deepspeed_stage_2_offload (stage=2, offload_optimizer=cpu)"
