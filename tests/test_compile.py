@@ -140,11 +140,11 @@ def test_same_losses_values_and_names(kind: type[Model], setting: dict[str, Any]
     trainer = trained(compiled, setting)
     assert graphs() > 0
     assert len(compiled.losses) == 8
-    torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=0)
+    torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=1e-5)
     assert list(compiled.state_dict()) == names
     assert trainer.callback_metrics.keys() == expected.callback_metrics.keys()
     for name, value in expected.callback_metrics.items():
-        assert trainer.callback_metrics[name] == pytest.approx(value, abs=1e-6), name
+        assert trainer.callback_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 def test_steps_stay_python() -> None:
@@ -183,7 +183,7 @@ def test_a_metric_is_left_alone() -> None:
             self.log("error", self.error)
 
     compiled, plain = trained(WithMetric(), EAGER), trained(WithMetric(), False)
-    assert compiled.callback_metrics["error"] == pytest.approx(plain.callback_metrics["error"], abs=1e-6)
+    assert compiled.callback_metrics["error"] == pytest.approx(plain.callback_metrics["error"], rel=1e-5, abs=1e-6)
     assert {record.co_name for record in get_compilation_metrics() if record.co_name} == {"forward"}
 
 
@@ -198,8 +198,8 @@ def test_a_checkpoint_serves_both(tmp_path: Path, writes: Any, reads: Any) -> No
     trainer.save_checkpoint(tmp_path / "saved")
     rest = Model()
     trained(rest, reads, epochs=2, ckpt_path=tmp_path / "saved")
-    torch.testing.assert_close(rest.losses, whole.losses[4:], atol=1e-6, rtol=0)
-    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(rest.losses, whole.losses[4:], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), atol=1e-6, rtol=1e-5)
 
 
 def test_exact_resume(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_evaluation() -> None:
         data = batches((4, 4, 2), seed=5)
         outputs = trainer.predict(module, data, return_predictions=True)
         results[name] = (trainer.validate(module, data), trainer.test(module, data), outputs)
-    torch.testing.assert_close(results["compiled"], results["plain"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(results["compiled"], results["plain"], atol=1e-6, rtol=1e-5)
 
 
 # -- what is left afterwards -------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ def test_inductor_gives_the_same_losses() -> None:
     trained(plain, False)
     trained(compiled, True)
     assert counters["stats"]["unique_graphs"] > 0
-    torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=0)
-    torch.testing.assert_close(compiled.state_dict(), plain.state_dict(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(compiled.state_dict(), plain.state_dict(), atol=1e-5, rtol=1e-5)
 
 
 def on_a_process(strategy: str, setting: Any) -> dict[str, Any]:
@@ -65,5 +65,5 @@ def test_two_processes(strategy: str, setting: Any) -> None:
     assert plain["graphs"] == 0
     assert compiled["graphs"] > 0
     assert compiled["names"] == plain["names"] == list(Model().state_dict())
-    torch.testing.assert_close(compiled["losses"], plain["losses"], atol=1e-6, rtol=0)
-    assert compiled["val_loss"] == pytest.approx(plain["val_loss"], abs=1e-6)
+    torch.testing.assert_close(compiled["losses"], plain["losses"], atol=1e-6, rtol=1e-5)
+    assert compiled["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-5, abs=1e-6)

@@ -90,7 +90,7 @@ def test_validation_counts_every_token_once(name: str, size: int, worked: Any, f
     expected = metrics_by_hand(plain(folder, SINGLE), size)
     assert math.isfinite(expected["val_loss"])
     for rank in worked[name]:
-        assert rank["metrics", size] == pytest.approx(expected, abs=1e-6)
+        assert rank["metrics", size] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @EACH_WAY
@@ -101,7 +101,7 @@ def test_predictions_are_there_once_and_in_order(name: str, size: int, worked: A
     module = plain(folder, SINGLE)
     expected = module(module.data(size).tensors[0])[:, -1]
     written = torch.stack(list(read_predictions(folder / f"predictions {name} {size}")))
-    torch.testing.assert_close(written, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(written, expected, atol=1e-5, rtol=1e-5)
     # A batch over all processes is divided in the order of ranks.
     returned = [rank["returned", size] for rank in worked[name]]
     longest = max(map(len, returned))
@@ -127,7 +127,7 @@ def test_a_checkpoint_is_read_without_a_trainer(name: str, worked: Any, folder: 
     assert module.net is not None
     assert module.net.head.weight is module.net.tokens.weight
     for key, value in plain(folder, SINGLE).state_dict().items():
-        torch.testing.assert_close(module.state_dict()[key], value, atol=1e-4, rtol=0)
+        torch.testing.assert_close(module.state_dict()[key], value, atol=1e-4, rtol=1e-4)
     assert not torch.equal(module.net.head.weight, make_module().net.head.weight)  # type: ignore[union-attr]
 
 
@@ -136,4 +136,4 @@ def test_validation_in_fit_is_that_of_the_checkpoint(name: str, worked: Any, fol
     skip_if_missing(name)
     expected = metrics_by_hand(plain(folder, name), 46)
     for rank in worked[name]:
-        assert {key: rank["in fit"][key] for key in expected} == pytest.approx(expected, abs=1e-6)
+        assert {key: rank["in fit"][key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -222,14 +222,14 @@ def test_a_window_is_reduced_once_or_after_each_micro_batch(found: dict[str, Any
     units = BLOCKS + 1
     assert found["once"][1]["_reduce_scatter_base_"] == units * (STEPS - 1)
     assert found["always"][1]["_reduce_scatter_base_"] == units * (STEPS - 1) * WINDOW
-    assert found["once"][0] == pytest.approx(found["always"][0], abs=1e-6)
+    assert found["once"][0] == pytest.approx(found["always"][0], rel=1e-5, abs=1e-6)
 
 
 def test_blocks_are_gathered_again_for_their_backward_unless_kept(found: dict[str, Any]) -> None:
     micro_batches = (STEPS - 1) * WINDOW
     assert found["once"][1]["_allgather_base_"] == (2 * BLOCKS + 1) * micro_batches
     assert found["kept gathered"][1]["_allgather_base_"] < found["once"][1]["_allgather_base_"]
-    assert found["kept gathered"][0] == pytest.approx(found["once"][0], abs=1e-6)
+    assert found["kept gathered"][0] == pytest.approx(found["once"][0], rel=1e-5, abs=1e-6)
 
 
 def test_it_says_what_it_wraps(found: dict[str, Any]) -> None:
@@ -241,13 +241,13 @@ def test_it_says_what_it_wraps(found: dict[str, Any]) -> None:
 
 def test_statistics_of_a_batch_norm_stay_float32_and_the_losses_are_those_of_ddp(found: dict[str, Any]) -> None:
     assert found["bf16 fsdp"][3] == {torch.float32}
-    assert found["bf16 fsdp"][0] == pytest.approx(found["bf16 ddp"][0], abs=2e-2)
+    assert found["bf16 fsdp"][0] == pytest.approx(found["bf16 ddp"][0], rel=2e-2, abs=2e-2)
     assert found["bf16 fsdp"][0] != found["once"][0]
 
 
 @pytest.mark.parametrize("policy", TIED_POLICIES)
 def test_tied_weights_stay_tied_whatever_is_chosen(found: dict[str, Any], policy: str) -> None:
-    assert found[f"tied {policy}"][0] == pytest.approx(found["tied ddp"][0], abs=1e-6)
+    assert found[f"tied {policy}"][0] == pytest.approx(found["tied ddp"][0], rel=1e-5, abs=1e-6)
 
 
 def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str, Any]) -> None:

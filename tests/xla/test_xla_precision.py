@@ -144,7 +144,7 @@ class WithoutDropout(Watched):
 def test_recomputing_activations_changes_nothing(kind: Any) -> None:
     once, twice = fit(kind(), WithoutDropout), fit(kind(), WithoutDropout, activation_checkpointing="auto")
     assert len(twice["module"].kept) == 2 * len(once["module"].kept) == 2 * 3 * STEPS
-    assert twice["losses"] == pytest.approx(once["losses"], abs=1e-6)
+    assert twice["losses"] == pytest.approx(once["losses"], rel=1e-5, abs=1e-6)
     for name, value in once["weights"].items():
         torch.testing.assert_close(twice["weights"][name], value, atol=1e-6, rtol=1e-5)
     assert all("forward" not in vars(block) for block in twice["module"].blocks)
