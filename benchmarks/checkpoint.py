@@ -31,8 +31,8 @@ from torch.distributed.checkpoint import async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trainer import Callback, Trainer, TrainModule, __version__
-from trainer.checkpoint.write import write_checkpoint
-from trainer.checkpoint.writer import BackgroundWriter
+from trainer.checkpoint.async_writer import BackgroundWriter
+from trainer.checkpoint.writing import write_checkpoint
 
 WIDTH = 1024
 
@@ -78,13 +78,13 @@ def foreground(trainer: Trainer, path: Path) -> Callable[[], None]:
 
 
 class Background:
-    """`ModelCheckpoint(asynchronous=True)`: the memory is used again."""
+    """`ModelCheckpoint(async_save=True)`: the memory is used again."""
 
     def __init__(self) -> None:
         self.writer = BackgroundWriter()
 
     def __call__(self, trainer: Trainer, path: Path) -> Callable[[], None]:
-        trainer.save_with(lambda state, info: self.writer.start(path, state, info, afterwards=nothing), {})
+        trainer.save_with(lambda state, info: self.writer.start(path, state, info, on_committed=nothing), {})
         return self._finish
 
     def _finish(self) -> None:
@@ -231,7 +231,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as folder:
         ways: dict[str, Way] = {
             "foreground": foreground,
-            "background (asynchronous=True)": Background(),
+            "background (async_save=True)": Background(),
             "DCP async_save": DCP(keep_stager=False),
             "DCP async_save, stager kept": DCP(keep_stager=True),
             "plain copy, into the same memory": Copy(fresh=False),

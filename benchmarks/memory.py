@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._report import surroundings
 from trainer import Callback, Trainer, TrainModule
-from trainer.estimate import LAYOUTS, OPTIMIZERS, PRECISIONS, Memory, Setup, Weight, needed
+from trainer.model.memory import LAYOUTS, OPTIMIZERS, PRECISIONS, Memory, Setup, Weight, needed
 
 WIDTH = 1024
 BLOCK = 8 * WIDTH * WIDTH + 5 * WIDTH
@@ -45,7 +45,7 @@ MB = 10**6
 
 
 def zero(stage: int) -> Any:
-    from trainer.strategies.deepspeed import DeepSpeedStrategy
+    from trainer.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     options: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET, **(GATHERED if stage == 3 else {})}
     return DeepSpeedStrategy(config={"zero_optimization": options})

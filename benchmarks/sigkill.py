@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import verify_checkpoint
-from trainer.checkpoint.store import CheckpointStore
 from trainer.testing import compare_runs, kill_at_random, run_python
 
 SCRIPT = Path(__file__).resolve().parent / "_sigkill_training.py"
@@ -67,11 +67,11 @@ def disturbed(folder: Path, whole: Path, kills: int, seed: int, longest: float, 
 def problems(folder: Path, whole: Path) -> list[str]:
     """What differs from the undisturbed training, and what is wrong in the folder of checkpoints."""
     run = last_run(folder)
-    store = CheckpointStore(run / "checkpoints")
+    store = CheckpointDirectory(run / "checkpoints")
     found = compare_runs(whole, run)
     found += [problem for path in store.list() for problem in verify_checkpoint(path)]
     found += [f"left behind: {path}" for path in store.folder.iterdir() if path.name.startswith(".")]
-    kept, expected = len(store.list()), len(CheckpointStore(whole / "checkpoints").list())
+    kept, expected = len(store.list()), len(CheckpointDirectory(whole / "checkpoints").list())
     if kept != expected:
         found.append(f"{kept} checkpoints are kept instead of {expected}: {[path.name for path in store.list()]}")
     return found

@@ -12,21 +12,21 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from trainer.callbacks.base import Callback, Logger
-from trainer.errors import unknown
+from trainer.callback import Callback, Logger
+from trainer.errors import unknown_name_error
 
 if TYPE_CHECKING:
-    from trainer.callbacks.accumulate import GradientAccumulationScheduler
     from trainer.callbacks.checkpoint import ModelCheckpoint
     from trainer.callbacks.csv_logger import CSVLogger
     from trainer.callbacks.early_stopping import EarlyStopping
+    from trainer.callbacks.gradient_accumulation import GradientAccumulationScheduler
     from trainer.callbacks.lambda_callback import LambdaCallback
     from trainer.callbacks.lr_monitor import LearningRateMonitor
     from trainer.callbacks.model_summary import ModelSummary
     from trainer.callbacks.prediction_writer import PredictionWriter, read_predictions
     from trainer.callbacks.profiler import SimpleProfiler
-    from trainer.callbacks.progress import ProgressBar
-    from trainer.callbacks.step_times import StepTimes
+    from trainer.callbacks.progress_bar import ProgressBar
+    from trainer.callbacks.straggler_monitor import StragglerMonitor
     from trainer.callbacks.tensorboard import TensorBoardLogger
     from trainer.callbacks.throughput import ThroughputMonitor
     from trainer.callbacks.timer import Timer
@@ -48,7 +48,7 @@ __all__ = [
     "PredictionWriter",
     "ProgressBar",
     "SimpleProfiler",
-    "StepTimes",
+    "StragglerMonitor",
     "TensorBoardLogger",
     "ThroughputMonitor",
     "Timer",
@@ -60,15 +60,15 @@ __all__ = [
 HOMES = {
     "CSVLogger": "csv_logger",
     "EarlyStopping": "early_stopping",
-    "GradientAccumulationScheduler": "accumulate",
+    "GradientAccumulationScheduler": "gradient_accumulation",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "lr_monitor",
     "ModelCheckpoint": "checkpoint",
     "ModelSummary": "model_summary",
     "PredictionWriter": "prediction_writer",
-    "ProgressBar": "progress",
+    "ProgressBar": "progress_bar",
     "SimpleProfiler": "profiler",
-    "StepTimes": "step_times",
+    "StragglerMonitor": "straggler_monitor",
     "TensorBoardLogger": "tensorboard",
     "ThroughputMonitor": "throughput",
     "Timer": "timer",
@@ -113,7 +113,7 @@ def callback_named(name: str) -> type[Callback]:
         ConfigError: there is none.
     """
     if name not in CALLBACKS:
-        raise unknown("callback", name, CALLBACKS)
+        raise unknown_name_error("callback", name, CALLBACKS)
     return CALLBACKS[name]
 
 

@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from trainer.callbacks.base import Callback
+from trainer.callback import Callback
+from trainer.checkpoint.async_writer import BackgroundWriter
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import MANIFEST_FILE, is_committed
-from trainer.checkpoint.place import Place, occupied, place_of
-from trainer.checkpoint.retention import Retention, fill_in, mode_of, template_problems
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.write import write_checkpoint
-from trainer.checkpoint.writer import BackgroundWriter
+from trainer.checkpoint.retention import Retention, format_name, mode_of, template_problems
+from trainer.checkpoint.storage import StoragePath, as_storage_path, path_in_use
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: write after every so many steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch. Default: 1.
         train_time_interval: write after so much time; checked every `log_every_n_steps` steps on several processes.
-        asynchronous: training waits only until the state is copied in memory (which takes as much memory as the state);
+        async_save: training waits only until the state is copied in memory (which takes as much memory as the state);
             a thread writes it. One is written at a time. The end of training, a stop and an error wait for it.
         on_write_error: "raise": a checkpoint that cannot be written (disk full) ends the run; "warn": training goes on,
             the former checkpoint stays, and the log says so.
@@ -58,7 +58,7 @@ class ModelCheckpoint(Callback):
         ConfigError: the arguments contradict each other.
     """
 
-    after_module: ClassVar[bool] = True
+    runs_last: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | float | None = None,
-        asynchronous: bool = False,
+        async_save: bool = False,
         on_write_error: Literal["raise", "warn"] = "raise",
         save_on_exception: bool = False,
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
     ) -> None:
         _check_arguments(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval)
-        problems = [*template_problems(filename), *_wrong_flags(save_last, asynchronous, on_write_error, dirpath)]
+        problems = [*template_problems(filename), *_wrong_flags(save_last, async_save, on_write_error, dirpath)]
         raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = dirpath
         self.filename = filename or "{epoch}-{step}"
@@ -92,7 +92,7 @@ class ModelCheckpoint(Callback):
         self.seconds = (
             train_time_interval.total_seconds() if isinstance(train_time_interval, timedelta) else train_time_interval
         )
-        self.asynchronous = asynchronous
+        self.async_save = async_save
         self.on_write_error = on_write_error
         self.save_on_exception = save_on_exception
         self.auto_insert_metric_name = auto_insert_metric_name
@@ -103,7 +103,7 @@ class ModelCheckpoint(Callback):
         self.last: str | None = None
         self.saved_step = -1
         self._retention = Retention(monitor is not None, self.mode, save_top_k, save_last)
-        self._folder: Place | None = None
+        self._folder: StoragePath | None = None
         self._last_time = time.monotonic()
         self._writer: BackgroundWriter | None = None
         self._writes = 0
@@ -135,7 +135,7 @@ class ModelCheckpoint(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._folder = place_of(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
+        self._folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
         try:
             is_file = self._folder.is_file()
         except OSError as error:
@@ -145,8 +145,8 @@ class ModelCheckpoint(Callback):
         self._last_time = time.monotonic()
         self._error = None
         if trainer.is_global_zero:
-            CheckpointStore(self._folder).clean()
-        if self.asynchronous and (trainer.is_global_zero or trainer.strategy.sharded):
+            CheckpointDirectory(self._folder).clean()
+        if self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state):
             self._writer = BackgroundWriter()
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -155,15 +155,15 @@ class ModelCheckpoint(Callback):
             self._writer = None
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self.asynchronous:
-            self._look_after_writer(trainer)
+        if self.async_save:
+            self._poll_async_save(trainer)
         if self.every_n_train_steps is not None:
             due = trainer.global_step % self.every_n_train_steps == 0
         else:
             due = self.seconds is not None and self._time_is_up(trainer)
         # When validation comes at this very step, its result belongs to this checkpoint.
         if due and not (self.monitor is not None and trainer.validation_due()):
-            self._save(trainer, must_know=False)
+            self._save(trainer, require_monitor=False)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.stage != "fit" or trainer.sanity_checking:
@@ -172,7 +172,7 @@ class ModelCheckpoint(Callback):
             if self.monitor is not None and trainer.global_step % self.every_n_train_steps == 0:
                 self._save(trainer)
         elif self._epoch_is_due(trainer) and trainer.settings.val_check_interval != 1.0:
-            self._save(trainer, must_know=False)
+            self._save(trainer, require_monitor=False)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._epoch_is_due(trainer) and self.saved_step != trainer.global_step:
@@ -181,7 +181,7 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish_write(trainer)
         if self.saved_step != trainer.global_step and trainer.global_step > 0 and (self.save_last or self.save_top_k):
-            self._save(trainer, must_know=False)
+            self._save(trainer, require_monitor=False)
             self._finish_write(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -190,7 +190,7 @@ class ModelCheckpoint(Callback):
         # Without the other processes, which may be anywhere.
         if self._writer is not None:
             self._writer.wait()
-            self._hear(trainer)
+            self._poll_writer(trainer)
             if self._error not in (None, exception):
                 log.error("%s", self._error)
             self._error = None
@@ -199,7 +199,7 @@ class ModelCheckpoint(Callback):
         if trainer.world_size > 1:
             log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
         else:
-            self._save(trainer, must_know=False)
+            self._save(trainer, require_monitor=False)
             self._finish_write(trainer)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
@@ -217,102 +217,102 @@ class ModelCheckpoint(Callback):
 
     # -- what ----------------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer, must_know: bool = True) -> None:
-        """Write a checkpoint, then delete those no longer wanted. `must_know`: the monitored value has to be there."""
+    def _save(self, trainer: Trainer, require_monitor: bool = True) -> None:
+        """Write a checkpoint, then delete those no longer wanted. `require_monitor`: the monitored value must exist."""
         self._finish_write(trainer, due=True)
         metrics = trainer.read_metrics()
         value = metrics.get(self.monitor) if self.monitor is not None else None
-        if value is None and self.monitor is not None and must_know:
+        if value is None and self.monitor is not None and require_monitor:
             raise ConfigError(
                 f"ModelCheckpoint monitors {self.monitor!r}, which was not logged."
                 f"{did_you_mean(self.monitor, metrics)} Logged so far: {', '.join(sorted(metrics)) or 'nothing'}."
             )
         values = {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        name = fill_in(self.filename, values, self.auto_insert_metric_name)
+        name = format_name(self.filename, values, self.auto_insert_metric_name)
         name = trainer.strategy.broadcast_object(self._free_name(name) if trainer.is_global_zero else "")
         kept = {**self.kept, name: value}
-        unwanted = self._retention.unwanted(kept)
-        if name in unwanted:
+        to_delete = self._retention.to_delete(kept)
+        if name in to_delete:
             self.saved_step = trainer.global_step
             return
         self._before = self.kept, self.last, self.saved_step
         # The checkpoint still counts those that go when it is there: a process that dies before that finds them again.
         self.kept, self.last, self.saved_step = kept, name, trainer.global_step
-        wanted = {other: kept[other] for other in kept if other not in unwanted}
+        wanted = {other: kept[other] for other in kept if other not in to_delete}
         self.best = self._retention.best(wanted)
         try:
             # By `follows`, a commit that a killed process could not point to any more is found.
             info = {"metrics": metrics, "follows": self._before[1]}
-            trainer.save_with(partial(self._write, trainer, name, unwanted), info)
+            trainer.save_with(partial(self._write, trainer, name, to_delete), info)
         except WriteError as error:
             if trainer.is_global_zero:
                 self._warn(error)
-            self._take_back(error)
+            self._rollback(error)
             return
         except BaseException:
             self.kept, self.last, self.saved_step = self._before
             raise
         self.kept = wanted
         if trainer.is_global_zero and self._writer is None:
-            self._tell(trainer, str(self._in_folder(name)))
+            self._notify_saved(trainer, str(self._in_folder(name)))
 
     def _write(
-        self, trainer: Trainer, name: str, unwanted: list[str], state: dict[str, Any], info: Mapping[str, Any]
+        self, trainer: Trainer, name: str, to_delete: list[str], state: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
-        path, peers = self._in_folder(name), trainer.writers
-        store = CheckpointStore(path.parent) if trainer.is_global_zero else None
-        settle = partial(_settle, store, name, self.best, unwanted)
+        path, peers = self._in_folder(name), trainer.checkpoint_group
+        store = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
+        settle = partial(_commit_pointers, store, name, self.best, to_delete)
         if self._writer is not None:
             self._writes += 1
-            beside = trainer.writers_in_thread(f"writing/{path}/{self._writes}")
+            beside = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}")
             self._writer.start(path, state, info, settle, peers, beside)
         else:
             write_checkpoint(path, state, info=info, peers=peers)
             settle()
 
-    def _tell(self, trainer: Trainer, path: str) -> None:
+    def _notify_saved(self, trainer: Trainer, path: str) -> None:
         if self.verbose:
             trainer.print(f"step {trainer.global_step}: saved {path}")
-        trainer.hooks.on_checkpoint_committed(trainer, trainer.module, path)
+        trainer.hooks.on_checkpoint_saved(trainer, trainer.module, path)
 
     def _free_name(self, name: str) -> str:
         """The name, with a version if it is taken: an existing checkpoint is never overwritten."""
         candidate, version = name, 1
-        while occupied(self._in_folder(candidate), MANIFEST_FILE):
+        while path_in_use(self._in_folder(candidate), MANIFEST_FILE):
             candidate, version = f"{name}-v{version}", version + 1
         return candidate
 
-    def _in_folder(self, name: str) -> Place:
+    def _in_folder(self, name: str) -> StoragePath:
         assert self._folder is not None
         return self._folder / name
 
     # -- the writer ----------------------------------------------------------------------------------------------------
 
-    def _look_after_writer(self, trainer: Trainer) -> None:
+    def _poll_async_save(self, trainer: Trainer) -> None:
         """On rank 0, at the end of a step: tell what was committed meanwhile, raise what went wrong. Does not wait."""
-        self._hear(trainer)
+        self._poll_writer(trainer)
         if self._error is not None:
-            self._take_back(self._error)
+            self._rollback(self._error)
 
     def _finish_write(self, trainer: Trainer, due: bool = False) -> None:
         """Wait for the write in flight; all processes learn how it ended. Collective."""
-        if not self.asynchronous:
+        if not self.async_save:
             return
         if self._writer is not None:
             self._writer.wait(due)
-            self._hear(trainer)
+            self._poll_writer(trainer)
         error, self._error = trainer.strategy.broadcast_object(self._error), None
         if error is not None:
-            self._take_back(error)
+            self._rollback(error)
 
-    def _hear(self, trainer: Trainer) -> None:
+    def _poll_writer(self, trainer: Trainer) -> None:
         if self._writer is None:
             return
         path, error = self._writer.result()
         if not trainer.is_global_zero:
             return  # All have the same result, and hear it from rank 0.
         if path is not None:
-            self._tell(trainer, path)
+            self._notify_saved(trainer, path)
         if error is not None:
             self._error = error
             self._warn(error)
@@ -322,7 +322,7 @@ class ModelCheckpoint(Callback):
             there = f"The last checkpoint is still {self._before[1]}." if self._before[1] else "There is none yet."
             log.error("NO CHECKPOINT WAS WRITTEN, and training goes on (on_write_error='warn'): %s %s", error, there)
 
-    def _take_back(self, error: CheckpointError) -> None:
+    def _rollback(self, error: CheckpointError) -> None:
         """The newest checkpoint does not exist."""
         self.kept, self.last, self.saved_step = self._before
         self.best = self._retention.best(self.kept)
@@ -342,14 +342,14 @@ class ModelCheckpoint(Callback):
         self.best = self._retention.best(self.kept)
 
 
-def _settle(store: CheckpointStore | None, name: str, best: str | None, unwanted: list[str]) -> None:
+def _commit_pointers(store: CheckpointDirectory | None, name: str, best: str | None, to_delete: list[str]) -> None:
     """The new checkpoint is committed: point at it, and only then delete others. `store` None: another process does."""
     if store is None:
         return
     store.set_pointer("last", name)
     if best is not None:
         store.set_pointer("best", best)
-    for old in unwanted:
+    for old in to_delete:
         if is_committed(store.folder / old):
             store.remove(old)
 
@@ -380,9 +380,9 @@ def _check_arguments(
     raise_problems(problems, "ModelCheckpoint's arguments")
 
 
-def _wrong_flags(save_last: Any, asynchronous: Any, on_write_error: Any, dirpath: Any) -> list[str]:
+def _wrong_flags(save_last: Any, async_save: Any, on_write_error: Any, dirpath: Any) -> list[str]:
     problems = []
-    for name, value in (("save_last", save_last), ("asynchronous", asynchronous)):
+    for name, value in (("save_last", save_last), ("async_save", async_save)):
         if not isinstance(value, bool):
             problems.append(f"{name}={value!r}: give True or False.")
     if on_write_error not in ("raise", "warn"):
@@ -392,7 +392,7 @@ def _wrong_flags(save_last: Any, asynchronous: Any, on_write_error: Any, dirpath
         problems.append(f"dirpath={dirpath!r}: give a folder, or a URL.")
     elif dirpath is not None:
         try:
-            place_of(dirpath)
+            as_storage_path(dirpath)
         except ConfigError as error:
             problems.append(f"dirpath: {error}")
     return problems

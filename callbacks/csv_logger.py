@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.callbacks.base import Logger
+from trainer.callback import Logger
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainer.callbacks.base import Callback
+from trainer.callback import Callback
 from trainer.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class EarlyStopping(Callback):
         ConfigError: an argument makes no sense; or, at the first check, `monitor` is not among the values logged.
     """
 
-    after_module: ClassVar[bool] = True
+    runs_last: ClassVar[bool] = True
 
     def __init__(
         self,

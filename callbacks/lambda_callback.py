@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainer.callbacks.base import HOOKS, Callback
-from trainer.errors import ConfigError, raise_problems, unknown
+from trainer.callback import HOOKS, Callback
+from trainer.errors import ConfigError, raise_problems, unknown_name_error
 
 
 class LambdaCallback(Callback):
@@ -15,7 +15,7 @@ class LambdaCallback(Callback):
     >>> greet = LambdaCallback(on_train_start=lambda trainer, module: print("here we go"))
 
     Raises:
-        ConfigError: a name is not a moment of the run (all stand at the top of `trainer/callbacks/base.py`), or what
+        ConfigError: a name is not a moment of the run (all stand at the top of `trainer/callback.py`), or what
             was given for it cannot be called.
     """
 
@@ -27,7 +27,7 @@ class LambdaCallback(Callback):
 
 def _problems(name: str, call: object) -> list[str]:
     if name not in HOOKS:
-        return [str(unknown("hook of LambdaCallback", name, HOOKS))]
+        return [str(unknown_name_error("hook of LambdaCallback", name, HOOKS))]
     if not callable(call):
         return [str(ConfigError(f"LambdaCallback({name}={call!r}): give a function."))]
     return []

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer.callbacks.base import Callback
-from trainer.errors import unknown
+from trainer.callback import Callback
+from trainer.errors import unknown_name_error
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -36,7 +36,9 @@ class LearningRateMonitor(Callback):
         self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
-            raise unknown("logging_interval of LearningRateMonitor", logging_interval, ["step", "epoch", "None"])
+            raise unknown_name_error(
+                "logging_interval of LearningRateMonitor", logging_interval, ["step", "epoch", "None"]
+            )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay

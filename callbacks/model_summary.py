@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer.callbacks.base import Callback
+from trainer.callback import Callback
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:

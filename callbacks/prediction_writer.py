@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.callbacks.base import Callback
+from trainer.callback import Callback
 from trainer.data.transfer import move_to
-from trainer.errors import ConfigError, raise_problems, unknown
+from trainer.errors import ConfigError, raise_problems, unknown_name_error
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -41,7 +41,7 @@ class PredictionWriter(Callback):
         write_interval: "batch": `write_on_batch_end` after every batch; "epoch": predictions are kept in memory (on the
             CPU) and given to `write_on_epoch_end`.
         format: "safetensors" or "jsonl".
-        part_bytes: size at which a new part is begun.
+        max_shard_size: size at which a new part is begun.
 
     Raises:
         ConfigError: an argument is something else, or `predict_step` returns what the format cannot hold.
@@ -52,18 +52,20 @@ class PredictionWriter(Callback):
         dirpath: str | Path | None = None,
         write_interval: str = "batch",
         format: str = "safetensors",
-        part_bytes: int = 64 * 2**20,
+        max_shard_size: int = 64 * 2**20,
     ) -> None:
         problems = []
         if write_interval not in ("batch", "epoch"):
-            problems.append(str(unknown("write_interval of PredictionWriter", write_interval, ["batch", "epoch"])))
+            problems.append(
+                str(unknown_name_error("write_interval of PredictionWriter", write_interval, ["batch", "epoch"]))
+            )
         if format not in FORMATS:
-            problems.append(str(unknown("format of PredictionWriter", format, FORMATS)))
+            problems.append(str(unknown_name_error("format of PredictionWriter", format, FORMATS)))
         raise_problems(problems, "PredictionWriter")
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.write_interval = write_interval
         self.format = format
-        self.part_bytes = part_bytes
+        self.max_shard_size = max_shard_size
         self._kept: list[list[Any]] = []
         self._parts: _Parts | None = None
 
@@ -94,7 +96,7 @@ class PredictionWriter(Callback):
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._kept = []
         folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "predictions"
-        self._parts = _Parts(folder, self.format, trainer.rank, trainer.world_size, self.part_bytes)
+        self._parts = _Parts(folder, self.format, trainer.rank, trainer.world_size, self.max_shard_size)
 
     def on_predict_batch_end(
         self,
@@ -123,8 +125,8 @@ class PredictionWriter(Callback):
 class _Parts:
     """The part files of one process. A part holds batches of one loader, in order."""
 
-    def __init__(self, folder: Path, format: str, rank: int, world_size: int, part_bytes: int) -> None:
-        self.folder, self.format, self.part_bytes = folder, format, part_bytes
+    def __init__(self, folder: Path, format: str, rank: int, world_size: int, max_shard_size: int) -> None:
+        self.folder, self.format, self.max_shard_size = folder, format, max_shard_size
         self.stem = f"predictions-rank{rank:05d}-of-{world_size:05d}"
         self.names: list[str] = []
         self.columns: list[dict[str, torch.Tensor]] = []
@@ -160,7 +162,7 @@ class _Parts:
             self.size += sum(tensor.nbytes for tensor in columns.values())
             count = len(next(iter(columns.values())))
         self.batches.append((batch_idx, count))
-        if self.size >= self.part_bytes:
+        if self.size >= self.max_shard_size:
             self.close_part()
 
     def close_part(self) -> None:

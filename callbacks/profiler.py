@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.callbacks.base import Callback
+from trainer.callback import Callback
 from trainer.errors import raise_problems
-from trainer.phases import DATA
+from trainer.profiling import DATA
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -118,7 +118,7 @@ class SimpleProfiler(Callback):
         self._close(trainer)
 
     def _close(self, trainer: Trainer) -> None:
-        if not trainer.phases.forget(self):
+        if not trainer.phases.unsubscribe(self):
             return
         self._count_time()
         if trainer.is_global_zero:
@@ -129,9 +129,9 @@ class SimpleProfiler(Callback):
 
     def _hint(self, trainer: Trainer) -> str | None:
         share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
-        if share < self.MUCH or trainer.train_feed is None:
+        if share < self.MUCH or trainer.train_loader is None:
             return None
-        return f"{share:.0%} of the time went into waiting for training data. {_faster_loading(trainer.train_feed)}"
+        return f"{share:.0%} of the time went into waiting for training data. {_faster_loading(trainer.train_loader)}"
 
 
 def _faster_loading(feed: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.callbacks.base import Logger
+from trainer.callback import Logger
 from trainer.errors import ConfigError, MissingPackageError
 from trainer.event_file import EventFile
 

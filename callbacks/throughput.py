@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from trainer.callbacks.base import Callback
+from trainer.callback import Callback
 from trainer.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 
-class Mark(NamedTuple):
+class Snapshot(NamedTuple):
     """How far the run had come at the end of a step. Validation does not count in `time` (seconds)."""
 
     time: float
@@ -72,7 +72,7 @@ class ThroughputMonitor(Callback):
         self.items_name = items_name
         self.flops_per_sample = flops_per_sample
         self.peak_flops = peak_flops
-        self._marks: deque[Mark] = deque(maxlen=window_size + 1)
+        self._marks: deque[Snapshot] = deque(maxlen=window_size + 1)
         self._step = 0
         self._batches = 0
         self._items = 0
@@ -126,7 +126,7 @@ class ThroughputMonitor(Callback):
     def _mark(self, trainer: Trainer) -> None:
         self._step = trainer.global_step
         now = time.perf_counter() - self._left_out
-        self._marks.append(Mark(now, trainer.global_step, self._batches, trainer.progress.samples, self._items))
+        self._marks.append(Snapshot(now, trainer.global_step, self._batches, trainer.progress.samples, self._items))
 
     def _log(self, trainer: Trainer) -> None:
         first, last = self._marks[0], self._marks[-1]

@@ -7,8 +7,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from trainer.callbacks.base import Callback
-from trainer.errors import ConfigError, unknown
+from trainer.callback import Callback
+from trainer.errors import ConfigError, unknown_name_error
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -33,7 +33,7 @@ class Timer(Callback):
 
     def __init__(self, duration: Duration | None = None, interval: str = "step") -> None:
         if interval not in ("step", "epoch"):
-            raise unknown("interval of Timer", interval, ["step", "epoch"])
+            raise unknown_name_error("interval of Timer", interval, ["step", "epoch"])
         self.duration = None if duration is None else read_duration(duration)
         self.interval = interval
         self._before = dict.fromkeys(STAGES, 0.0)
@@ -46,7 +46,7 @@ class Timer(Callback):
     def time_elapsed(self, stage: str = "train") -> float:
         """Seconds spent in "train" (including the validation inside it), "validate", "test" or "predict" so far."""
         if stage not in STAGES:
-            raise unknown("stage of Timer", stage, STAGES)
+            raise unknown_name_error("stage of Timer", stage, STAGES)
         running = time.monotonic() - self._since[stage] if stage in self._since else 0.0
         return self._before[stage] + running
 

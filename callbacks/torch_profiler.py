@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.profiler import record_function
 from torch.profiler import profile, schedule
 
-from trainer.callbacks.base import Callback
+from trainer.callback import Callback
 from trainer.errors import raise_problems
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class TorchProfiler(Callback):
         self._close(trainer)
 
     def _close(self, trainer: Trainer) -> None:
-        trainer.phases.forget(self)
+        trainer.phases.unsubscribe(self)
         if self._profile is not None:
             running, self._profile = self._profile, None
             running.stop()

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import ConfigError, unknown
-from trainer.strategies.base import Strategy
+from trainer.errors import ConfigError, unknown_name_error
+from trainer.strategy import Strategy
 
 if TYPE_CHECKING:
     from trainer.strategies.ddp import DDPStrategy
-    from trainer.strategies.deepspeed import DeepSpeedStrategy
-    from trainer.strategies.fsdp import FSDPStrategy
+    from trainer.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from trainer.strategies.fsdp.strategy import FSDPStrategy
     from trainer.strategies.single import SingleDeviceStrategy
-    from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
+    from trainer.strategies.xla.strategy import XlaFsdpStrategy, XlaStrategy
 
 __all__ = [
     "STRATEGIES",
@@ -40,19 +40,19 @@ class StrategyTable(Mapping[str, type[Strategy]]):
     HOMES = {
         "single_device": "single.SingleDeviceStrategy",
         "ddp": "ddp.DDPStrategy",
-        "fsdp": "fsdp.FSDPStrategy",
-        "deepspeed": "deepspeed.DeepSpeedStrategy",
-        "deepspeed_stage_1": "deepspeed_stages.DeepSpeedStage1Strategy",
-        "deepspeed_stage_2": "deepspeed_stages.DeepSpeedStage2Strategy",
-        "deepspeed_stage_3": "deepspeed_stages.DeepSpeedStage3Strategy",
-        "deepspeed_stage_2_offload": "deepspeed_stages.DeepSpeedStage2OffloadStrategy",
-        "deepspeed_stage_3_offload": "deepspeed_stages.DeepSpeedStage3OffloadStrategy",
-        "xla": "xla.XlaStrategy",
-        "xla_fsdp": "xla.XlaFsdpStrategy",
+        "fsdp": "fsdp.strategy.FSDPStrategy",
+        "deepspeed": "deepspeed.strategy.DeepSpeedStrategy",
+        "deepspeed_stage_1": "deepspeed.strategy.DeepSpeedStage1Strategy",
+        "deepspeed_stage_2": "deepspeed.strategy.DeepSpeedStage2Strategy",
+        "deepspeed_stage_3": "deepspeed.strategy.DeepSpeedStage3Strategy",
+        "deepspeed_stage_2_offload": "deepspeed.strategy.DeepSpeedStage2OffloadStrategy",
+        "deepspeed_stage_3_offload": "deepspeed.strategy.DeepSpeedStage3OffloadStrategy",
+        "xla": "xla.strategy.XlaStrategy",
+        "xla_fsdp": "xla.strategy.XlaFsdpStrategy",
     }
 
     def __getitem__(self, name: str) -> type[Strategy]:
-        file, kind = self.HOMES[name].split(".")
+        file, kind = self.HOMES[name].rsplit(".", 1)
         strategy: type[Strategy] = getattr(import_module(f"trainer.strategies.{file}"), kind)
         return strategy
 
@@ -71,13 +71,13 @@ STRATEGIES = StrategyTable()
 
 def __getattr__(name: str) -> Any:
     for home in StrategyTable.HOMES.values():
-        file, kind = home.split(".")
+        file, kind = home.rsplit(".", 1)
         if kind == name:
             return getattr(import_module(f"trainer.strategies.{file}"), kind)
     raise AttributeError(f"module 'trainer.strategies' has no attribute {name!r}")
 
 
-OTHER_NAMES = {
+LIGHTNING_EQUIVALENTS = {
     "dp": "'ddp'",
     "ddp_spawn": "'ddp': it starts its processes itself",
     "ddp_notebook": "'ddp', in a script: several processes cannot be started from a notebook",
@@ -90,7 +90,7 @@ OTHER_NAMES = {
 def needed_device(strategy: str | Strategy) -> str | None:
     """The type of device that a strategy is made for; None: it runs on several, or is not known."""
     kind = strategy if isinstance(strategy, Strategy) else STRATEGIES.get(strategy)
-    return None if kind is None else kind.only_on
+    return None if kind is None else kind.required_device
 
 
 def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: str = "cpu") -> tuple[Strategy, str]:
@@ -107,7 +107,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
         name = "ddp" if num_processes > 1 else "single_device"
         return STRATEGIES[name](), f"auto: {num_processes} process{'es' if num_processes > 1 else ''}"
     if strategy not in STRATEGIES:
-        if strategy in OTHER_NAMES:
-            raise ConfigError(f"unknown strategy {strategy!r}. Use {OTHER_NAMES[strategy]}.")
-        raise unknown("strategy", strategy, [*STRATEGIES, "auto"])
+        if strategy in LIGHTNING_EQUIVALENTS:
+            raise ConfigError(f"unknown strategy {strategy!r}. Use {LIGHTNING_EQUIVALENTS[strategy]}.")
+        raise unknown_name_error("strategy", strategy, [*STRATEGIES, "auto"])
     return STRATEGIES[strategy](), "given by name"

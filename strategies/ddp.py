@@ -10,11 +10,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.errors import unknown
-from trainer.estimate import Layout
+from trainer.errors import unknown_name_error
+from trainer.model.memory import MemoryLayout
 from trainer.module import TrainModule
 from trainer.precision import Precision
-from trainer.strategies.distributed import DistributedStrategy, StepAsForward, average_gradients, broadcast
+from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients, broadcast
 
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
@@ -55,7 +55,7 @@ class DDPStrategy(DistributedStrategy):
     ) -> None:
         super().__init__(timeout_seconds)
         if isinstance(comm_hook, str) and comm_hook not in COMM_HOOKS:
-            raise unknown("comm_hook", comm_hook, COMM_HOOKS)
+            raise unknown_name_error("comm_hook", comm_hook, COMM_HOOKS)
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -92,7 +92,7 @@ class DDPStrategy(DistributedStrategy):
         self.gradient_average = self.world_size
         self._first_window = True
         if module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
-            self.wrapped = DistributedDataParallel(StepAsForward(module), **self.options)
+            self.wrapped = DistributedDataParallel(StepForward(module), **self.options)
             self._register_comm_hook(self.wrapped)
         elif self.world_size > 1:
             broadcast([*module.parameters(), *module.buffers()])
@@ -107,7 +107,7 @@ class DDPStrategy(DistributedStrategy):
         elif callable(self.comm_hook):
             wrapped.register_comm_hook(self.comm_hook_state, self.comm_hook)
 
-    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         if self.wrapped is None:
             return self._holding_back(more_follow=not last)
         # With a static graph DDP learns the graph in the first backward, which has to communicate.
@@ -141,8 +141,8 @@ class DDPStrategy(DistributedStrategy):
         self.wrapped = None
         super().teardown()
 
-    def memory_layout(self) -> Layout:
-        return Layout(self.name)
+    def memory_layout(self) -> MemoryLayout:
+        return MemoryLayout(self.name)
 
     def describe(self) -> str:
         changed = [f"{name}={value}" for name, value in self.options.items() if value or name == "broadcast_buffers"]

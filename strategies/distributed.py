@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore, Store
 
+from trainer.distributed.environment import detect_environment
+from trainer.distributed.rendezvous import join_store
+from trainer.launchers.restarts import exit_barrier
 from trainer.module import TrainModule
 from trainer.precision import Precision
-from trainer.runtime.environment import detect_environment
-from trainer.runtime.rendezvous import join_store
-from trainer.runtime.restart import leave_together
-from trainer.strategies.base import Strategy
+from trainer.strategy import Strategy
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class DistributedStrategy(Strategy):
             broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
 
 
-class StepAsForward(nn.Module):
+class StepForward(nn.Module):
     """Makes a step method the `forward`, inside which DDP and FSDP prepare their communication."""
 
     def __init__(self, module: TrainModule) -> None:
@@ -127,5 +127,5 @@ def _leave() -> None:
     # A DDP wrapper that is still alive keeps gloo's thread running into the interpreter's end, which then may abort.
     gc.collect()
     if dist.is_initialized():
-        leave_together(dist.distributed_c10d._get_default_store(), dist.get_world_size())
+        exit_barrier(dist.distributed_c10d._get_default_store(), dist.get_world_size())
         dist.destroy_process_group()

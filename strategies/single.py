@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from trainer.estimate import Layout
-from trainer.strategies.base import Strategy
+from trainer.model.memory import MemoryLayout
+from trainer.strategy import Strategy
 
 
 class SingleDeviceStrategy(Strategy):
@@ -13,5 +13,5 @@ class SingleDeviceStrategy(Strategy):
 
     name: ClassVar[str] = "single_device"
 
-    def memory_layout(self) -> Layout:
-        return Layout(self.name)
+    def memory_layout(self) -> MemoryLayout:
+        return MemoryLayout(self.name)

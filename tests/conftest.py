@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.runtime.seed import isolated_rng, seed_everything
+from trainer.seed import isolated_rng, seed_everything
 
 torch.set_num_threads(1)
 
@@ -23,27 +23,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SLOW = (
-    "callbacks/test_step_times.py",
+    "callbacks/test_straggler_monitor.py",
     "callbacks/test_two_processes.py",
     "cli/test_cli.py",
     "cli/test_doctor_verb.py",
     "examples/",
     "faults/",
-    "runtime/test_others_variables.py",
-    "runtime/test_ray.py",
-    "runtime/test_siblings.py",
-    "runtime/test_stop.py",
-    "runtime/test_watchdog.py",
-    "runtime/test_watchdog_learns.py",
-    "test_compile_slow.py",
+    "distributed/test_others_variables.py",
+    "launchers/test_ray.py",
+    "fault_tolerance/test_process_monitor.py",
+    "fault_tolerance/test_stop.py",
+    "fault_tolerance/test_watchdog.py",
+    "fault_tolerance/test_watchdog_learns.py",
+    "model/test_compile_slow.py",
     "test_benchmarks.py",
     "test_docs.py",
-    "test_estimate_runs.py",
-    "test_evaluation.py",
+    "model/test_memory_runs.py",
+    "loop/test_evaluation.py",
     "test_parity_processes.py",
-    "test_portability.py",
-    "test_resume.py",
-    "test_strategy_",
+    "strategies/test_portability.py",
+    "loop/test_resume.py",
+    "strategies/test_strategy_",
 )
 """Files whose tests start many processes: `make test-quick` leaves them out."""
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tests.strategy_models import GPT, STEPS
-from tests.strategy_runs import SINGLE, WAYS, StepLosses, run_each
+from tests.helpers.strategy_models import GPT, STEPS
+from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
 from trainer import Callback, Trainer, TrainModule
 
 PORTABLE = (SINGLE, "DDP x2", "FSDP x2", "FSDP x4", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2", "ZeRO-3 x1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_python
+from tests.helpers.processes import run_python
 
 
 @pytest.mark.parametrize("name", ["overhead", "dataloader", "accumulate", "validate"])

@@ -18,8 +18,8 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.compare import QUIET, assert_same_bits
-from tests.harness import run_distributed
+from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.processes import run_distributed
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import CSVLogger, ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
@@ -270,8 +270,10 @@ def second_process(strategy: str, folder: str) -> dict[str, Any]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Everything:
     """Two starts of the strategy's processes: what is resumed is resumed in new ones."""
     strategy, folder = request.param, tmp_path_factory.mktemp(request.param)
-    if STRATEGIES[strategy].only_on is not None:
-        pytest.skip(f"{strategy} is made for {STRATEGIES[strategy].only_on} devices: tests/xla, run by make test-xla")
+    if STRATEGIES[strategy].required_device is not None:
+        pytest.skip(
+            f"{strategy} is made for {STRATEGIES[strategy].required_device} devices: tests/xla, run by make test-xla"
+        )
     return run_everything(strategy, folder)
 
 

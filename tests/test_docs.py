@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness import ROOT, run_python
+from tests.helpers.processes import ROOT, run_python
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 SHORTER = "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 3"

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.compare import QUIET, assert_same_bits
+from tests.helpers.compare import QUIET, assert_same_bits
 from trainer import Trainer, TrainModule, seed_everything
 
 EPOCHS = 2

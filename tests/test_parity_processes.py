@@ -16,8 +16,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.compare import QUIET, assert_same_bits
-from tests.harness import run_distributed
+from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.processes import run_distributed
 from trainer import Callback, Trainer, TrainModule, seed_everything
 from trainer.strategies import DDPStrategy
 

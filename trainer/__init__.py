@@ -22,28 +22,28 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from trainer.callbacks.base import Callback, Logger
+    from trainer.callback import Callback, Logger
     from trainer.data.datamodule import DataModule
     from trainer.errors import CheckpointError, ConfigError
+    from trainer.launchers.notebook import launch
     from trainer.module import TrainModule
     from trainer.precision import Precision
-    from trainer.runtime.functions import launch
-    from trainer.runtime.seed import seed_everything
-    from trainer.strategies.base import Strategy
+    from trainer.seed import seed_everything
+    from trainer.strategy import Strategy
     from trainer.trainer import Trainer
 
 _HOMES = {
-    "Callback": "trainer.callbacks.base",
+    "Callback": "trainer.callback",
     "CheckpointError": "trainer.errors",
     "ConfigError": "trainer.errors",
     "DataModule": "trainer.data.datamodule",
-    "Logger": "trainer.callbacks.base",
+    "Logger": "trainer.callback",
     "Precision": "trainer.precision",
-    "Strategy": "trainer.strategies.base",
+    "Strategy": "trainer.strategy",
     "TrainModule": "trainer.module",
     "Trainer": "trainer.trainer",
-    "launch": "trainer.runtime.functions",
-    "seed_everything": "trainer.runtime.seed",
+    "launch": "trainer.launchers.notebook",
+    "seed_everything": "trainer.seed",
 }
 
 

@@ -13,21 +13,21 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Never, Self
 
+from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.store import locate
-from trainer.compilation import OUTSIDE_OF_GRAPHS
 from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
-from trainer.log_arguments import refuse_options
-from trainer.weights import load_weights
+from trainer.metrics.metric_log import reject_unknown_options
+from trainer.model.compile import GRAPH_BREAKING_METHODS
+from trainer.model.weights import load_weights
 
 if TYPE_CHECKING:
-    from trainer.callbacks.base import Callback, Logger
+    from trainer.callback import Callback, Logger
     from trainer.optimizers import ManualOptimizer
     from trainer.trainer import Trainer
 
 Reduction = Literal["mean", "sum", "min", "max"]
-NOT_KEPT = ("_trainer", "_toggled_parameters", "_wrapper", "_compiled_call_impl", *OUTSIDE_OF_GRAPHS)
+EXCLUDED_FROM_PICKLE = ("_trainer", "_toggled_parameters", "_wrapper", "_compiled_call_impl", *GRAPH_BREAKING_METHODS)
 """What of a run does not go into copies and pickles of a module."""
 READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch")
 
@@ -36,7 +36,7 @@ class TrainModule(nn.Module):
     """Subclass it, define `training_step` and `configure_optimizers`, and give it to `Trainer.fit`.
 
     Every other method has a default. The moments `on_...` that a module may also define, and the order in which
-    everything is called, stand at the top of `trainer/callbacks/base.py`.
+    everything is called, stand at the top of `trainer/callback.py`.
     """
 
     automatic_optimization: bool = True
@@ -175,7 +175,7 @@ class TrainModule(nn.Module):
             weight: as `batch_size`, for means over other things, such as tokens.
         """
         if unknown:
-            refuse_options(unknown)
+            reject_unknown_options(unknown)
         weight = weight if weight is not None else batch_size
         self.trainer.metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduction, weight)
 
@@ -378,7 +378,7 @@ class TrainModule(nn.Module):
         self.__dict__["_trainer"] = trainer
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in NOT_KEPT}
+        return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}
 
     def overrides(self, name: str) -> bool:
         """Whether the subclass (or this instance) defines the method `name` itself."""

@@ -59,7 +59,7 @@ class SchedulerConfig:
         return self.interval == interval and count % self.frequency == 0
 
 
-def read_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def parse_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """The optimizers and schedulers in whatever form `configure_optimizers` returned them.
 
     Raises:
@@ -164,7 +164,7 @@ def _scheduler(configured: Any) -> SchedulerConfig:
     return SchedulerConfig(**configured)
 
 
-def monitored(metrics: Mapping[str, float], config: SchedulerConfig) -> float | None:
+def monitored_value(metrics: Mapping[str, float], config: SchedulerConfig) -> float | None:
     """The value that a scheduler waits for; None when it was not logged and the scheduler is not strict.
 
     Raises:
@@ -182,7 +182,7 @@ def monitored(metrics: Mapping[str, float], config: SchedulerConfig) -> float | 
     )
 
 
-def forget_gradients(optimizer: Optimizer) -> None:
+def zero_grad_fast(optimizer: Optimizer) -> None:
     """`optimizer.zero_grad()`, without the 12 microseconds that torch's own takes around the same loop."""
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         optimizer.zero_grad()
@@ -224,7 +224,7 @@ class ManualOptimizer:
         `sync_grad=False`: gradients are not yet summed over processes, because more micro-batches follow.
         """
         module = self._trainer.module
-        with module.toggled_optimizer(self), self._trainer.strategy.microbatch(last=sync_grad):
+        with module.toggled_optimizer(self), self._trainer.strategy.gradient_sync(last=sync_grad):
             yield
 
     def __getattr__(self, name: str) -> Any:

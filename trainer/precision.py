@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError, unknown
+from trainer.errors import ConfigError, unknown_name_error
 
-NOTHING = nullcontext()
+NULL_CONTEXT = nullcontext()
 """The context that does nothing; one for all, because it is entered in every step."""
 
 
@@ -64,7 +64,7 @@ class Precision:
             return torch.autocast(device.type, dtype=self.autocast)
         if self.weights is not torch.float32:
             return default_dtype(self.weights)
-        return NOTHING
+        return NULL_CONTEXT
 
     def init_context(self) -> AbstractContextManager[Any]:
         """The context in which `configure_model` builds layers: they are created in the stored dtype."""
@@ -111,5 +111,5 @@ def resolve_precision(precision: str | int | Precision) -> Precision:
         return precision
     name = SHORT_NAMES.get(str(precision), str(precision))
     if name not in PRECISIONS:
-        raise unknown("precision", precision, [*PRECISIONS, *SHORT_NAMES])
+        raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_NAMES])
     return PRECISIONS[name]

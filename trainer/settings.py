@@ -14,13 +14,13 @@ from typing import Any, Concatenate, Literal
 
 from typing_extensions import ParamSpec
 
+from trainer.callback import Callback, Logger
 from trainer.callbacks import PROFILERS
-from trainer.callbacks.base import Callback, Logger
-from trainer.compilation import compile_problems
+from trainer.distributed.devices import choose_accelerator
 from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.fault_tolerance.deadline import read_deadline
+from trainer.model.compile import compile_problems
 from trainer.precision import Precision, resolve_precision
-from trainer.runtime.deadline import read_deadline
-from trainer.runtime.devices import choose_accelerator
 from trainer.strategies import Strategy, resolve_strategy
 
 P = ParamSpec("P")
@@ -88,7 +88,7 @@ class Settings:
     log_every_n_steps: int = 50
     """Steps between two flushes of the log: values are reduced, read and sent to the loggers then."""
     callbacks: Callback | list[Callback] | None = None
-    """What happens beside the loop; see trainer/callbacks/base.py."""
+    """What happens beside the loop; see trainer/callback.py."""
     logger: bool | Logger | list[Logger] = True
     """Loggers. True: a CSV file, and TensorBoard where it is installed."""
     enable_progress_bar: bool = True
@@ -178,7 +178,9 @@ def _wrong_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if args else []
     for name in kwargs:
         if name not in _NAMES:
-            hint = f" Use {_MOVED[name]}." if name in _MOVED else did_you_mean(name, _NAMES)
+            hint = (
+                f" Use {LIGHTNING_EQUIVALENTS[name]}." if name in LIGHTNING_EQUIVALENTS else did_you_mean(name, _NAMES)
+            )
             problems.append(f"Trainer has no argument {name!r}.{hint or ' trainer fit --help lists them all.'}")
     return problems
 
@@ -186,7 +188,7 @@ def _wrong_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
 _NAMES = tuple(field.name for field in dataclasses.fields(Settings))
 
 
-_MOVED = {
+LIGHTNING_EQUIVALENTS = {
     "plugins": "precision=, strategy=",
     "use_distributed_sampler": "nothing: a plain DataLoader is split over processes without repeating samples",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module's __init__",

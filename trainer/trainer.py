@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.checkpoint.content import hand_over
-from trainer.checkpoint.write import write_checkpoint
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.batch import Batch
 from trainer.data.datamodule import DataModule
-from trainer.describe import describe
 from trainer.errors import ConfigError
-from trainer.evaluation import (
+from trainer.fault_tolerance.stop import exit_code
+from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors
+from trainer.loop.describe import describe
+from trainer.loop.evaluation import (
     evaluate,
     no_gradients,
     predict,
@@ -26,16 +27,15 @@ from trainer.evaluation import (
     validate_during_fit,
     validation_moments,
 )
-from trainer.manual import manual_step
-from trainer.metrics import Section
+from trainer.loop.manual import manual_step
+from trainer.loop.run import RunState
+from trainer.loop.setup import running
+from trainer.loop.training_state import save_state
+from trainer.metrics.metric_log import MetricScope
 from trainer.module import TrainModule
-from trainer.optimizers import forget_gradients, monitored
-from trainer.run import running
-from trainer.runtime.seed import seed_everything
-from trainer.runtime.stop import exit_code
+from trainer.optimizers import monitored_value, zero_grad_fast
+from trainer.seed import seed_everything
 from trainer.settings import Settings, takes
-from trainer.state import RunState
-from trainer.windows import StepOutputs, checked_loss, loss_divisors
 
 log = logging.getLogger("trainer")
 
@@ -102,7 +102,7 @@ class Trainer(RunState):
         """
         with running(self, "validate", module, {"val": dataloaders}, datamodule, ckpt_path):
             self.validating = True
-            return evaluate(self, validation_moments(self), self.val_feeds, no_gradients(self))
+            return evaluate(self, validation_moments(self), self.val_loaders, no_gradients(self))
 
     def test(
         self,
@@ -113,7 +113,7 @@ class Trainer(RunState):
     ) -> dict[str, float]:
         """As `validate`, with `test_step` and the test loaders."""
         with running(self, "test", module, {"test": dataloaders}, datamodule, ckpt_path):
-            return evaluate(self, test_moments(self), self.test_feeds, no_gradients(self))
+            return evaluate(self, test_moments(self), self.test_loaders, no_gradients(self))
 
     def predict(
         self,
@@ -129,7 +129,7 @@ class Trainer(RunState):
         `return_predictions`: then this process's outputs come back in order.
         """
         with running(self, "predict", module, {"predict": dataloaders}, datamodule, ckpt_path):
-            outputs = predict(self, self.predict_feeds)
+            outputs = predict(self, self.predict_loaders)
             if return_predictions:
                 return list(outputs)
             for _ in outputs:
@@ -146,7 +146,7 @@ class Trainer(RunState):
         if self.progress.step < least_steps or epochs_done < least_epochs:
             log.info("not stopping yet (%s): min_steps=%s, min_epochs=%s", reason, least_steps, least_epochs)
             return
-        self.stop_switch.request(reason)
+        self.stop_coordinator.request(reason)
 
     def save_checkpoint(self, path: str | Path, info: dict[str, Any] | None = None) -> None:
         """Write a checkpoint folder at `path`, or at a URL such as s3://bucket/name.
@@ -162,17 +162,19 @@ class Trainer(RunState):
         if self.stage == "fit":
             # What was logged until now belongs to this step, not to the one after a resume.
             self.read_metrics()
-        self.save_with(lambda state, about: write_checkpoint(path, state, info=about, peers=self.writers), info or {})
+        self.save_with(
+            lambda state, about: write_checkpoint(path, state, info=about, peers=self.checkpoint_group), info or {}
+        )
         if self.is_global_zero:
-            self.hooks.on_checkpoint_committed(self, self.module, str(path))
+            self.hooks.on_checkpoint_saved(self, self.module, str(path))
 
     def save_with(self, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
         """Give the whole state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.
 
-        Where the state is divided (`strategy.sharded`), `write` gets each process's part on each, to write it together
-        with `self.writers`. An error that `write` raises is raised on every process.
+        Where the state is divided (`strategy.shards_state`), each process's `write` gets its part, to write it together
+        with `self.checkpoint_group`. An error that `write` raises is raised on every process.
         """
-        hand_over(self, write, info)
+        save_state(self, write, info)
 
     def describe(self) -> str:
         """The run in words: what was chosen and why, and the loop with the callbacks in place. Also printed."""
@@ -183,13 +185,13 @@ class Trainer(RunState):
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _start_training(self) -> None:
-        self.fitted = True
+        self.has_fit = True
         for logger in self.loggers if self.is_global_zero else ():
             logger.log_hyperparameters(self.hyperparameters())
         self.hooks.on_fit_start(self, self.module)
         if self.progress.step == 0:
             sanity_check(self)
-        self.counts_items = self.module.overrides("num_items")
+        self.weights_loss_by_items = self.module.overrides("num_items")
         self.module.train()
         self.training = True
         self.hooks.on_train_start(self, self.module)
@@ -205,7 +207,7 @@ class Trainer(RunState):
                 outputs, data, _ = self._train_step(window)
                 self._update()
             self._end_step(window, outputs, data)
-            if self.val_feeds and self.validation_due():
+            if self.val_loaders and self.validation_due():
                 validate_during_fit(self)
             if self._stopped_inside_epoch():
                 return
@@ -217,16 +219,16 @@ class Trainer(RunState):
         if not resumed:
             self.restore_rng()
         # In the middle of an epoch the hook is called a second time: what it logs and draws has been done before.
-        self.metrics.section = Section(batches=False, steps=False) if resumed else self.metrics.hooks
+        self.metrics.section = MetricScope(batches=False, steps=False) if resumed else self.metrics.hooks
         self.hooks.on_train_epoch_start(self, self.module)
         self.metrics.section = self.metrics.hooks
         self.restore_rng()
 
     def _windows(self) -> Iterator[list[Batch]]:
         """The epoch's batches, a step's worth at a time; shorter at the end. All processes get the same number."""
-        assert self.train_feed is not None
-        batches = self.train_feed.iterate(self.progress.epoch, self.progress.batch)
-        uneven = self.world_size > 1 and self.train_feed.samples_per_epoch is None
+        assert self.train_loader is not None
+        batches = self.train_loader.iterate(self.progress.epoch, self.progress.batch)
+        uneven = self.world_size > 1 and self.train_loader.samples_per_epoch is None
         while True:
             window = list(islice(batches, self.accumulate_grad_batches))
             if uneven:
@@ -244,16 +246,16 @@ class Trainer(RunState):
             return manual_step(self, window)
         for optimizer in self.optimizers:
             hooks.on_before_zero_grad(self, module, optimizer)
-            forget_gradients(optimizer)
+            zero_grad_fast(optimizer)
         losses: list[torch.Tensor] = []
         last = len(window) - 1
-        for position, divisor in enumerate(loss_divisors(window, module, strategy, self.counts_items)):
+        for position, divisor in enumerate(loss_divisors(window, module, strategy, self.weights_loss_by_items)):
             data, batch_idx = self.transfer(window[position].data, 0), self.progress.batch + position
             metrics.batch, metrics.samples = data, window[position].samples
             hooks.on_train_batch_start(self, module, data, batch_idx)
-            with strategy.microbatch(last=position == last):
+            with strategy.gradient_sync(last=position == last):
                 outputs = strategy.call("training_step", data, batch_idx)
-                self.watchdog.beats += 1  # here: in the backward, processes wait for those that are not there yet
+                self.watchdog.heartbeats += 1  # here: in the backward, processes wait for those that are not there yet
                 loss = checked_loss(outputs, module, self.settings.detect_anomaly)
                 if divisor is not None:
                     loss = loss / divisor
@@ -298,8 +300,8 @@ class Trainer(RunState):
     def _end_step(self, window: list[Batch], outputs: Any, data: Any) -> None:
         """Everything after the update; when it is over, the step is wholly done."""
         progress = self.progress
-        self.watchdog.beats += 1
-        self.watchdog.patient = False
+        self.watchdog.heartbeats += 1
+        self.watchdog.allow_slow = False
         progress.step += 1
         progress.batch += len(window)
         for batch in window:
@@ -309,7 +311,7 @@ class Trainer(RunState):
         self.hooks.on_train_batch_end(self, self.module, outputs, data, progress.batch - 1)
         if progress.step % self.settings.log_every_n_steps == 0:
             # Before a checkpoint of this step is written: a resumed run does not log the step again.
-            self.publish(self.metrics.read_step())
+            self.log_to_loggers(self.metrics.read_step())
         self.metrics.section = self.metrics.hooks
         self.hooks.on_train_step_end(self, self.module)
 
@@ -324,20 +326,20 @@ class Trainer(RunState):
         if self.module.automatic_optimization:
             self._step_schedulers("epoch", progress.epoch + 1)
         # A value logged by step only is known to callbacks, too: that of the last step.
-        self._remember(self.metrics.read_step())
-        self.publish(self.metrics.read_epoch(self.metrics.train))
+        self.update_metrics(self.metrics.read_step())
+        self.log_to_loggers(self.metrics.read_epoch(self.metrics.train))
         progress.epoch_ended = True
         self.metrics.section = self.metrics.hooks
         self.hooks.on_train_epoch_end(self, self.module)
-        self.publish(self.metrics.read_epoch(self.metrics.hooks))
+        self.log_to_loggers(self.metrics.read_epoch(self.metrics.hooks))
         progress.next_epoch()
 
     def _end_training(self) -> None:
-        self.stop_reason = self.stop_reason or self.stop_switch.finish(self.progress.step)
+        self.stop_reason = self.stop_reason or self.stop_coordinator.finish(self.progress.step)
         # Not among the values of an unfinished epoch, which a resumed run goes on with.
-        self.metrics.section = closing = Section(batches=False, steps=False)
+        self.metrics.section = closing = MetricScope(batches=False, steps=False)
         self.hooks.on_train_end(self, self.module)
-        self.publish(self.metrics.read_epoch(closing))
+        self.log_to_loggers(self.metrics.read_epoch(closing))
         self.training = False
         self.hooks.on_fit_end(self, self.module)
 
@@ -345,13 +347,13 @@ class Trainer(RunState):
 
     def _finished(self) -> bool:
         """Whether the run is at its end, between two epochs."""
-        self.stop_reason = self.stop_reason or self.stop_switch.at_boundary(self.progress.step)
+        self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
         out_of_epochs = self.max_epochs is not None and self.progress.epoch >= self.max_epochs
         return self.stop_reason is not None or out_of_epochs or self._out_of_steps()
 
     def _stopped_inside_epoch(self) -> bool:
         """Whether to leave the epoch unfinished. After its last batch only a signal does that."""
-        self.stop_reason = self.stop_reason or self.stop_switch.at_boundary(self.progress.step)
+        self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
         if self.stop_reason is None and not self._out_of_steps():
             return False
         return exit_code(self.stop_reason) != 0 if self.progress.batch == self.num_training_batches else True
@@ -363,7 +365,7 @@ class Trainer(RunState):
     def validation_due(self) -> bool:
         """Whether val_check_interval asks for validation after the window just done."""
         batch, interval, length = self.progress.batch, self.val_check_interval, self.num_training_batches
-        if not self.val_feeds or batch == 0 or (interval == 1.0 and isinstance(interval, float)):
+        if not self.val_loaders or batch == 0 or (interval == 1.0 and isinstance(interval, float)):
             return False
         if not self._epoch_may_validate():
             return False
@@ -374,7 +376,7 @@ class Trainer(RunState):
     def _epoch_validates(self) -> bool:
         """Whether validation is due at the end of this epoch."""
         interval = self.val_check_interval
-        return bool(self.val_feeds) and isinstance(interval, float) and interval == 1.0 and self._epoch_may_validate()
+        return bool(self.val_loaders) and isinstance(interval, float) and interval == 1.0 and self._epoch_may_validate()
 
     def _epoch_may_validate(self) -> bool:
         every = 1 if self.settings.fast_dev_run else self.settings.check_val_every_n_epoch
@@ -386,7 +388,7 @@ class Trainer(RunState):
                 continue
             value = None
             if config.reduce_on_plateau:
-                value = monitored(self.read_metrics(), config)
+                value = monitored_value(self.read_metrics(), config)
                 if value is None:
                     continue
             self.module.lr_scheduler_step(config.scheduler, value)

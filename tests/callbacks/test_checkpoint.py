@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import ModelCheckpoint
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint, read_manifest
-from trainer.checkpoint.store import CheckpointStore
 
 
 class Scored(Toy):
@@ -44,7 +44,7 @@ def fit(
 
 def there(folder: Path) -> list[str]:
     """The checkpoints, by step."""
-    return [path.name for path in CheckpointStore(folder).list()]
+    return [path.name for path in CheckpointDirectory(folder).list()]
 
 
 def pointers(folder: Path) -> list[str | None]:
@@ -58,7 +58,7 @@ class Saved(Callback):
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def on_checkpoint_committed(self, trainer: Trainer, module: Any, path: str) -> None:
+    def on_checkpoint_saved(self, trainer: Trainer, module: Any, path: str) -> None:
         assert read_manifest(path).info["step"] == trainer.global_step
         assert path == trainer.checkpoint_callbacks[0].last_model_path
         self.steps.append(trainer.global_step)
@@ -188,13 +188,13 @@ def test_the_new_one_is_committed_and_pointed_to_before_an_old_one_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    remove = CheckpointStore.remove
+    remove = CheckpointDirectory.remove
 
-    def spy(store: CheckpointStore, name: str) -> None:
+    def spy(store: CheckpointDirectory, name: str) -> None:
         seen.append((there(tmp_path), pointers(tmp_path)[0]))
         remove(store, name)
 
-    monkeypatch.setattr(CheckpointStore, "remove", spy)
+    monkeypatch.setattr(CheckpointDirectory, "remove", spy)
     fit(ModelCheckpoint(tmp_path, filename="{epoch}"), max_epochs=3)
     assert seen == [(["epoch=0", "epoch=1"], "epoch=1"), (["epoch=1", "epoch=2"], "epoch=2")]
 
@@ -244,7 +244,7 @@ def test_what_was_not_logged_is_named_with_what_was() -> None:
         ({"monitor": 3}, "monitor=3: give the name of a logged value"),
         ({"monitor": "score"}, r"not clear whether smaller or larger is better\. Give mode="),
         ({"save_last": "link"}, "save_last='link': give True or False"),
-        ({"asynchronous": 1}, "asynchronous=1: give True or False"),
+        ({"async_save": 1}, "async_save=1: give True or False"),
         ({"on_write_error": "warning"}, r"on_write_error='warning': allowed are .*Did you mean 'warn'"),
         ({"dirpath": 3}, "dirpath=3: give a folder, or a URL"),
         ({"dirpath": "nosuch://x"}, "dirpath: 'nosuch://x': fsspec cannot open it"),
@@ -289,14 +289,14 @@ def test_what_is_kept_is_known_after_a_resume(tmp_path: Path) -> None:
     assert list(second.kept) == there(folder)
     assert pointers(folder) == ["epoch=4", "epoch=3"]
     # One that somebody deleted is not missed.
-    CheckpointStore(folder).remove("epoch=1")
+    CheckpointDirectory(folder).remove("epoch=1")
     third = go_on(6)
     assert there(folder) == ["epoch=3", "epoch=4", "epoch=5"]
     assert third.best_model_score == 0.2
 
 
 def test_what_a_dying_process_could_not_delete_goes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(store: CheckpointStore, name: str) -> None:
+    def die(store: CheckpointDirectory, name: str) -> None:
         raise KeyboardInterrupt
 
     def go_on(epochs: int) -> None:
@@ -304,7 +304,7 @@ def test_what_a_dying_process_could_not_delete_goes_later(tmp_path: Path, monkey
 
     folder = tmp_path / "version_0" / "checkpoints"
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointStore, "remove", die)
+        patch.setattr(CheckpointDirectory, "remove", die)
         with pytest.raises(KeyboardInterrupt):
             go_on(2)
     assert there(folder) == ["epoch=0", "epoch=1"]
@@ -316,7 +316,7 @@ def test_a_checkpoint_by_hand_is_told_of_too(tmp_path: Path) -> None:
     told: list[str] = []
 
     class Told(Callback):
-        def on_checkpoint_committed(self, trainer: Trainer, module: Any, path: str) -> None:
+        def on_checkpoint_saved(self, trainer: Trainer, module: Any, path: str) -> None:
             told.append(path)
 
         def on_train_step_end(self, trainer: Trainer, module: Any) -> None:

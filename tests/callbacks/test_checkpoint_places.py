@@ -13,12 +13,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.callbacks.saving import At, Told, fit, steps, there
-from tests.callbacks.toy import Toy, loader, quiet
-from tests.harness import start_python
+from tests.helpers.processes import start_python
+from tests.helpers.saving import At, Told, fit, steps, there
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Trainer
 from trainer.checkpoint.format import is_committed
-from trainer.runtime.lock import NAME, FolderLock
+from trainer.fault_tolerance.file_lock import NAME, FolderLock
 
 # -- elsewhere ---------------------------------------------------------------------------------------------------------
 
@@ -30,9 +30,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> str:
     return "memory://bucket/run"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_checkpoints_in_an_object_store(asynchronous: bool, memory: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"dirpath": memory, "asynchronous": asynchronous, "monitor": "train_loss"}
+@pytest.mark.parametrize("async_save", [False, True])
+def test_checkpoints_in_an_object_store(async_save: bool, memory: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dirpath": memory, "async_save": async_save, "monitor": "train_loss"}
     run: dict[str, Any] = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
     first, told = steps(**options), Told()
     trainer = fit([told, first], max_steps=4, **run)
@@ -65,7 +65,7 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
 
 LONG = """
 import time
-from tests.callbacks.saving import At, fit, steps
+from tests.helpers.saving import At, fit, steps
 
 def wait(trainer):
     print("at step", trainer.global_step, flush=True)

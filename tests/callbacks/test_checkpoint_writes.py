@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.callbacks.saving import At, Told, fit, steps, there
-from tests.callbacks.toy import Toy
-from tests.harness import run_distributed, start_python
+from tests.helpers.processes import run_distributed, start_python
+from tests.helpers.saving import At, Told, fit, steps, there
+from tests.helpers.toy import Toy
 from trainer import Callback, CheckpointError, Trainer
 from trainer.callbacks import ModelCheckpoint
-from trainer.checkpoint import writer
+from trainer.checkpoint import async_writer as writer
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import read_checkpoint, read_manifest, verify_checkpoint
-from trainer.checkpoint.store import CheckpointStore
 
 
 @pytest.fixture
@@ -59,16 +59,16 @@ def unlimited() -> Iterator[None]:
     limit_files(-1)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.usefixtures("unlimited")
-def test_a_disk_that_refuses_ends_the_run_and_the_former_checkpoint_stays(asynchronous: bool, tmp_path: Path) -> None:
+def test_a_disk_that_refuses_ends_the_run_and_the_former_checkpoint_stays(async_save: bool, tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    checkpoint = steps(dirpath=folder, asynchronous=asynchronous)
+    checkpoint = steps(dirpath=folder, async_save=async_save)
     full = At(step3=lambda trainer: (wait_for(checkpoint), limit_files(1000)))
     with pytest.raises(WriteError, match=r"cannot write the checkpoint .*step=3: File too large\. Earlier checkpoints"):
         fit([full, checkpoint])
     assert there(folder) == ["step=1", "step=2"]
-    assert CheckpointStore(folder).resolve("last") == folder / "step=2"
+    assert CheckpointDirectory(folder).resolve("last") == folder / "step=2"
     assert sorted(path.name for path in folder.iterdir()) == ["last.json", "step=1", "step=2"]
     assert checkpoint.last_model_path == str(folder / "step=2")
     limit_files(-1)
@@ -76,12 +76,12 @@ def test_a_disk_that_refuses_ends_the_run_and_the_former_checkpoint_stays(asynch
     assert trainer.global_step == 6
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("async_save", [False, True])
 @pytest.mark.usefixtures("unlimited")
 def test_training_goes_on_with_the_former_checkpoint_if_wanted(
-    asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    async_save: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoint = steps(dirpath=tmp_path, asynchronous=asynchronous, on_write_error="warn")
+    checkpoint = steps(dirpath=tmp_path, async_save=async_save, on_write_error="warn")
     kept: list[list[str]] = []
     hole = At(
         step3=lambda trainer: (wait_for(checkpoint), limit_files(1000)),
@@ -106,7 +106,7 @@ def test_the_end_tries_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     checkpoint = steps(dirpath=tmp_path, every_n_train_steps=6, on_write_error="warn")
 
     class Freed(Callback):
-        after_module = True
+        runs_last = True
 
         def on_train_end(self, trainer: Trainer, module: Any) -> None:
             limit_files(-1)
@@ -116,8 +116,8 @@ def test_the_end_tries_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert there(tmp_path) == ["step=6"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk(asynchronous: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk(async_save: bool, tmp_path: Path) -> None:
     """A file system of one megabyte, which is full after a while."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -130,10 +130,10 @@ def test_a_full_disk(asynchronous: bool, tmp_path: Path) -> None:
         pytest.skip("mounting a file system is not allowed here")
     try:
         with pytest.raises(WriteError, match=r"No space left on device \(0 MB are free there\)\. Earlier"):
-            fit([steps(dirpath=disk, save_top_k=-1, asynchronous=asynchronous)], 20, Wide())
+            fit([steps(dirpath=disk, save_top_k=-1, async_save=async_save)], 20, Wide())
         names = there(disk)
         assert names
-        assert CheckpointStore(disk).resolve("last") == disk / names[-1]
+        assert CheckpointDirectory(disk).resolve("last") == disk / names[-1]
         assert all(verify_checkpoint(disk / name) == [] for name in names)
         assert {path.name for path in disk.iterdir()} == {*names, "last.json"}
     finally:
@@ -153,19 +153,19 @@ def test_what_cannot_be_stored_ends_the_run_whatever_the_policy(tmp_path: Path) 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint["mine"] = {1, 2}
 
-    for asynchronous in (False, True):
+    for async_save in (False, True):
         with pytest.raises(CheckpointError, match="mine: it is a set"):
-            fit([steps(dirpath=tmp_path, asynchronous=asynchronous, on_write_error="warn")], module=Odd())
+            fit([steps(dirpath=tmp_path, async_save=async_save, on_write_error="warn")], module=Odd())
 
 
 # -- in the background -------------------------------------------------------------------------------------------------
 
 
 def test_the_same_checkpoints_in_the_background(tmp_path: Path) -> None:
-    for asynchronous in (False, True):
-        folder = tmp_path / str(asynchronous)
+    for async_save in (False, True):
+        folder = tmp_path / str(async_save)
         told = Told()
-        fit([told, steps(dirpath=folder, save_top_k=-1, asynchronous=asynchronous, monitor="train_loss")])
+        fit([told, steps(dirpath=folder, save_top_k=-1, async_save=async_save, monitor="train_loss")])
         assert [name for name, _ in told.told] == [f"step={number}" for number in range(1, 7)]
     for number in range(1, 7):
         one, other = (read_checkpoint(tmp_path / str(which) / f"step={number}") for which in (False, True))
@@ -182,7 +182,7 @@ def test_training_goes_on_while_one_is_written(
     seen: list[list[str]] = []
     told = Told()
     look = At(step4=lambda trainer: (seen.append(there(tmp_path)), gate.set()))
-    fit([look, told, steps(dirpath=tmp_path, asynchronous=True, every_n_train_steps=2)])
+    fit([look, told, steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)])
     assert seen == [[]]  # two steps later
     assert there(tmp_path) == ["step=4", "step=6"]
     assert read_checkpoint(tmp_path / "step=4")["progress"]["step"] == 4
@@ -194,7 +194,7 @@ def test_a_due_one_waits_for_the_one_before_and_says_so_once(
     gate: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     timers = [threading.Timer(0.3, gate.set)]
-    fit([At(step2=lambda trainer: timers[0].start()), steps(dirpath=tmp_path, asynchronous=True, save_top_k=-1)])
+    fit([At(step2=lambda trainer: timers[0].start()), steps(dirpath=tmp_path, async_save=True, save_top_k=-1)])
     assert there(tmp_path) == [f"step={number}" for number in range(1, 7)]
     assert caplog.text.count("a checkpoint is due while the one before it is still being written") == 1
 
@@ -204,7 +204,7 @@ def test_an_error_of_the_writer_comes_up_at_the_next_step(tmp_path: Path, monkey
         raise RuntimeError("the writer's own mistake")
 
     monkeypatch.setattr(writer, "write_prepared", fail)
-    checkpoint = steps(dirpath=tmp_path, asynchronous=True, every_n_train_steps=2)
+    checkpoint = steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)
 
     reached: list[int] = []
     with pytest.raises(WriteError, match="RuntimeError: the writer's own mistake"):
@@ -226,7 +226,7 @@ def test_nothing_ends_before_the_commit(how: str, gate: threading.Event, tmp_pat
             raise KeyboardInterrupt
 
     told = Told()
-    callbacks = [At(step3=end), told, steps(dirpath=tmp_path, asynchronous=True, every_n_train_steps=2)]
+    callbacks = [At(step3=end), told, steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)]
     if how in ("exception", "interrupt"):
         with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
             fit(callbacks)
@@ -234,7 +234,7 @@ def test_nothing_ends_before_the_commit(how: str, gate: threading.Event, tmp_pat
     else:
         fit(callbacks)
     last = {"stop": 3, "end": 6}.get(how, 2)
-    assert CheckpointStore(tmp_path).pointer("last") == tmp_path / f"step={last}"
+    assert CheckpointDirectory(tmp_path).pointer("last") == tmp_path / f"step={last}"
     assert verify_checkpoint(tmp_path / f"step={last}") == []
     assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]
 
@@ -248,32 +248,32 @@ def test_an_error_of_the_writer_is_not_lost_behind_another_one(
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        fit([At(step3=end), steps(dirpath=tmp_path, asynchronous=True, every_n_train_steps=2)])
+        fit([At(step3=end), steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)])
     assert "step=2 exists" in caplog.text
 
 
 SIGNALLED = """
 import os, signal, sys, time
-from tests.callbacks.saving import At, fit, steps
-from trainer.checkpoint import writer
+from tests.helpers.saving import At, fit, steps
+from trainer.checkpoint import async_writer as writer
 
 write = writer.write_prepared
 def slow(*args):
     time.sleep(0.5)
     write(*args)
 writer.write_prepared = slow
-fit([At(step3=lambda trainer: os.kill(os.getpid(), signal.SIGTERM)), steps(dirpath=sys.argv[1], asynchronous=True)])
+fit([At(step3=lambda trainer: os.kill(os.getpid(), signal.SIGTERM)), steps(dirpath=sys.argv[1], async_save=True)])
 """
 
 
 def test_sigterm_waits_for_the_commit(tmp_path: Path) -> None:
     start_python(SIGNALLED, str(tmp_path / "c"), cwd=tmp_path).wait().check(143)
-    assert CheckpointStore(tmp_path / "c").resolve("last").name == "step=3"
+    assert CheckpointDirectory(tmp_path / "c").resolve("last").name == "step=3"
 
 
 def _two_processes(folder: str) -> Any:
     torch.set_num_threads(1)
-    checkpoint = steps(dirpath=folder, asynchronous=True, on_write_error="warn", save_top_k=-1)
+    checkpoint = steps(dirpath=folder, async_save=True, on_write_error="warn", save_top_k=-1)
     told = Told()
 
     def fill(trainer: Trainer) -> None:

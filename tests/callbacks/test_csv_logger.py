@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback
 from trainer.callbacks import CSVLogger, ModelCheckpoint
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import LambdaCallback
 

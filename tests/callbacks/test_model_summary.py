@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import ModelSummary
 from trainer.callbacks.model_summary import summarize

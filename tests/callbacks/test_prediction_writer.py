@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, DataModule
 from trainer.callbacks import PredictionWriter, read_predictions
 
@@ -79,7 +79,7 @@ def test_what_safetensors_cannot_hold(says: Any, described: str) -> None:
 
 @FORMATS
 def test_parts(format: str) -> None:
-    rows = write(lambda x: x, batches=5, format=format, part_bytes=1)
+    rows = write(lambda x: x, batches=5, format=format, max_shard_size=1)
     assert len(rows) == 20
     names = sorted(path.name for path in Path("out").iterdir())
     parts = [f"predictions-rank00000-of-00001-part{n:05d}.{format}" for n in range(5)]

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint, SimpleProfiler
 from trainer.callbacks.profiler import LOOP
-from trainer.phases import (
+from trainer.profiling import (
     BACKWARD,
     CHECKPOINT,
     DATA,
@@ -235,11 +235,11 @@ def test_nothing_is_left_behind(capsys: pytest.CaptureFixture[str], fails: bool)
     plain = quiet(max_epochs=1)
     plain.fit(Toy(), loader(2), loader(1))
     assert "part of fit" in capsys.readouterr().out
-    for replaced in ("transfer", "publish", "begin_save", "end_save"):
+    for replaced in ("transfer", "log_to_loggers", "begin_save", "end_save"):
         assert replaced not in vars(trainer)
         assert replaced not in before["trainer"]
     assert {"call", "backward", "step"}.isdisjoint(vars(trainer.strategy))
-    assert "iterate" not in vars(trainer.train_feed)
+    assert "iterate" not in vars(trainer.train_loader)
     assert "read_step" not in vars(trainer.metrics)
     assert type(trainer.hooks).__name__ == "CallbackList"
     assert any(isinstance(callback, SimpleProfiler) for callback in trainer.hooks.callbacks)

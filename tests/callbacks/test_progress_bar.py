@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.toy import Toy, loader, quiet
-from tests.harness import ROOT
+from tests.helpers.processes import ROOT
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import LambdaCallback, ProgressBar
-from trainer.callbacks.progress import _Lines
+from trainer.callbacks.progress_bar import _Lines
 
 Attach = Callable[..., "Terminal"]
 
@@ -273,7 +273,7 @@ def test_a_terminal_that_knows_only_ascii(attach: Attach) -> None:
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import LambdaCallback, ProgressBar
 say = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("x" * 100))
 trainer = quiet(max_epochs=2, callbacks=[ProgressBar(), say], enable_model_summary=True)

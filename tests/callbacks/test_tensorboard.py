@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError
 from trainer.callbacks import ModelCheckpoint, TensorBoardLogger
 from trainer.errors import MissingPackageError

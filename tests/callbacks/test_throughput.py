@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Logger
 from trainer.callbacks import ThroughputMonitor
 from trainer.callbacks.throughput import peak_by_name

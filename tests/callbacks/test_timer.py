@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.toy import Toy, loader, quiet
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import ModelCheckpoint, Timer
 from trainer.callbacks.timer import read_duration

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.callbacks.toy import Toy, loader, quiet
-from tests.harness import run_distributed
+from tests.helpers.processes import run_distributed
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import LambdaCallback, SimpleProfiler, TorchProfiler
-from trainer.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
+from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
 
 
 def events(trace: Path) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.callbacks.toy import Toy, loader, quiet
-from tests.harness import run_distributed
+from tests.helpers.processes import run_distributed
+from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import (
     CSVLogger,
     EarlyStopping,
@@ -61,7 +61,7 @@ def _one_of_two(folder: str) -> dict[str, Any]:
     results["run_dir"] = str(trainer.run_dir)
 
     for format in ("safetensors", "jsonl"):
-        writer = PredictionWriter(Path(folder) / format, format=format, part_bytes=100)
+        writer = PredictionWriter(Path(folder) / format, format=format, max_shard_size=100)
         quiet(**TWO, callbacks=[writer]).predict(Uneven(), loader(13))
     return results
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint.format import sealed
-from trainer.checkpoint.tensorfile import flat_bytes
-from trainer.checkpoint.tree import DTYPES
-from trainer.checkpoint.write import write_checkpoint
+from trainer.checkpoint.format import with_checksum
+from trainer.checkpoint.safetensors_io import flat_bytes
+from trainer.checkpoint.serialization import DTYPES
+from trainer.checkpoint.writing import write_checkpoint
 
 
 def raw(tensor: torch.Tensor) -> list[int]:
@@ -126,7 +126,7 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], None] | None = None)
         body["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     if change:
         change(body)
-    (folder / "manifest.json").write_bytes(sealed(body))
+    (folder / "manifest.json").write_bytes(with_checksum(body))
 
 
 @pytest.fixture(name="reseal")

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from trainer.checkpoint import disk
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.write import write_checkpoint
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
 
 ROUNDS = 20
@@ -26,7 +26,7 @@ WRITER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from trainer.checkpoint.write import write_checkpoint
+from trainer.checkpoint.writing import write_checkpoint
 
 def state(number):
     return {
@@ -81,7 +81,7 @@ def test_a_killed_writer_leaves_whole_checkpoints_or_nothing(tmp_path: Path) -> 
                 committed += 1
         names = ["same", *(f"new-{number}" for number in range(1, last + 1))] if last else []
         assert all((folder / name).exists() for name in names)
-        store = CheckpointStore(folder)
+        store = CheckpointDirectory(folder)
         assert store.newest_valid() == (store.list()[-1] if store.list() else None)
         store.clean()
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 
 from trainer.checkpoint.format import find_damage, read_checkpoint, read_manifest, read_metadata, verify_checkpoint
-from trainer.checkpoint.tree import TensorInfo
-from trainer.checkpoint.write import write_checkpoint
+from trainer.checkpoint.serialization import TensorInfo
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
 
 Same = Callable[[Any, Any], None]

@@ -17,12 +17,12 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import is_committed, read_checkpoint, read_metadata, verify_checkpoint
-from trainer.checkpoint.place import place_of
 from trainer.checkpoint.remote import RemotePath
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.write import write_checkpoint
+from trainer.checkpoint.storage import as_storage_path
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError
 
 
@@ -93,12 +93,12 @@ def test_the_manifest_comes_last_and_goes_first(folder: RemotePath, monkeypatch:
 
     def spy_open(self: Any, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         if mode == "wb":
-            seen.append((path.rpartition("/")[2], [one.name for one in CheckpointStore(folder).list()]))
+            seen.append((path.rpartition("/")[2], [one.name for one in CheckpointDirectory(folder).list()]))
         return open_(self, path, mode, **kwargs)
 
     def spy_remove(self: Any, path: str) -> None:
         remove(self, path)
-        seen.append((path.rpartition("/")[2], [one.name for one in CheckpointStore(folder).list()]))
+        seen.append((path.rpartition("/")[2], [one.name for one in CheckpointDirectory(folder).list()]))
 
     monkeypatch.setattr(store_class, "open", spy_open)
     monkeypatch.setattr(store_class, "rm_file", spy_remove)
@@ -107,13 +107,13 @@ def test_the_manifest_comes_last_and_goes_first(folder: RemotePath, monkeypatch:
     assert seen == [(name, []) for name in names]
     add(folder, "b", 2)
     seen.clear()
-    CheckpointStore(folder).remove("a")
+    CheckpointDirectory(folder).remove("a")
     assert seen[0] == ("manifest.json", ["b"])
     assert not [name for name in objects(folder) if name.startswith("a")]
 
 
 def test_a_store_lists_points_resolves_and_removes(folder: RemotePath, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(str(folder))
+    store = CheckpointDirectory(str(folder))
     assert store.list() == []
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         store.resolve("last")
@@ -145,7 +145,7 @@ def test_a_folder_without_a_manifest_counts_for_nothing(folder: RemotePath) -> N
     add(folder, "half", 2)
     with (folder / "half" / "manifest.json")._open_store() as (store, path):
         store.rm_file(path)
-    assert CheckpointStore(folder).list() == [folder / "whole"]
+    assert CheckpointDirectory(folder).list() == [folder / "whole"]
     assert not is_committed(folder / "half")
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         read_checkpoint(folder / "half")
@@ -159,13 +159,13 @@ def test_leftovers_go_when_they_are_old(folder: RemotePath) -> None:
     for name in ("half/model.safetensors", "half/checkpoint.json", "notes/text.txt"):
         with folder._open_store() as (store, path), store.open(f"{path}/{name}", "wb") as file:
             file.write(b"x")
-    CheckpointStore(folder).set_pointer("last", "whole")
+    CheckpointDirectory(folder).set_pointer("last", "whole")
     before = objects(folder)
-    assert CheckpointStore(folder).clean() == []
+    assert CheckpointDirectory(folder).clean() == []
     assert objects(folder) == before
-    assert CheckpointStore(folder).clean(max_age=-1) == [folder / "half"]
+    assert CheckpointDirectory(folder).clean(max_age=-1) == [folder / "half"]
     assert objects(folder) == [name for name in before if not name.startswith("half")]
-    assert CheckpointStore(folder / "none").clean() == []
+    assert CheckpointDirectory(folder / "none").clean() == []
 
 
 def test_what_cannot_be_replaced_stays(folder: RemotePath) -> None:
@@ -186,7 +186,7 @@ def test_what_cannot_be_replaced_stays(folder: RemotePath) -> None:
 def test_a_store_that_refuses_leaves_the_earlier_checkpoint(
     folder: RemotePath, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(folder)
+    store = CheckpointDirectory(folder)
     add(folder, "old", 1)
     store.set_pointer("last", "old")
     store_class = type(fsspec.core.url_to_fs(str(folder))[0])
@@ -228,19 +228,19 @@ def test_a_network_that_fails_while_reading_is_reported(folder: RemotePath, monk
 KILLED = """
 import os, sys
 from tests.checkpoint.test_remote import Objects, RemotePath, add, fsspec
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.directory import CheckpointDirectory
 
 fsspec.register_implementation("objects", Objects)
 for fault in sys.argv[2:]:
     folder = RemotePath(f"objects://{sys.argv[1]}/{fault.replace('=', '_').replace(':', '_')}")
     add(folder, "old", 1)
-    CheckpointStore(folder).set_pointer("last", "old")
+    CheckpointDirectory(folder).set_pointer("last", "old")
     child = os.fork()
     if child == 0:
         os.environ["TRAINER_FAULT"] = fault
         add(folder, "new", 2)
-        CheckpointStore(folder).set_pointer("last", "new")
-        CheckpointStore(folder).remove("old")
+        CheckpointDirectory(folder).set_pointer("last", "new")
+        CheckpointDirectory(folder).remove("old")
         os._exit(0)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), fault
 """
@@ -266,7 +266,7 @@ def test_a_killed_writer_leaves_whole_checkpoints_or_nothing(tmp_path: Path) -> 
     fsspec.register_implementation("objects", Objects, clobber=True)
     for fault, there in FAULTS.items():
         folder = RemotePath(f"objects://{tmp_path}/{fault.replace('=', '_').replace(':', '_')}")
-        store = CheckpointStore(folder)
+        store = CheckpointDirectory(folder)
         assert [path.name for path in store.list()] == there, fault
         assert store.newest_valid() == folder / there[-1]
         expected = "new" if fault.startswith(("after_pointer", "in_removal")) else "old"
@@ -277,11 +277,15 @@ def test_a_killed_writer_leaves_whole_checkpoints_or_nothing(tmp_path: Path) -> 
 
 
 def test_places(tmp_path: Path) -> None:
-    assert place_of("runs/x") == place_of(Path("runs/x")) == Path("runs/x")
-    assert place_of(f"file://{tmp_path}/x") == place_of(f"local://{tmp_path}/x") == tmp_path / "x"
-    remote = place_of("memory://bucket/x/")
-    assert remote == place_of(remote) == RemotePath("memory://bucket/x")
-    assert (remote.name, remote.parent, remote / "y") == ("x", place_of("memory://bucket"), RemotePath(f"{remote}/y"))
+    assert as_storage_path("runs/x") == as_storage_path(Path("runs/x")) == Path("runs/x")
+    assert as_storage_path(f"file://{tmp_path}/x") == as_storage_path(f"local://{tmp_path}/x") == tmp_path / "x"
+    remote = as_storage_path("memory://bucket/x/")
+    assert remote == as_storage_path(remote) == RemotePath("memory://bucket/x")
+    assert (remote.name, remote.parent, remote / "y") == (
+        "x",
+        as_storage_path("memory://bucket"),
+        RemotePath(f"{remote}/y"),
+    )
     root = RemotePath("memory://bucket").parent
     assert root == root.parent == RemotePath("memory://")
     assert root / "bucket" == RemotePath("memory://bucket")
@@ -296,7 +300,7 @@ def test_places(tmp_path: Path) -> None:
 )
 def test_places_that_cannot_be(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        place_of(given)
+        as_storage_path(given)
 
 
 def test_a_scheme_without_its_package_names_the_package() -> None:
@@ -304,7 +308,7 @@ def test_a_scheme_without_its_package_names_the_package() -> None:
     if not missing:
         pytest.skip("all of them are installed")
     with pytest.raises(ConfigError, match=r"(?i)install"):
-        place_of(f"{missing[0]}://bucket/run")
+        as_storage_path(f"{missing[0]}://bucket/run")
 
 
 def _missing(scheme: str) -> bool:

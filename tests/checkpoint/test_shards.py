@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint.format import open_checkpoint, read_checkpoint
-from trainer.checkpoint.lazy import FileTensor, Source
-from trainer.checkpoint.shards import NOTHING, Extent, Shard, extent_of_box, part_of, whole
-from trainer.checkpoint.write import write_checkpoint
+from trainer.checkpoint.format import FileTensor, Source, open_checkpoint, read_checkpoint
+from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Shard, part_of, slice_of_box, whole
+from trainer.checkpoint.writing import write_checkpoint
 
 SHAPES = [(7,), (4, 6), (3, 1, 5), (2, 3, 4), (1, 1), (2, 3, 4, 5)]
 
@@ -30,7 +29,7 @@ def test_a_box_is_taken_as_slicing_takes_it(shape: tuple[int, ...]) -> None:
         slices = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
         narrow = sum(n != whole and n != 1 for n, whole in zip(lengths, shape, strict=True))
         try:
-            extent = extent_of_box(shape, offsets, lengths)
+            extent = slice_of_box(shape, offsets, lengths)
         except ValueError:
             # Only a box that is narrower in several dimensions has runs at uneven distances.
             assert narrow > 1 or len(shape) > 2
@@ -47,18 +46,18 @@ def test_a_box_is_taken_as_slicing_takes_it(shape: tuple[int, ...]) -> None:
 def test_every_shard_of_one_dimension_is_possible(shape: tuple[int, ...]) -> None:
     for offsets, lengths in boxes(shape):
         if sum(n != whole for n, whole in zip(lengths, shape, strict=True)) == 1:
-            extent_of_box(shape, offsets, lengths)
+            slice_of_box(shape, offsets, lengths)
 
 
 def test_nothing() -> None:
-    assert extent_of_box((4, 6), (4, 0), (0, 6)) == NOTHING
-    assert NOTHING.take(torch.ones(3)).numel() == 0
-    assert NOTHING.numel == NOTHING.end == 0
+    assert slice_of_box((4, 6), (4, 0), (0, 6)) == EMPTY_SLICE
+    assert EMPTY_SLICE.take(torch.ones(3)).numel() == 0
+    assert EMPTY_SLICE.numel == EMPTY_SLICE.end == 0
 
 
 def test_of_a_tensor_that_is_not_contiguous() -> None:
     tensor = torch.arange(12).reshape(3, 4).t()
-    assert Extent(2, 3).take(tensor).tolist() == tensor.flatten()[2:5].tolist()
+    assert FlatSlice(2, 3).take(tensor).tolist() == tensor.flatten()[2:5].tolist()
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (2, 3, 4)])
@@ -67,10 +66,10 @@ def test_any_part_of_a_tensor_in_any_parts_is_read(shape: tuple[int, ...], tmp_p
     tensor = torch.randn(shape)
     folder = tmp_path
     divisions = {
-        "rows": [extent_of_box(shape, (r,) + (0,) * (len(shape) - 1), (1, *shape[1:])) for r in range(shape[0])],
-        "columns": [extent_of_box(shape, (0,) * (len(shape) - 1) + (c,), (*shape[:-1], 1)) for c in range(shape[-1])],
-        "ranges": [Extent(0, 5), Extent(5, 1), Extent(6, tensor.numel() - 6)],
-        "whole": [Extent(0, tensor.numel())],
+        "rows": [slice_of_box(shape, (r,) + (0,) * (len(shape) - 1), (1, *shape[1:])) for r in range(shape[0])],
+        "columns": [slice_of_box(shape, (0,) * (len(shape) - 1) + (c,), (*shape[:-1], 1)) for c in range(shape[-1])],
+        "ranges": [FlatSlice(0, 5), FlatSlice(5, 1), FlatSlice(6, tensor.numel() - 6)],
+        "whole": [FlatSlice(0, tensor.numel())],
     }
     for name, extents in divisions.items():
         sources = []
@@ -90,9 +89,9 @@ def test_shards_of_any_dtype(tmp_path: Path) -> None:
     place = tmp_path / "c"
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
         tensor = (torch.randn(4, 3) * 3).to(dtype)
-        write_checkpoint(place, {"model": {"w": Shard(tensor, (4, 3), Extent(0, 12))}}, overwrite=place.exists())
+        write_checkpoint(place, {"model": {"w": Shard(tensor, (4, 3), FlatSlice(0, 12))}}, overwrite=place.exists())
         assert torch.equal(read_checkpoint(place)["model"]["w"], tensor)
         lazy = open_checkpoint(place, ("model",), verify=True)["model"]["w"]
         assert lazy.dtype is dtype
         assert lazy.shape == (4, 3)
-        assert torch.equal(lazy.read(Extent(3, 5)), tensor.flatten()[3:8])
+        assert torch.equal(lazy.read(FlatSlice(3, 5)), tensor.flatten()[3:8])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.project import USERS_FILE, Command
+from tests.helpers.project import USERS_FILE, Command
 from trainer.cli.main import main
 
 

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.harness import run_python
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.write import write_checkpoint
-from trainer.cli.checkpoint import EXAMPLES, VERBS
+from tests.helpers.processes import run_python
+from trainer.checkpoint.directory import CheckpointDirectory
+from trainer.checkpoint.writing import write_checkpoint
+from trainer.cli.checkpoint.command import EXAMPLES, VERBS
 from trainer.cli.main import main
 from trainer.testing import flip_byte, largest_file, truncate
 
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
     for step, loss in ((10, 0.5), (20, 0.25), (30, 0.75)):
         info = {"step": step, "epoch": 1, "metrics": {"val_loss": loss, "acc": 1.0}}
         write_checkpoint(folder / f"step={step}", state(step), info=info)
-    store = CheckpointStore(folder)
+    store = CheckpointDirectory(folder)
     store.set_pointer("last", "step=30")
     store.set_pointer("best", "step=20")
     return folder.parent
@@ -171,7 +171,7 @@ def test_verify_looks_at_pointers_and_manifests_too(checkpoint, run: Path, caplo
     printed = checkpoint("verify", run)
     assert printed.code == 1
     assert "best.json points to no checkpoint" in printed.out
-    CheckpointStore(run / "checkpoints").set_pointer("best", "step=20")
+    CheckpointDirectory(run / "checkpoints").set_pointer("best", "step=20")
     (run / "checkpoints" / "step=10" / "manifest.json").unlink()
     printed = checkpoint("verify", run)
     assert printed.code == 1

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.project import Command
-from tests.harness import Result, run_python
+from tests.helpers.processes import Result, run_python
+from tests.helpers.project import Command
 from trainer.cli.settings_help import trainer_arguments
-from trainer.config import load
-from trainer.config_files import read_value
-from trainer.config_tree import Findings
+from trainer.config.files import read_value
+from trainer.config.load import load
+from trainer.config.tree import Diagnostics
 from trainer.settings import Settings
 
 RUN = "module: {class_path: mymodel.py:Net, init_args: {lr: 1e-2}}\ndata: mymodel.py:Data\n"
@@ -32,7 +32,7 @@ def resolved(command: Command, *arguments: str) -> dict[str, object]:
 def given(*overrides: str, files: tuple[str, ...] = ()) -> dict[str, object]:
     """What the module of `mymodel.py` was constructed with."""
     pairs = [overrides[i : i + 2] for i in range(0, len(overrides), 2)]
-    nodes = [(name, read_value(value, name, Findings())) for name, value in pairs]
+    nodes = [(name, read_value(value, name, Diagnostics())) for name, value in pairs]
     configuration = load(files, [(name, node) for name, node in nodes if node is not None])
     _, module, _ = configuration.build()
     arguments: dict[str, object] = module.given  # type: ignore[assignment]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.project import Command
+from tests.helpers.project import Command
 
 NET = "module: mymodel.py:Net\n"
 KEYS = "Top-level keys: module, data, trainer, ckpt_path."

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.config_files import accepted, trainer_section
-from tests.cli.project import Command
-from tests.harness import ROOT, run_python
+from tests.helpers.config_files import accepted, trainer_section
+from tests.helpers.processes import ROOT, run_python
+from tests.helpers.project import Command
 
 
 class Terminal:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.accelerate_files import ACCELERATE, COMMON, DEEPSPEED
-from tests.cli.config_files import HERE, accepted, trainer_section
-from tests.cli.project import Command
-from trainer.cli.config_translation import translate
+from tests.helpers.accelerate_files import ACCELERATE, COMMON, DEEPSPEED
+from tests.helpers.config_files import HERE, accepted, trainer_section
+from tests.helpers.project import Command
+from trainer.cli.config.translate import translate
 from trainer.precision import resolve_precision
 from trainer.strategies import STRATEGIES
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.config_files import HERE, MODULE, accepted, trainer_section
-from tests.cli.project import Command
-from tests.harness import run_python
-from trainer.cli.config_answers import PRESETS
+from tests.helpers.config_files import HERE, MODULE, accepted, trainer_section
+from tests.helpers.processes import run_python
+from tests.helpers.project import Command
+from trainer.cli.config.answers import PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.cli.project import Command
-from tests.harness import ROOT, run_python
-from trainer.cli import doctor_disk, doctor_machine, doctor_ranks
-from trainer.cli.verdicts import Verdict
+from tests.helpers.processes import ROOT, run_python
+from tests.helpers.project import Command
+from trainer.cli.doctor import collectives as doctor_ranks
+from trainer.cli.doctor import disk as doctor_disk
+from trainer.cli.doctor import machine as doctor_machine
+from trainer.cli.doctor.verdicts import CheckResult
 
 DIGITS = str(ROOT / "examples" / "digits" / "config.yaml")
 
 
-def of(verdicts: Any, subject: str) -> Verdict:
-    found: Verdict = next(verdict for verdict in verdicts if verdict.subject == subject)
+def of(verdicts: Any, subject: str) -> CheckResult:
+    found: CheckResult = next(verdict for verdict in verdicts if verdict.subject == subject)
     return found
 
 
@@ -120,7 +122,7 @@ def test_a_place_that_cannot_be_written_fails(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_loses_data_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trainer.checkpoint.write as writing
+    import trainer.checkpoint.writing as writing
 
     whole = writing.write_checkpoint
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.cli.project import Command
-from tests.harness import run_python
+from tests.helpers.processes import run_python
+from tests.helpers.project import Command
 from trainer import Strategy, TrainModule
-from trainer.cli.verdicts import gib
-from trainer.estimate import LAYOUTS
+from trainer.cli.doctor.verdicts import gib
+from trainer.distributed.fake_process_group import fake_process_group
+from trainer.model.memory import LAYOUTS
 from trainer.precision import resolve_precision
-from trainer.runtime.rehearsal import rehearsing
 from trainer.strategies import STRATEGIES
 
 MODEL = """\
@@ -315,9 +315,9 @@ class Empty(TrainModule):
 def test_every_strategy_can_be_rehearsed(name: str) -> None:
     strategy = STRATEGIES[name]()
     strategy.rank, strategy.world_size = 0, 4
-    with rehearsing(4, 2):
+    with fake_process_group(4, 2):
         assert (dist.get_world_size(), os.environ["GROUP_WORLD_SIZE"]) == (4, "2")
-        assert all(isinstance(line, str) for line in strategy.rehearse(Empty(), resolve_precision("32-true")))
+        assert all(isinstance(line, str) for line in strategy.dry_run(Empty(), resolve_precision("32-true")))
     assert not dist.is_initialized()
 
 
@@ -333,11 +333,11 @@ def test_a_strategy_divides_what_the_table_of_estimate_says(name: str) -> None:
 
 def test_a_strategy_of_ones_own_needs_no_arithmetic() -> None:
     assert Strategy().memory_layout() is None
-    assert Strategy().rehearse(Empty(), resolve_precision("32-true")) == []
+    assert Strategy().dry_run(Empty(), resolve_precision("32-true")) == []
 
 
 def test_the_group_is_gone_after_an_error() -> None:
-    with pytest.raises(ZeroDivisionError), rehearsing(8, 8):
+    with pytest.raises(ZeroDivisionError), fake_process_group(8, 8):
         dist.all_reduce(torch.ones(1).div_(1 // 0))
     assert not dist.is_initialized()
     assert "WORLD_SIZE" not in os.environ

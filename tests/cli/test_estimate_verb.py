@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.project import Command
-from tests.harness import run_python
+from tests.helpers.processes import run_python
+from tests.helpers.project import Command
 
 NETS = """
 import torch

@@ -1,4 +1,4 @@
-"""`trainer fit --ray`: what is typed, and what is said before anything starts. The trainings: runtime/test_ray.py."""
+"""`trainer fit --ray`: what is typed, and what is said before anything starts. The trainings: launchers/test_ray.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.project import Command
+from tests.helpers.project import Command
 from trainer.cli.ray import RayOptions, read_ray
-from trainer.config_tree import Findings
+from trainer.config.tree import Diagnostics
 from trainer.errors import ConfigError
-from trainer.plan import make_plan
+from trainer.loop.resolved_config import make_plan
 from trainer.settings import Settings
 
 FIT = ("fit", "--module", "mymodel.py:Net", "--data", "mymodel.py:Data")
@@ -27,7 +27,7 @@ WORKER = {
 
 
 def test_the_options_are_rays() -> None:
-    findings = Findings()
+    findings = Diagnostics()
     words = ["num_workers=2", "use_gpu=true", "resources_per_worker={CPU: 4, GPU: 0.5}", "storage_path=/shared"]
     options = read_ray([*words, "max_failures=-1", "address=auto"], findings)
     assert findings.problems == []

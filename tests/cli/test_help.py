@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 
-from tests.harness import run_python
-from trainer.cli.checkpoint import VERBS as OF_CHECKPOINT
-from trainer.cli.main import VERBS
+from tests.helpers.processes import run_python
+from trainer.cli import main
+from trainer.cli.checkpoint.command import VERBS as OF_CHECKPOINT
 
-COMMANDS = [[], *([verb] for verb in VERBS), ["fit", "--dry-run"], *(["checkpoint", verb] for verb in OF_CHECKPOINT)]
+COMMANDS = [
+    [],
+    *([verb] for verb in main.COMMANDS),
+    ["fit", "--dry-run"],
+    *(["checkpoint", verb] for verb in OF_CHECKPOINT),
+]
 ALL = f"""\
 import contextlib, io, json, sys, time
 for name in ("torch", "numpy", "pydantic", "yaml", "deepspeed", "ray"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.project import Command
-from tests.harness import run_python
+from tests.helpers.processes import run_python
+from tests.helpers.project import Command
 from trainer.cli import init
 from trainer.cli.init import FOLDER, NEEDS, TEMPLATES
 

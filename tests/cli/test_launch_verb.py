@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.project import Command
-from tests.harness import ROOT, alive, descendants, run_python, start_python, wait_until
-from tests.runtime.test_environment import OPEN_MPI, SRUN, TORCHRUN
-from tests.runtime.training import EVERY, make, steps_of, weights_of
+from tests.distributed.test_environment import OPEN_MPI, SRUN, TORCHRUN
+from tests.helpers.processes import ROOT, alive, descendants, run_python, start_python, wait_until
+from tests.helpers.project import Command
+from tests.helpers.training import EVERY, make, steps_of, weights_of
 from trainer.testing.processes import rank_of
 
 SAYS = """
 import os, sys
-from trainer.runtime.environment import detect_environment
+from trainer.distributed.environment import detect_environment
 e = detect_environment()
 threads = os.environ["OMP_NUM_THREADS"]
 print("process", e.rank, e.world_size, e.local_rank, e.num_nodes, threads, sys.argv[1:], flush=True)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from trainer.data.samplers import planned
+from trainer.data.samplers import random_access
 from trainer.errors import ConfigError
 
 BILLION = range(1_000_000_000)
 
 
 def draw(sampler: Any, seed: int = 1, epoch: int = 0, start: int = 0, stop: int | None = None) -> list[Any]:
-    plan = planned(sampler)
+    plan = random_access(sampler)
     assert plan is not None
     assert plan.length == len(sampler)
     stop = plan.length if stop is None else stop
@@ -48,9 +48,9 @@ def test_any_part_is_a_part_of_the_whole(name: str) -> None:
 
 def test_without_replacement_every_index_comes_once_a_round() -> None:
     whole = draw(SAMPLERS["more"])
-    rounds = [whole[:50], whole[50:100]]
-    assert [sorted(one) for one in rounds] == [list(range(50))] * 2
-    assert rounds[0] != rounds[1]
+    num_global_batches = [whole[:50], whole[50:100]]
+    assert [sorted(one) for one in num_global_batches] == [list(range(50))] * 2
+    assert num_global_batches[0] != num_global_batches[1]
     assert len(set(whole[100:])) == 30
     assert whole[:50] == draw(RandomSampler(range(50)))
     assert sorted(draw(SAMPLERS["subset"])) == list(range(0, 600, 3))
@@ -83,7 +83,7 @@ def test_weights_without_replacement() -> None:
 
 def test_weights_that_change_between_epochs_count() -> None:
     sampler = WeightedRandomSampler([1.0, 1.0, 1.0], 20)
-    plan = planned(sampler)
+    plan = random_access(sampler)
     assert plan is not None
     plan.order(1, 0, True)
     sampler.weights = torch.tensor([0.0, 0.0, 1.0], dtype=torch.double)
@@ -130,4 +130,4 @@ def test_others_are_not_planned() -> None:
         pass
 
     for sampler in (Mine(range(3)), [1, 2], BatchSampler(SequentialSampler(range(3)), 2, False)):
-        assert planned(sampler) is None
+        assert random_access(sampler) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
-from trainer.data.feed import Feed
+from trainer.data.loader import BatchLoader
 
 
 class Augmented(Dataset[Any]):
@@ -46,24 +46,24 @@ def keep(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def read(feed: Feed, epoch: int = 0, start: int = 0) -> list[Any]:
+def read(feed: BatchLoader, epoch: int = 0, start: int = 0) -> list[Any]:
     return [batch.data for batch in feed.iterate(epoch, start)]
 
 
-def feed_of(data: Dataset[Any], workers: int, rank: int = 0, **options: Any) -> Feed:
+def loader_of(data: Dataset[Any], workers: int, rank: int = 0, **options: Any) -> BatchLoader:
     loader = DataLoader(data, 4, shuffle=True, num_workers=workers, collate_fn=keep, **options)
-    return Feed(loader, rank=rank, world_size=2, seed=1, training=True)
+    return BatchLoader(loader, rank=rank, world_size=2, seed=1, training=True)
 
 
 @pytest.mark.parametrize("kind", [Augmented, Fetching])
 def test_augmentation_does_not_depend_on_the_workers(kind: type[Augmented]) -> None:
-    one = read(feed_of(kind(), 1))
-    two = read(feed_of(kind(), 2))
+    one = read(loader_of(kind(), 1))
+    two = read(loader_of(kind(), 2))
     assert one == two
     assert len({sample[1:] for batch in one for sample in batch}) == 11
-    assert read(feed_of(kind(), 2), start=1) == one[1:]
-    assert read(feed_of(kind(), 1), epoch=1) != one
-    other = read(feed_of(kind(), 1, rank=1))
+    assert read(loader_of(kind(), 2), start=1) == one[1:]
+    assert read(loader_of(kind(), 1), epoch=1) != one
+    other = read(loader_of(kind(), 1, rank=1))
     assert not {sample[1] for batch in one for sample in batch} & {sample[1] for batch in other for sample in batch}
 
 
@@ -71,7 +71,7 @@ def test_worker_start_is_seeded_too() -> None:
     """What a `worker_init_fn` draws depends on (seed, epoch) and the worker; not on the epoch if workers persist."""
 
     def drawn(epoch: int, persistent: bool = False) -> Any:
-        feed = feed_of(Augmented(), 1, worker_init_fn=draw_mark, persistent_workers=persistent)
+        feed = loader_of(Augmented(), 1, worker_init_fn=draw_mark, persistent_workers=persistent)
         return read(feed, epoch)[0][0][4]
 
     first = drawn(0)
@@ -83,8 +83,8 @@ def test_worker_start_is_seeded_too() -> None:
 
 
 def test_persistent_workers_over_epochs_and_starts() -> None:
-    feed = feed_of(Augmented(), 2, persistent_workers=True)
-    fresh = feed_of(Augmented(), 1)
+    feed = loader_of(Augmented(), 2, persistent_workers=True)
+    fresh = loader_of(Augmented(), 1)
     for epoch, start in [(0, 0), (1, 0), (1, 2), (0, 1), (5, 3)]:
         assert read(feed, epoch, start) == read(fresh, epoch, start)
     # Left in the middle, with batches of the old epoch still under way.
@@ -94,7 +94,7 @@ def test_persistent_workers_over_epochs_and_starts() -> None:
 
 
 def test_the_users_worker_init_fn_sees_its_dataset() -> None:
-    marks = {sample[4] for batch in read(feed_of(Augmented(), 1, worker_init_fn=set_mark)) for sample in batch}
+    marks = {sample[4] for batch in read(loader_of(Augmented(), 1, worker_init_fn=set_mark)) for sample in batch}
     assert marks == {7}
 
 
@@ -107,17 +107,17 @@ def test_subsets_and_single_indices() -> None:
             return index, float(torch.rand(()))
 
     subset = DataLoader(Subset(Pairs(), [4, 2, 0]), batch_size=2, num_workers=1, collate_fn=keep)
-    feed = Feed(subset, rank=0, world_size=1, seed=1, training=False)
+    feed = BatchLoader(subset, rank=0, world_size=1, seed=1, training=False)
     assert [[i for i, _ in batch] for batch in read(feed)] == [[4, 2], [0]]
     single = DataLoader(Pairs(), batch_size=None, num_workers=1, collate_fn=keep)
-    feed = Feed(single, rank=0, world_size=1, seed=1, training=False)
+    feed = BatchLoader(single, rank=0, world_size=1, seed=1, training=False)
     assert [i for i, _ in read(feed)] == [0, 1, 2, 3, 4]
     assert read(feed, start=2) == read(feed)[2:]
 
 
 def test_spawned_workers() -> None:
-    spawned = read(feed_of(Augmented(), 1, multiprocessing_context="spawn", worker_init_fn=set_mark))
-    forked = read(feed_of(Augmented(), 1, worker_init_fn=set_mark))
+    spawned = read(loader_of(Augmented(), 1, multiprocessing_context="spawn", worker_init_fn=set_mark))
+    forked = read(loader_of(Augmented(), 1, worker_init_fn=set_mark))
     assert spawned == forked
 
 
@@ -127,7 +127,7 @@ def test_an_error_in_a_worker_names_the_users_line() -> None:
             raise RuntimeError("broken sample")
 
     with pytest.raises(RuntimeError, match="broken sample"):
-        read(feed_of(Broken(), 1))
+        read(loader_of(Broken(), 1))
 
 
 @pytest.fixture(autouse=True)

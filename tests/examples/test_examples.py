@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import ROOT, Result, Running
+from tests.helpers.processes import ROOT, Result, Running
 from trainer.checkpoint.format import verify_checkpoint
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -18,8 +18,8 @@ from benchmarks._sigkill_training import Net, main
 from benchmarks.sigkill import problems
 from tests.checkpoint.conftest import reseal
 from trainer import Trainer
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import verify_checkpoint
-from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import CheckpointError, TrainerError
 from trainer.testing import compare_runs, each_damage
 
@@ -47,7 +47,7 @@ def stopped(runs: dict[str, Path], memory_folder: Path) -> Path:
 
 
 def last(run: Path) -> Path:
-    path = CheckpointStore(run / "checkpoints").pointer("last")
+    path = CheckpointDirectory(run / "checkpoints").pointer("last")
     assert isinstance(path, Path)
     return path
 
@@ -243,4 +243,4 @@ def test_names_of_kept_checkpoints_cannot_lead_outside(stopped: Path, tmp_path: 
         assert verify_checkpoint(victim) == []
         shutil.rmtree(stopped / "checkpoints")
         shutil.copytree(victim.parent / "victim", path)
-        CheckpointStore(stopped / "checkpoints").set_pointer("last", path.name)
+        CheckpointDirectory(stopped / "checkpoints").set_pointer("last", path.name)

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks._sigkill_training import main
 from benchmarks.sigkill import SCRIPT, problems, python_path
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import verify_checkpoint
-from trainer.checkpoint.store import CheckpointStore
 from trainer.errors import CheckpointError
 from trainer.testing import fault, largest_file, run_python, small_disk
 
@@ -25,7 +25,7 @@ def whole(memory_folder: Path) -> Path:
 
 
 def assert_the_former_stays(run: Path) -> None:
-    store = CheckpointStore(run / "checkpoints")
+    store = CheckpointDirectory(run / "checkpoints")
     assert store.list()
     assert [problem for path in store.list() for problem in verify_checkpoint(path)] == []
     assert store.pointer("last") == store.list()[-1]
@@ -69,4 +69,4 @@ def test_files_that_may_not_grow(memory_folder: Path) -> None:
     folder = memory_folder / "quota"
     with largest_file(6_000), pytest.raises(CheckpointError, match="File too large"):
         main([str(folder), *OPTIONS])
-    assert CheckpointStore(folder / "version_0" / "checkpoints").list() == []
+    assert CheckpointDirectory(folder / "version_0" / "checkpoints").list() == []

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.trouble import STEPS, TROUBLE, fit
-from tests.harness import Result, Running, run_python, start_python, wait_until
+from tests.helpers.processes import Result, Running, run_python, start_python, wait_until
+from tests.helpers.trouble import STEPS, TROUBLE, fit
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint
-from trainer.checkpoint.store import CheckpointStore
 from trainer.testing.compare import IGNORED, compare_runs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -118,7 +118,10 @@ def check_failure(result: Result, how: str, who: str, root: Path, seconds: float
         assert errors.count("in training_step") >= (2 if who == "both" else 1)
         assert "the run hangs: no progress for 4 s" in errors
         assert (f"rank {who} is behind" if who != "both" else "No rank is behind") in errors
-    assert read_checkpoint(CheckpointStore(root / "version_0" / "checkpoints").resolve("last"))["progress"]["step"] == 5
+    assert (
+        read_checkpoint(CheckpointDirectory(root / "version_0" / "checkpoints").resolve("last"))["progress"]["step"]
+        == 5
+    )
 
 
 def failing(how: str, who: str, nproc: int | None = None) -> dict[str, Any]:

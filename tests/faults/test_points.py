@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sigkill import problems
-from tests.harness import ROOT, run_python
-from trainer.runtime.faults import POINTS
+from tests.helpers.processes import ROOT, run_python
+from trainer.fault_tolerance.fault_points import POINTS
 from trainer.testing import fault
 
 FAULTS = {

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.trouble import STEPS, TROUBLE
-from tests.harness import Running, run_python, start_python
+from tests.helpers.processes import Running, run_python, start_python
+from tests.helpers.trouble import STEPS, TROUBLE
 from trainer.strategies import STRATEGIES
 from trainer.testing import fault
 from trainer.testing.compare import compare_runs
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are k
 SCRIPT = Path(__file__).with_name("trouble.py")
 KINDS = ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
 """One of each kind of dividing."""
-OTHERS = sorted(name for name, kind in STRATEGIES.items() if kind.sharded and kind.multi_process and name not in KINDS)
+OTHERS = sorted(
+    name for name, kind in STRATEGIES.items() if kind.shards_state and kind.multi_process and name not in KINDS
+)
 """They share the code of those."""
 
 DISTURBED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -31,10 +33,14 @@ DISTURBED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "killed when all parts are there": ({}, fault("before_manifest", count=2, rank=0)),
     "killed after the commit": ({}, fault("after_rename", count=2, rank=0)),
     "its disk is full": ({}, fault("in_file", "full", count=16, rank=1)),
-    "killed in the background while it writes its part": ({"asynchronous": True}, fault("in_file", count=16, rank=1)),
+    "killed in the background while it writes its part": ({"async_save": True}, fault("in_file", count=16, rank=1)),
 }
 ONCE = ("killed while it writes its part",)
-ELSEWHERE = ("killed in a step", "killed while it writes its part", "killed in the background while it writes its part")
+LIGHTNING_EQUIVALENTS = (
+    "killed in a step",
+    "killed while it writes its part",
+    "killed in the background while it writes its part",
+)
 AGAIN = {"max_restarts": 1}
 
 
@@ -45,7 +51,7 @@ def start(strategy: str, *runs: dict[str, Any], env: dict[str, str] | None = Non
 @pytest.mark.parametrize("strategy", [*KINDS, *OTHERS])
 def test_it_goes_on_to_the_same_bits(strategy: str) -> None:
     start(strategy, {"root": "whole"}).wait(200).check(0)
-    names = ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else ELSEWHERE
+    names = ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else LIGHTNING_EQUIVALENTS
     disturbed = {name: DISTURBED[name] for name in names}
     whole = Path("whole/version_0")
     running = [start(strategy, {"root": name, **AGAIN, **run}, env=env) for name, (run, env) in disturbed.items()]
@@ -65,7 +71,7 @@ def test_it_goes_on_to_the_same_bits(strategy: str) -> None:
 def test_an_agreed_stop_is_saved_and_gone_on_from(strategy: str) -> None:
     stops = {
         "term": {"how": "SIGTERM", "who": "1"},
-        "in the background": {"how": "SIGTERM", "who": "1", "asynchronous": True},
+        "in the background": {"how": "SIGTERM", "who": "1", "async_save": True},
     }
     runs = [{"root": "whole"}, *({"root": name, **run} for name, run in stops.items()), *({"root": n} for n in stops)]
     result = run_python(SCRIPT, *(json.dumps({"strategy": strategy, **run}) for run in runs), timeout=280).check(0)

@@ -14,8 +14,8 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.precision import PRECISIONS
-from trainer.strategies.deepspeed_checks import KNOWN_KEYS, default_of, key_problems, tool_problems
-from trainer.strategies.deepspeed_config import Run, config_problems, hidden_size_of, resolve_config, write_config
+from trainer.strategies.deepspeed.config import Run, config_problems, hidden_size_of, resolve_config, write_config
+from trainer.strategies.deepspeed.config_checks import KNOWN_KEYS, check_build_tools, default_of, key_problems
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -325,10 +325,10 @@ def test_offloading_names_the_compiler_that_is_missing(monkeypatch: pytest.Monke
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     for config in (nvme, forced):
-        (problem,) = tool_problems(config, "cuda")
+        (problem,) = check_build_tools(config, "cuda")
         assert all(tool in problem for tool in ("g++", "ninja", "nvcc"))
-    assert tool_problems({**forced, "zero_force_ds_cpu_optimizer": False}, "cuda") == []
-    assert "nvcc" not in tool_problems(forced, "cpu")[0]
+    assert check_build_tools({**forced, "zero_force_ds_cpu_optimizer": False}, "cuda") == []
+    assert "nvcc" not in check_build_tools(forced, "cpu")[0]
 
 
 def test_the_keys_of_the_top_level_are_those_that_the_installed_deepspeed_reads() -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import run_distributed
-from tests.strategies import deepspeed_runs
-from tests.strategies.deepspeed_runs import CLIP, ENGINES, Net, Running, by_hand, differences, strictly, whole, windows
+from tests.helpers import deepspeed_runs
+from tests.helpers.deepspeed_runs import CLIP, ENGINES, Net, Running, by_hand, differences, strictly, whole, windows
+from tests.helpers.processes import run_distributed
 from trainer import ConfigError
 from trainer.precision import PRECISIONS
-from trainer.strategies.deepspeed_stages import (
+from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage1Strategy,
     DeepSpeedStage3Strategy,
 )
@@ -172,7 +172,7 @@ def evaluated_only(late: bool) -> tuple[float, list[str]]:
     strategy = DeepSpeedStage3Strategy(deepspeed_runs.DIVIDE_ALL)
     strategy.setup_environment("cpu", PRECISIONS["32-true"])
     module, plain = Net(late), Net()
-    with strategy.init_context(module, values_follow=True):
+    with strategy.init_context(module, will_load_checkpoint=True):
         module.configure_model()
     strategy.setup_module(module, for_training=False)
     strategy.load_module_state(weights)

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.compare import QUIET
-from tests.strategies.deepspeed_runs import ENGINES, Net
+from tests.helpers.compare import QUIET
+from tests.helpers.deepspeed_runs import ENGINES, Net
 from trainer import ConfigError, Trainer
+from trainer.loop.setup import check
 from trainer.precision import PRECISIONS
-from trainer.run import check
-from trainer.strategies.deepspeed import DeepSpeedStrategy
-from trainer.strategies.deepspeed_stages import (
+from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage1Strategy,
     DeepSpeedStage2OffloadStrategy,
+    DeepSpeedStrategy,
 )
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
@@ -136,13 +136,13 @@ def test_problems_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_deepspeed_that_is_not_installed_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.strategies.deepspeed.find_spec", lambda name: None)
+    monkeypatch.setattr("trainer.strategies.deepspeed.strategy.find_spec", lambda name: None)
     assert 'pip install "exact-trainer[deepspeed]"' in problems(DeepSpeedStage1Strategy())
 
 
 def test_the_stage_is_the_strategys_or_the_jsons() -> None:
     assert DeepSpeedStrategy().stage == 2
     assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).stage == 3
-    assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).forwards_together
+    assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).collective_forward
     assert DeepSpeedStage1Strategy({"zero_optimization": {"stage": "auto"}}).stage == 1
     assert DeepSpeedStage2OffloadStrategy().describe() == "deepspeed_stage_2_offload (stage=2, offload_optimizer=cpu)"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import run_distributed
-from tests.strategies.deepspeed_runs import (
+from tests.helpers.deepspeed_runs import (
     DIVIDE_ALL,
     ENGINES,
     Net,
@@ -20,8 +19,9 @@ from tests.strategies.deepspeed_runs import (
     strictly,
     whole,
 )
+from tests.helpers.processes import run_distributed
 from trainer.errors import CheckpointError
-from trainer.strategies.deepspeed_stages import (
+from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage1Strategy,
     DeepSpeedStage3Strategy,
 )

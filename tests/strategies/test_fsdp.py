@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.compare import QUIET
-from tests.harness import run_distributed
+from tests.helpers.compare import QUIET
+from tests.helpers.processes import run_distributed
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.precision import PRECISIONS
 from trainer.strategies import STRATEGIES, DDPStrategy, FSDPStrategy

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint.store import CheckpointStore
-from trainer.checkpoint.write import write_checkpoint
+from trainer.checkpoint.directory import CheckpointDirectory
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
 from trainer.testing import compare_runs, each_damage, flip_byte, truncate
 
@@ -35,7 +35,7 @@ def make_run(folder: Path, change: Callable[[dict[str, Any]], None] | None = Non
     if change:
         change(contents)
     write_checkpoint(folder / "checkpoints" / "c", contents, info={"step": 2})
-    CheckpointStore(folder / "checkpoints").set_pointer("last", "c")
+    CheckpointDirectory(folder / "checkpoints").set_pointer("last", "c")
     if log is not None:
         (folder / "metrics.csv").write_text(log)
     return folder

@@ -8,9 +8,9 @@ import timeit
 
 import pytest
 
-from tests.harness import ROOT, run_python
+from tests.helpers.processes import ROOT, run_python
 from trainer.errors import ConfigError
-from trainer.runtime.faults import ACTIONS, POINTS, VARIABLE, Fault, fault_point, parse_faults
+from trainer.fault_tolerance.fault_points import ACTIONS, POINTS, VARIABLE, Fault, fault_point, parse_faults
 from trainer.testing import FaultCallback, fault
 
 
@@ -57,7 +57,9 @@ def test_it_strikes_once_at_the_passing_that_was_asked_for(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("action", "code"), [("kill", -signal.SIGKILL), ("term", -signal.SIGTERM), ("error", 1)])
 def test_actions_reach_the_process(action: str, code: int) -> None:
-    script = "from trainer.runtime.faults import fault_point\nfault_point('in_file')\nprint('not reached')\n"
+    script = (
+        "from trainer.fault_tolerance.fault_points import fault_point\nfault_point('in_file')\nprint('not reached')\n"
+    )
     result = run_python(script, env=fault("in_file", action)).check(code)
     assert "not reached" not in result.stdout
     assert {"kill", "term", "int", "error", "full", "hang"} == set(ACTIONS)

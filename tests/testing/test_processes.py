@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import start_python
+from tests.helpers.processes import start_python
 from trainer.testing import alive, descendants, kill_at_random, rank_of
 
 PARENT = '''

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.runtime.tpu import torch_xla_problem
+from trainer.distributed.tpu import torch_xla_problem
 
 HERE = Path(__file__).parent
 

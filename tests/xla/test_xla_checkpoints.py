@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.compare import QUIET, assert_same_bits
-from tests.harness import run_distributed
-from tests.strategy_models import GPT
+from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.processes import run_distributed
+from tests.helpers.strategy_models import GPT
 from trainer import Callback, Trainer, TrainModule
 from trainer.checkpoint.format import read_checkpoint
 
@@ -55,9 +55,11 @@ def fit(strategy: str, until: int, start: str | None = None, save: str | None = 
     trainer.fit(module, DataLoader(module.data(81), 8 // number, shuffle=True), ckpt_path=start)
     layout = None
     if strategy in ON_XLA:
-        layout = {name: trainer.strategy.layout.is_divided(p) for name, p in module.named_parameters()}
+        layout = {name: trainer.strategy.layout.is_zero3_partitioned(p) for name, p in module.named_parameters()}
         for parameter, state in trainer.optimizers[0].state.items():
-            assert trainer.strategy.layout.is_divided(state["exp_avg"]) == trainer.strategy.layout.is_divided(parameter)
+            assert trainer.strategy.layout.is_zero3_partitioned(
+                state["exp_avg"]
+            ) == trainer.strategy.layout.is_zero3_partitioned(parameter)
     return {"losses": watch.losses, "weights": trainer.full_state_dict(everywhere=True), "divided": layout}
 
 

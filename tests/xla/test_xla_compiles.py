@@ -15,12 +15,12 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.compare import QUIET
-from tests.harness import ROOT
+from tests.helpers.compare import QUIET
+from tests.helpers.processes import ROOT
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import CSVLogger, LearningRateMonitor, ModelCheckpoint
-from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
-from trainer.strategies.xla_compiles import compiles_so_far
+from trainer.strategies.xla.recompiles import compiles_so_far
+from trainer.strategies.xla.strategy import XlaFsdpStrategy, XlaStrategy
 
 
 class MLP(TrainModule):
@@ -114,7 +114,7 @@ def test_nothing_is_compiled_after_the_warm_up(kind: Any, tmp_path: Path) -> Non
     trainer.fit(MLP(), DataLoader(numbers(320), 8, shuffle=True), DataLoader(numbers(24), 8))
     assert len(count.by_step) == 240
     assert set(count.by_step[40:]) == {count.by_step[39]}
-    watch = trainer.strategy.compile_watch
+    watch = trainer.strategy.recompilation_monitor
     assert watch.recompiles == 0
     assert len(list(tmp_path.rglob("manifest.json"))) >= 30
 
@@ -130,20 +130,20 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_short_last_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = XlaStrategy(warmup_steps=5)
+    strategy = XlaStrategy(compile_warmup_steps=5)
     fit(strategy, 8 * 9 + 5, MLP(48))
     (warning,) = warnings_of(caplog)
     assert "training_step number 10 was compiled again" in warning
     assert "batch[0] is (5, 12) instead of (8, 12); batch[1] is (5,) instead of (8,)" in warning
     assert "drop_last=True" in warning
     assert warning in " ".join((ROOT / "docs" / "tpu.md").read_text().split())
-    assert strategy.compile_watch.recompiles == 1
+    assert strategy.recompilation_monitor.recompiles == 1
 
 
 def test_a_short_last_batch_is_filled_up(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = XlaStrategy(warmup_steps=5, pad_last_batch=True)
+    strategy = XlaStrategy(compile_warmup_steps=5, pad_last_batch=True)
     trainer = fit(strategy, 8 * 9 + 5, MLP(56))
-    assert strategy.compile_watch.recompiles == 0
+    assert strategy.recompilation_monitor.recompiles == 0
     assert warnings_of(caplog) == []
     assert trainer.progress.samples == 2 * (8 * 9 + 5)
 
@@ -176,27 +176,27 @@ def test_only_what_is_shorter_than_before_is_filled_up() -> None:
 
 
 def test_a_second_run_counts_its_steps_from_the_beginning(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = XlaStrategy(warmup_steps=5)
+    strategy = XlaStrategy(compile_warmup_steps=5)
     for width in (72, 80):
         fit(strategy, 8 * 9, MLP(width))
     assert warnings_of(caplog) == []
 
 
 def test_a_warm_up_of_less_than_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="warmup_steps=-1"):
-        XlaStrategy(warmup_steps=-1)
+    with pytest.raises(ConfigError, match="compile_warmup_steps=-1"):
+        XlaStrategy(compile_warmup_steps=-1)
 
 
 def test_a_dropped_last_batch_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = XlaStrategy(warmup_steps=5)
+    strategy = XlaStrategy(compile_warmup_steps=5)
     trainer = Trainer(strategy=strategy, max_epochs=2, **QUIET)
     trainer.fit(MLP(64), DataLoader(numbers(8 * 9 + 5), 8, drop_last=True))
-    assert strategy.compile_watch.recompiles == 0
+    assert strategy.recompilation_monitor.recompiles == 0
     assert warnings_of(caplog) == []
 
 
 def test_a_short_window_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = XlaStrategy(warmup_steps=3)
+    strategy = XlaStrategy(compile_warmup_steps=3)
     fit(strategy, 8 * 11, MLP(24), accumulate_grad_batches=2)
     assert any("it has 1 micro-batches instead of 2" in warning for warning in warnings_of(caplog))
 
@@ -209,7 +209,7 @@ class Branching(MLP):
 
 
 def test_what_changes_without_the_shapes_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = XlaStrategy(warmup_steps=3)
+    strategy = XlaStrategy(compile_warmup_steps=3)
     fit(strategy, 8 * 6, Branching(40))
-    assert strategy.compile_watch.recompiles == 4
+    assert strategy.recompilation_monitor.recompiles == 4
     assert all("the shapes of its batches are not new" in warning for warning in warnings_of(caplog))

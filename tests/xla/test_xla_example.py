@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.gpt.module import GPT
-from tests.harness import ROOT, run_python
+from tests.helpers.processes import ROOT, run_python
 
 PAGE = (ROOT / "docs" / "tpu.md").read_text()
 

@@ -9,20 +9,20 @@ import torch
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
-from tests.compare import QUIET
-from tests.harness import ROOT, run_python
-from tests.strategy_models import MLP
+from tests.helpers.compare import QUIET
+from tests.helpers.processes import ROOT, run_python
+from tests.helpers.strategy_models import MLP
 from trainer import Trainer
 from trainer.errors import ConfigError
-from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
+from trainer.strategies.xla.strategy import XlaFsdpStrategy, XlaStrategy
 
 FIT = """
 import os
 os.environ.pop("XLA_USE_SPMD", None)  # of the process that has started this one
 import torch
 {before}
-from tests.compare import QUIET
-from tests.strategy_models import MLP
+from tests.helpers.compare import QUIET
+from tests.helpers.strategy_models import MLP
 from torch.utils.data import DataLoader
 from trainer import Trainer
 try:
@@ -61,8 +61,8 @@ AFTER = """
 import os
 os.environ.pop("XLA_USE_SPMD", None)
 import torch, torch_xla
-from tests.compare import QUIET
-from tests.strategy_models import MLP
+from tests.helpers.compare import QUIET
+from tests.helpers.strategy_models import MLP
 from trainer import Trainer
 trainer = Trainer(strategy="xla", max_steps=2, **QUIET)
 torch.ones(1, device=torch_xla.device())

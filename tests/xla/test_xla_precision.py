@@ -11,10 +11,10 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from tests.compare import QUIET, assert_same_bits
-from tests.strategy_models import GPT
+from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.strategy_models import GPT
 from trainer import Callback, Trainer, TrainModule, seed_everything
-from trainer.strategies.xla import XlaFsdpStrategy, XlaStrategy
+from trainer.strategies.xla.strategy import XlaFsdpStrategy, XlaStrategy
 
 KINDS = [XlaStrategy, XlaFsdpStrategy]
 STEPS = 8

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trainer.errors import CheckpointError
-from trainer.runtime.faults import fault_point
+from trainer.fault_tolerance.fault_points import fault_point
 
 _LEFTOVER = re.compile(r"\.(tmp|old)-(.+)-(\d+)-[0-9a-f]{8}")
 
@@ -44,7 +44,7 @@ class WriteError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Leftover:
+class TemporaryPath:
     """A temporary file or folder that a process left, or is using."""
 
     path: Path
@@ -70,12 +70,12 @@ def temporary_beside(path: Path, kind: str = "tmp") -> Path:
     return path.with_name(f".{kind}-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
 
 
-def leftovers(folder: Path) -> Iterator[Leftover]:
+def leftovers(folder: Path) -> Iterator[TemporaryPath]:
     """The temporary files and folders in `folder`, of living processes too."""
     for path in sorted(folder.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
         if match:
-            yield Leftover(path, match[1], match[2], int(match[3]))
+            yield TemporaryPath(path, match[1], match[2], int(match[3]))
 
 
 def sync_folder(folder: Path) -> None:
@@ -125,7 +125,7 @@ def replace_file(path: Path, contents: bytes) -> None:
 
 
 @contextmanager
-def new_folder(final: Path, replace: bool) -> Iterator[Path]:
+def atomic_directory(final: Path, replace: bool) -> Iterator[Path]:
     """A temporary folder: what is written into it in the block appears at `final` at its end, or not at all.
 
     Args:
@@ -152,7 +152,7 @@ def publish_folder(temporary: Path, final: Path, replace: bool) -> None:
     Args:
         replace: `final` exists and is to be replaced. The two are exchanged in one step where the system can do that
             (Linux on its usual file systems); the old one is then under the name `temporary`. Elsewhere the old one is
-            first renamed aside, to where `CheckpointStore.clean` finds it if the process dies right then.
+            first renamed aside, to where `CheckpointDirectory.clean` finds it if the process dies right then.
     """
     sync_folder(temporary)
     fault_point("before_rename")

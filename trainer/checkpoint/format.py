@@ -14,19 +14,19 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from trainer.checkpoint.disk import FileEntry
-from trainer.checkpoint.lazy import FileTensor, Source
-from trainer.checkpoint.place import Place, check_entry, open_entry, place_of, read_small_file
-from trainer.checkpoint.shards import Extent
-from trainer.checkpoint.tensorfile import find_tensors, read_tensors
-from trainer.checkpoint.together import ALONE, Peers
-from trainer.checkpoint.tree import TensorInfo, from_json, join
+from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
+from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors
+from trainer.checkpoint.serialization import TensorInfo, from_json, join
+from trainer.checkpoint.shards import FlatSlice, StoredTensor
+from trainer.checkpoint.storage import StoragePath, as_storage_path, check_entry, open_entry, open_file, read_small_file
 from trainer.errors import CheckpointError, did_you_mean
 
 FORMAT = "exact-trainer checkpoint"
@@ -49,7 +49,9 @@ class Manifest:
     files: dict[str, FileEntry]
 
 
-def read_checkpoint(path: str | Place, keys: Collection[str] | None = None, verify: bool = True) -> dict[str, Any]:
+def read_checkpoint(
+    path: str | StoragePath, keys: Collection[str] | None = None, verify: bool = True
+) -> dict[str, Any]:
     """What was given to `write_checkpoint`, tensors on the CPU.
 
     Args:
@@ -60,7 +62,7 @@ def read_checkpoint(path: str | Place, keys: Collection[str] | None = None, veri
     Raises:
         CheckpointError: there is no valid checkpoint; names the file that is wrong. Or it has no such key.
     """
-    folder = _existing(place_of(path))
+    folder = _existing(as_storage_path(path))
     manifest = read_manifest(folder)
     data = _read_data(folder, manifest, verify)
     for key in keys or ():
@@ -73,7 +75,9 @@ def read_checkpoint(path: str | Place, keys: Collection[str] | None = None, veri
     }
 
 
-def open_checkpoint(path: str | Place, lazy: Collection[str], verify: bool, peers: Peers = ALONE) -> dict[str, Any]:
+def open_checkpoint(
+    path: str | StoragePath, lazy: Collection[str], verify: bool, peers: ProcessGroup = SINGLE_PROCESS
+) -> dict[str, Any]:
     """As `read_checkpoint`, but the tensors of the top-level keys `lazy` are `StoredTensor`s, which are read later.
 
     Args:
@@ -82,7 +86,7 @@ def open_checkpoint(path: str | Place, lazy: Collection[str], verify: bool, peer
     Raises:
         CheckpointError: on all of them.
     """
-    folder = _existing(place_of(path))
+    folder = _existing(as_storage_path(path))
     manifest = read_manifest(folder)
     if verify:
         own = list(manifest.files.items())[peers.rank :: peers.world_size]
@@ -98,24 +102,24 @@ def open_checkpoint(path: str | Place, lazy: Collection[str], verify: bool, peer
     }
 
 
-def read_metadata(path: str | Place) -> dict[str, Any]:
+def read_metadata(path: str | StoragePath) -> dict[str, Any]:
     """What `read_checkpoint` returns, with a `TensorInfo` (name, dtype, shape) for each tensor. Opens no tensor file.
 
     Raises:
         CheckpointError: as `read_checkpoint`.
     """
-    folder = _existing(place_of(path))
+    folder = _existing(as_storage_path(path))
     data = _read_data(folder, read_manifest(folder), verify=True)
     return {key: join(content, lambda info: info, _place(folder, key)) for key, content in data.items()}
 
 
-def read_manifest(path: str | Place) -> Manifest:
+def read_manifest(path: str | StoragePath) -> Manifest:
     """Its `info` and its list of files, without opening these.
 
     Raises:
         CheckpointError: `path` is not a committed checkpoint, or its manifest is damaged.
     """
-    folder = _existing(place_of(path))
+    folder = _existing(as_storage_path(path))
     place = str(folder / MANIFEST_FILE)
     text = read_small_file(folder / MANIFEST_FILE, _MAX_MANIFEST)
     body = from_json(text, place)
@@ -128,18 +132,18 @@ def read_manifest(path: str | Place) -> Manifest:
             f"{VERSION}). Upgrade with: pip install --upgrade exact-trainer"
         )
     body.pop("seal", None)
-    if text != sealed(body):
+    if text != with_checksum(body):
         raise CheckpointError(f"{place} is damaged: its checksum is not that of its contents")
     return _parse_manifest(body, place)
 
 
-def verify_checkpoint(path: str | Place) -> list[str]:
+def verify_checkpoint(path: str | StoragePath) -> list[str]:
     """Everything that is wrong with a checkpoint, in words that name the file; empty when it is whole.
 
     Reads all its files: missing and damaged ones, and ones that do not belong to it.
     """
     problems = find_damage(path)
-    folder = place_of(path)
+    folder = as_storage_path(path)
     try:
         known = {*read_manifest(folder).files, MANIFEST_FILE}
     except CheckpointError:
@@ -148,13 +152,13 @@ def verify_checkpoint(path: str | Place) -> list[str]:
     return problems + [f"{folder / name} is not in the manifest" for name in strays]
 
 
-def find_damage(path: str | Place, contents: bool = True) -> list[str]:
+def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
     """As `verify_checkpoint`, but a file too many is no damage.
 
     Args:
         contents: False: check only that the files are there and have their size; opens none but the manifest.
     """
-    folder = place_of(path)
+    folder = as_storage_path(path)
     try:
         files = read_manifest(folder).files
     except CheckpointError as error:
@@ -163,19 +167,19 @@ def find_damage(path: str | Place, contents: bool = True) -> list[str]:
     return [problem for problem in checks if problem]
 
 
-def is_committed(path: Place) -> bool:
+def is_committed(path: StoragePath) -> bool:
     """Whether it is a folder with a manifest: a checkpoint that was completely written, perhaps damaged since."""
     return (path / MANIFEST_FILE).is_file()
 
 
-def checkpoints_in(folder: Place) -> list[Place]:
+def checkpoints_in(folder: StoragePath) -> list[StoragePath]:
     """The committed checkpoints in a folder, by name."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and is_committed(path))
 
 
-def sealed(body: dict[str, Any]) -> bytes:
+def with_checksum(body: dict[str, Any]) -> bytes:
     """The manifest's text, with a checksum of its own: one changed bit anywhere in it is noticed."""
     seal = hashlib.sha256(json.dumps(body, indent=2).encode("ascii")).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=2) + "\n").encode("ascii")
@@ -184,7 +188,7 @@ def sealed(body: dict[str, Any]) -> bytes:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _existing(folder: Place) -> Place:
+def _existing(folder: StoragePath) -> StoragePath:
     """`folder`, if a committed checkpoint is there; else the error that says what is there, or beside it."""
     if is_committed(folder):
         return folder
@@ -228,7 +232,7 @@ def _parse_manifest(body: dict[str, Any], place: str) -> Manifest:
     return Manifest(join(info, refuse, place), {name: FileEntry(**entry) for name, entry in files.items()})
 
 
-def _read_data(folder: Place, manifest: Manifest, verify: bool) -> dict[str, Any]:
+def _read_data(folder: StoragePath, manifest: Manifest, verify: bool) -> dict[str, Any]:
     entry = manifest.files[DATA_FILE]
     with open_entry(folder / DATA_FILE, entry, verify) as reader:
         text = reader.read(entry.bytes)
@@ -238,7 +242,7 @@ def _read_data(folder: Place, manifest: Manifest, verify: bool) -> dict[str, Any
     return data
 
 
-def _read_key(folder: Place, manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
+def _read_key(folder: StoragePath, manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
     infos = _infos(folder, key, content)
     tensors: dict[str, torch.Tensor] = {}
     for info in infos.values():
@@ -256,7 +260,7 @@ def _read_key(folder: Place, manifest: Manifest, key: str, content: Any, verify:
     return join(content, lambda info: tensors[info.name], _place(folder, key))
 
 
-def _open_key(folder: Place, manifest: Manifest, key: str, content: Any) -> Any:
+def _open_key(folder: StoragePath, manifest: Manifest, key: str, content: Any) -> Any:
     infos = _infos(folder, key, content)
     sources: dict[str, list[Source]] = {name: [] for name in infos}
     for name, (expected, extents) in _files_of(folder, manifest, infos, key).items():
@@ -264,13 +268,13 @@ def _open_key(folder: Place, manifest: Manifest, key: str, content: Any) -> Any:
         with open_entry(folder / name, entry, hashing=False) as reader:
             places = find_tensors(reader, entry.bytes, expected, str(folder / name))
         for tensor_name, offset in places.items():
-            extent = extents.get(tensor_name, Extent(0, math.prod(infos[tensor_name].shape)))
+            extent = extents.get(tensor_name, FlatSlice(0, math.prod(infos[tensor_name].shape)))
             sources[tensor_name].append(Source(folder / name, offset, extent))
     tensors = {info.name: FileTensor(info.name, info.shape, info.dtype, sources[info.name]) for info in infos.values()}
     return join(content, lambda info: tensors[info.name], _place(folder, key))
 
 
-def _infos(folder: Place, key: str, content: Any) -> dict[str, TensorInfo]:
+def _infos(folder: StoragePath, key: str, content: Any) -> dict[str, TensorInfo]:
     """The tensors of a top-level key by name."""
     infos: dict[str, TensorInfo] = {}
 
@@ -283,10 +287,10 @@ def _infos(folder: Place, key: str, content: Any) -> dict[str, TensorInfo]:
 
 
 def _files_of(
-    folder: Place, manifest: Manifest, infos: dict[str, TensorInfo], key: str
-) -> dict[str, tuple[dict[str, TensorInfo], dict[str, Extent]]]:
+    folder: StoragePath, manifest: Manifest, infos: dict[str, TensorInfo], key: str
+) -> dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]]:
     """By file: what its header has to say, and which elements of divided tensors are in it."""
-    files: dict[str, tuple[dict[str, TensorInfo], dict[str, Extent]]] = {
+    files: dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]] = {
         name: ({}, {}) for name in manifest.files if name.partition(".")[0] == key and name != DATA_FILE
     }
     for info in infos.values():
@@ -307,5 +311,81 @@ def part_file(key: str, rank: int) -> str:
     return f"{key}.{rank:05}.safetensors"
 
 
-def _place(folder: Place, key: str) -> str:
+def _place(folder: StoragePath, key: str) -> str:
     return f"{folder / DATA_FILE}, {key!r}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that has some of a tensor's elements."""
+
+    path: StoragePath
+    offset: int
+    """Where the first of them is, in bytes."""
+    extent: FlatSlice
+    """Which."""
+
+    def overlaps(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """What it has of the elements from `first` to before `end`: how many elements into its own, from, to before."""
+        extent = self.extent
+        stride = max(extent.stride, 1)
+        # The first run that ends after `first`, and the first one that begins at or after `end`.
+        low = max(0, (first - extent.start - extent.length) // stride + 1)
+        high = min(extent.count, -(-(end - extent.start) // stride))
+        for run in range(low, high) if extent.count > 1 else range(1):
+            start = extent.start + run * extent.stride
+            begin, stop = max(first, start), min(end, start + extent.length)
+            if begin < stop:
+                yield run * extent.length + begin - start, begin, stop
+
+
+class FileTensor(StoredTensor):
+    """A tensor whose elements are in one or more safetensors files."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, sources: list[Source]) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self._sources = sources
+
+    def __repr__(self) -> str:
+        return f"FileTensor({self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
+        wanted = FlatSlice(0, math.prod(self.shape)) if extent is None else extent
+        result = torch.zeros(wanted.numel, dtype=self.dtype)
+        if not result.numel():
+            return result if extent is not None else result.reshape(self.shape)
+        memory = flat_bytes(result).numpy().data
+        size, position = self.dtype.itemsize, 0
+        with ExitStack() as opened:
+            files: dict[StoragePath, BinaryIO] = {}
+            for first, end in wanted.runs():
+                for source in self._sources:
+                    for within, begin, stop in source.overlaps(first, end):
+                        if source.path not in files:
+                            files[source.path] = opened.enter_context(_opened(source.path))
+                        start = position + begin - first
+                        view = memory[start * size : (start + stop - begin) * size]
+                        _read_into(files[source.path], source, source.offset + within * size, view)
+                position += end - first
+        return result if extent is not None else result.reshape(self.shape)
+
+
+@contextmanager
+def _opened(path: StoragePath) -> Iterator[BinaryIO]:
+    try:
+        with open_file(path) as (file, _):
+            yield file
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+
+
+def _read_into(file: BinaryIO, source: Source, offset: int, view: memoryview) -> None:
+    try:
+        file.seek(offset)
+        got = file.readinto(view)  # type: ignore[attr-defined]  # a BufferedReader has it
+    except OSError as error:
+        raise CheckpointError(f"{source.path} cannot be read: {error.strerror or error}") from error
+    if got != len(view):
+        raise CheckpointError(f"{source.path} ended {len(view) - got} bytes too early while it was read")

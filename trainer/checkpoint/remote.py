@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from trainer.checkpoint.disk import FileEntry, WriteError
 from trainer.errors import CheckpointError, ConfigError
-from trainer.runtime.faults import fault_point
+from trainer.fault_tolerance.fault_points import fault_point
 
 _SUFFIXES = (".json", ".safetensors")
 
@@ -121,7 +121,7 @@ def _store(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def new_folder(final: RemotePath, replace: bool) -> Iterator[RemotePath]:
+def atomic_directory(final: RemotePath, replace: bool) -> Iterator[RemotePath]:
     """`final` itself: files are written in place, and the last one makes the folder valid.
 
     Raises:
@@ -191,7 +191,7 @@ def is_leftover(folder: RemotePath, mark: str) -> bool:
     return bool(names) and mark not in names and all(name.endswith(_SUFFIXES) for name in names)
 
 
-def occupied(folder: RemotePath, mark: str) -> bool:
+def path_in_use(folder: RemotePath, mark: str) -> bool:
     """Whether something is there that a new checkpoint would harm."""
     return folder.is_file() or (any(folder.iterdir()) and not is_leftover(folder, mark))
 

@@ -43,7 +43,7 @@ class Retention:
             return None
         return (min if self.mode == "min" else max)(known, key=known.__getitem__)
 
-    def unwanted(self, kept: Kept) -> list[str]:
+    def to_delete(self, kept: Kept) -> list[str]:
         """Those that are not to be kept, oldest first."""
         if self.top_k == -1:
             return []
@@ -76,7 +76,7 @@ def mode_of(monitor: str) -> Literal["min", "max"]:
     return "min" if smaller else "max"
 
 
-def fill_in(template: str, values: Mapping[str, float], with_names: bool) -> str:
+def format_name(template: str, values: Mapping[str, float], with_names: bool) -> str:
     """The name of a checkpoint: "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17", or "3-0.17" without names.
 
     Raises:

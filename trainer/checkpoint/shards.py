@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Extent:
+class FlatSlice:
     """Which elements of a tensor, flattened in row-major order: `count` runs of `length`, `stride` apart.
 
     A range of rows is one run, and so is a part of a flattened tensor. A range of columns has as many runs as rows.
@@ -54,10 +54,10 @@ class Extent:
         return self.view_in(tensor.contiguous()).reshape(-1)
 
 
-NOTHING = Extent(0, 0)
+EMPTY_SLICE = FlatSlice(0, 0)
 
 
-def extent_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Extent:
+def slice_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> FlatSlice:
     """The extent of a box in a tensor of this shape, which is narrower than the tensor in one dimension, or in two
     next to each other.
 
@@ -65,19 +65,19 @@ def extent_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequenc
         ValueError: it is narrower in others.
     """
     if math.prod(lengths) == 0:
-        return NOTHING
+        return EMPTY_SLICE
     narrow = [d for d in range(len(shape)) if lengths[d] != shape[d]]
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     if not narrow:
-        return Extent(0, math.prod(shape))
+        return FlatSlice(0, math.prod(shape))
     inner = narrow[-1]
     outside = [d for d in range(inner) if lengths[d] != 1]
     # The runs are evenly spaced when each dimension around them but the outermost is whole.
     if any(strides[d] != lengths[e] * strides[e] for d, e in itertools.pairwise(outside)):
         raise ValueError(f"the elements of a box of {tuple(lengths)} in {tuple(shape)} are not evenly spaced")
     stride = strides[outside[-1]] if outside else 0
-    return Extent(start, lengths[inner] * strides[inner], stride, math.prod(lengths[:inner]))
+    return FlatSlice(start, lengths[inner] * strides[inner], stride, math.prod(lengths[:inner]))
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Shard:
     """The elements, in order, of any shape. Its dtype is that of the whole tensor."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    extent: Extent
-    """Which elements. All processes together have each once: of a copy that another one writes, `NOTHING`."""
+    extent: FlatSlice
+    """Which elements. All processes together have each once: of a copy that another one writes, `EMPTY_SLICE`."""
 
 
 class StoredTensor(ABC):
@@ -100,7 +100,7 @@ class StoredTensor(ABC):
     dtype: torch.dtype
 
     @abstractmethod
-    def read(self, extent: Extent | None = None) -> torch.Tensor:
+    def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
         """These elements, of one dimension, on the CPU, in memory of its own; None: the whole tensor in its shape.
 
         Raises:
@@ -112,7 +112,7 @@ Loadable: TypeAlias = "torch.Tensor | StoredTensor"
 """How the tensors of a checkpoint come to a strategy: read, or still in the checkpoint."""
 
 
-def part_of(value: Loadable, extent: Extent) -> torch.Tensor:
+def part_of(value: Loadable, extent: FlatSlice) -> torch.Tensor:
     """These elements of a tensor of a checkpoint, of one dimension."""
     return extent.take(value) if isinstance(value, torch.Tensor) else value.read(extent)
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.main import refuse
+from trainer.cli.doctor.verdicts import CheckResult, as_json, failed, gib, summary
+from trainer.cli.main import usage_error
 from trainer.cli.options import ErrorParser, overrides_of
-from trainer.cli.verdicts import Verdict, as_json, failed, gib, summary
 
 if TYPE_CHECKING:
-    from trainer.config import Configuration
-    from trainer.data.feed import Feed
-    from trainer.strategies.base import Strategy
+    from trainer.config.load import Configuration
+    from trainer.data.loader import BatchLoader
+    from trainer.strategy import Strategy
     from trainer.trainer import Trainer
 
 EXAMPLES = """\
@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> int:
             given, configuration, accelerator = _read(parser, arguments)
             per_machine = _per_machine(given, configuration)
         except ConfigError as error:
-            return refuse(str(error))
+            return usage_error(str(error))
         for verdict in _checks(given, configuration, accelerator, per_machine):
             verdicts.append(verdict)
             if not given.json:
@@ -82,10 +82,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]:
     """The options, the checked configuration, and the accelerator that it asks for, which need not be here."""
-    from trainer.config_tree import COMMAND_LINE, Findings, Node
+    from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
     from trainer.errors import ConfigError, did_you_mean
 
-    findings = Findings()
+    findings = Diagnostics()
     overrides, fixed = overrides_of(arguments, findings)
     given, rest = parser.parse_known_args(fixed)
     if rest:
@@ -95,7 +95,7 @@ def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argpar
     given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
     if not given.config and not overrides:
         raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")
-    from trainer.config import load
+    from trainer.config.load import load
 
     accelerator = _accelerator(given.config, overrides)
     if accelerator in ("gpu", "cuda", "mps", "tpu"):
@@ -105,13 +105,13 @@ def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argpar
 
 def _accelerator(files: list[str], overrides: list[tuple[str, Any]]) -> str:
     """`trainer.accelerator` as it was given; whether it is one of the known ones `load` finds out."""
-    from trainer.config_files import read_file
-    from trainer.config_tree import Findings
+    from trainer.config.files import read_file
+    from trainer.config.tree import Diagnostics
 
     given = [
         tree.plain()["trainer"].get("accelerator")
         for name in files
-        if (tree := read_file(name, Findings())) is not None and isinstance(tree.plain().get("trainer"), dict)
+        if (tree := read_file(name, Diagnostics())) is not None and isinstance(tree.plain().get("trainer"), dict)
     ]
     given += [node.value for name, node in overrides if name == "trainer.accelerator"]
     return str(next((value for value in reversed(given) if value is not None), "auto"))
@@ -145,38 +145,38 @@ def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int
 
 def _checks(
     given: argparse.Namespace, configuration: Configuration, accelerator: str, per_machine: int
-) -> Iterator[Verdict]:
-    from trainer.config_check import built
+) -> Iterator[CheckResult]:
+    from trainer.config.check import instantiate
     from trainer.errors import ConfigError
     from trainer.precision import resolve_precision
     from trainer.strategies import needed_device, resolve_strategy
 
-    yield from (Verdict("OK", "note", note) for note in configuration.notes)
+    yield from (CheckResult("OK", "note", note) for note in configuration.notes)
     world = given.world_size
     arguments = configuration.trainer
     try:
-        wanted = built(arguments.pop("strategy", "auto"))
+        wanted = instantiate(arguments.pop("strategy", "auto"))
         needed = needed_device(wanted) if accelerator in ("auto", "tpu") else None
         device_type = needed or DEVICES.get(accelerator, accelerator)
         strategy, why = resolve_strategy(wanted, world, device_type)
         precision = resolve_precision(arguments.get("precision", "32-true"))
     except (ConfigError, ValueError) as error:
-        yield Verdict("FAIL", "strategy", str(error))
+        yield CheckResult("FAIL", "strategy", str(error))
         return
     strategy.rank, strategy.world_size = 0, world
     problems = strategy.problems(precision, device_type, world)
-    yield from (Verdict("FAIL", "strategy", problem) for problem in problems)
+    yield from (CheckResult("FAIL", "strategy", problem) for problem in problems)
     machines = world // per_machine
     place = f"{machines} machine{'s' if machines > 1 else ''} x {per_machine} processes on {device_type}"
-    yield Verdict("OK", "processes", f"{world}: {place}")
+    yield CheckResult("OK", "processes", f"{world}: {place}")
     try:
         trainer = _trainer(configuration)
     except (ConfigError, ValueError) as error:
-        yield Verdict("FAIL", "trainer", str(error))
+        yield CheckResult("FAIL", "trainer", str(error))
         return
     trainer.strategy = strategy
     if not problems:
-        yield Verdict("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
+        yield CheckResult("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
         yield from _layout(configuration, trainer, world, per_machine)
     yield from _data(configuration, trainer, look=not given.no_data)
     yield from _memory(given, configuration, strategy, per_machine)
@@ -184,21 +184,21 @@ def _checks(
 
 def _trainer(configuration: Configuration) -> Trainer:
     """The trainer of this process: with all of the configuration but where it runs."""
-    from trainer.config_check import built
+    from trainer.config.check import instantiate
     from trainer.trainer import Trainer
 
-    arguments = {name: built(value) for name, value in configuration.trainer.items()}
+    arguments = {name: instantiate(value) for name, value in configuration.trainer.items()}
     # What this machine has says nothing of the others.
     here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "compile": False}
     return Trainer(**{**arguments, **here})
 
 
-def _layout(configuration: Configuration, trainer: Trainer, world: int, per_machine: int) -> Iterator[Verdict]:
+def _layout(configuration: Configuration, trainer: Trainer, world: int, per_machine: int) -> Iterator[CheckResult]:
     """What the strategy does with the module among so many processes."""
-    from trainer.cli.estimate_module import build_without_memory
+    from trainer.cli.estimate.module import build_without_memory
+    from trainer.distributed.fake_process_group import fake_process_group
     from trainer.errors import ConfigError
     from trainer.precision import resolve_precision
-    from trainer.runtime.rehearsal import rehearsing
 
     precision = resolve_precision(configuration.trainer.get("precision", "32-true"))
     notes: list[str] = []
@@ -206,31 +206,31 @@ def _layout(configuration: Configuration, trainer: Trainer, world: int, per_mach
         module = build_without_memory(configuration.module, precision, notes)
         if trainer.settings.activation_checkpointing is not None:
             trainer.strategy.checkpoint_activations(module, trainer.settings.activation_checkpointing)
-        with rehearsing(world, per_machine):
-            lines = trainer.strategy.rehearse(module, precision)
+        with fake_process_group(world, per_machine):
+            lines = trainer.strategy.dry_run(module, precision)
     except ConfigError as error:
-        yield Verdict("FAIL", "layout", str(error))
+        yield CheckResult("FAIL", "layout", str(error))
     # The user's constructor, or torch's wrapping of his module: whatever it raises.
     except Exception as error:
-        yield Verdict("FAIL", "layout", f"{type(error).__name__}: {error}")
+        yield CheckResult("FAIL", "layout", f"{type(error).__name__}: {error}")
     else:
-        yield from (Verdict("OK", "layout", line) for line in lines)
-    yield from (Verdict("OK", "module", note) for note in notes)
+        yield from (CheckResult("OK", "layout", line) for line in lines)
+    yield from (CheckResult("OK", "module", note) for note in notes)
 
 
-def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterator[Verdict]:
+def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterator[CheckResult]:
     """What `fit` refuses; and, if `look`, how the samples are divided into steps."""
-    from trainer.config_check import built
+    from trainer.config.check import instantiate
     from trainer.errors import ConfigError, raise_problems
-    from trainer.loaders import make_feeds
+    from trainer.loop.loaders import make_loaders
+    from trainer.loop.setup import check
     from trainer.precision import default_dtype
-    from trainer.run import check
 
     subject = "module"
     try:
         with default_dtype(trainer.precision.weights):
-            trainer.module = built(configuration.module) if configuration.data is None else _bare(configuration)
-        trainer.datamodule = built(configuration.data) if look and configuration.data is not None else None
+            trainer.module = instantiate(configuration.module) if configuration.data is None else _bare(configuration)
+        trainer.datamodule = instantiate(configuration.data) if look and configuration.data is not None else None
         check(trainer, "fit", trainer.module, {}, trainer.datamodule, None)
         if not look:
             return
@@ -240,89 +240,89 @@ def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterato
         if trainer.datamodule is not None:
             trainer.datamodule.attach(trainer)
             trainer.datamodule.setup("fit")
-        make_feeds(trainer, {"train": None, "val": None})
-        assert trainer.train_feed is not None
+        make_loaders(trainer, {"train": None, "val": None})
+        assert trainer.train_loader is not None
         settings, subject = trainer.settings, "strategy"
         clipping = settings.gradient_clip_val, settings.gradient_clip_algorithm
         raise_problems(
             trainer.strategy.training_problems(
-                trainer.module, settings.accumulate_grad_batches, *clipping, trainer.train_feed.batch_size
+                trainer.module, settings.accumulate_grad_batches, *clipping, trainer.train_loader.batch_size
             ),
             "fit",
         )
     except ConfigError as error:
-        yield Verdict("FAIL", subject, str(error))
+        yield CheckResult("FAIL", subject, str(error))
         return
     # The user's own code, on a machine that may not have the data.
     except Exception as error:
         found = f"it cannot be looked at here: {type(error).__name__}: {error}."
-        yield Verdict("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
+        yield CheckResult("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
         return
-    yield from steps(trainer.train_feed, trainer.accumulate_grad_batches, trainer.world_size)
+    yield from steps(trainer.train_loader, trainer.accumulate_grad_batches, trainer.world_size)
     total = trainer.estimated_stepping_batches
-    yield Verdict("OK", "steps", "no end is given" if math.isinf(total) else f"{total:,} in all")
+    yield CheckResult("OK", "steps", "no end is given" if math.isinf(total) else f"{total:,} in all")
 
 
 def _bare(configuration: Configuration) -> Any:
     """The module without memory, for what data modules and loaders ask of it."""
     import torch
 
-    from trainer.config_check import built
+    from trainer.config.check import instantiate
 
     try:
         with torch.device("meta"):
-            return built(configuration.module)
+            return instantiate(configuration.module)
     except Exception:
-        return built(configuration.module)
+        return instantiate(configuration.module)
 
 
-def steps(feed: Feed, window: int, world: int) -> Iterator[Verdict]:
+def steps(feed: BatchLoader, window: int, world: int) -> Iterator[CheckResult]:
     """The global batch, and what the last step of an epoch has of it."""
     size, samples, batches = feed.batch_size, feed.samples_per_epoch, feed.length
     if size is None:
-        yield Verdict("WARN", "global batch", "not known: the loader does not tell its batch size.")
+        yield CheckResult("WARN", "global batch", "not known: the loader does not tell its batch size.")
         return
     whole = size * window * world
     words = f"{size} samples x {window} micro-batch{'es' if window > 1 else ''} x {world} processes = {whole:,} samples"
-    yield Verdict("OK", "global batch", words)
+    yield CheckResult("OK", "global batch", words)
     if samples is None or not batches:
-        yield Verdict("WARN", "epoch", "not known: the loader does not tell its length.")
+        yield CheckResult("WARN", "epoch", "not known: the loader does not tell its length.")
         return
     number = math.ceil(batches / window)
     last_window, last = batches - (number - 1) * window, samples - (number - 1) * whole
     words = f"{samples:,} samples in {number:,} step{'s' if number > 1 else ''}"
     if last == whole:
-        yield Verdict("OK", "epoch", f"{words}, all of them full")
+        yield CheckResult("OK", "epoch", f"{words}, all of them full")
         return
     words += f"; the last one has {last:,} of {whole:,} samples, in {last_window} of {window} micro-batches"
     if number == 1:
         fix = "Fewer processes, smaller micro-batches or a smaller window do the same with less."
-        yield Verdict("WARN", "epoch", f"{words}.", fix)
+        yield CheckResult("WARN", "epoch", f"{words}.", fix)
     elif last * 2 < whole:
         fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
-        yield Verdict("WARN", "epoch", f"{words}.", fix)
+        yield CheckResult("WARN", "epoch", f"{words}.", fix)
     else:
-        yield Verdict("OK", "epoch", words)
+        yield CheckResult("OK", "epoch", words)
 
 
 def _memory(
     given: argparse.Namespace, configuration: Configuration, strategy: Strategy, per_machine: int
-) -> Iterator[Verdict]:
+) -> Iterator[CheckResult]:
     """What each process needs, by `trainer estimate`'s arithmetic."""
-    from trainer.cli.estimate_module import examine
+    from trainer.cli.estimate.module import examine
     from trainer.errors import ConfigError
-    from trainer.estimate import PRECISIONS, Setup, Transformer, activations, needed, possible
+    from trainer.model.memory import PRECISIONS, Setup, Transformer, activations, needed, possible
     from trainer.precision import resolve_precision
 
     precision = resolve_precision(configuration.trainer.get("precision", "32-true")).name
     layout = strategy.memory_layout()
     if layout is None or not possible(layout, precision):
-        yield Verdict("WARN", "memory", f"there is no arithmetic for {strategy.name}.", "Try it on one machine.")
+        yield CheckResult("WARN", "memory", f"there is no arithmetic for {strategy.name}.", "Try it on one machine.")
         return
     try:
         found = examine(configuration, None)
     except (ConfigError, ValueError) as error:
-        yield Verdict("FAIL", "memory", str(error))
+        yield CheckResult("FAIL", "memory", str(error))
         return
     setup = Setup(
         processes=given.world_size,
@@ -348,7 +348,7 @@ def _memory(
         typed = ["--config", *given.config] if given.config else []
         typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]
         fix = f"Compare the strategies: trainer estimate {shlex.join(typed)}"
-        yield Verdict("FAIL", "memory", f"{text}: more than {given.device_memory:g} GiB.", fix)
+        yield CheckResult("FAIL", "memory", f"{text}: more than {given.device_memory:g} GiB.", fix)
     else:
-        yield Verdict("OK", "memory", text)
-    yield from (Verdict("OK", "module", note) for note in found.notes)
+        yield CheckResult("OK", "memory", text)
+    yield from (CheckResult("OK", "module", note) for note in found.notes)

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import trainer
-from trainer.cli.main import refuse
+from trainer.cli.main import usage_error
 from trainer.cli.options import ErrorParser
 
 EXAMPLES = """\
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
     except SystemExit as end:  # of --help
         return int(end.code or 0)
     except ConfigError as error:
-        return refuse(str(error))
+        return usage_error(str(error))
     found = {"versions": versions(), "machine": machine(), "devices": devices(), **environment()}
     if options.json:
         text = json.dumps(found, indent=2)
@@ -88,7 +88,7 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """Name, system, processors and memory of this machine."""
-    from trainer.runtime.launch import usable_cores
+    from trainer.launchers.launcher import usable_cores
 
     memory = None
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
@@ -121,8 +121,8 @@ def devices() -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """What was detected, and for each way to be started which of its variables are seen and what follows."""
+    from trainer.distributed.environment import SOURCES, detect_environment
     from trainer.errors import ConfigError
-    from trainer.runtime.environment import SOURCES, detect_environment
 
     sources, decided, problem = [], "", ""
     for source in SOURCES:

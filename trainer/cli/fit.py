@@ -26,9 +26,9 @@ EXAMPLES = """\
 def run(arguments: list[str]) -> int:
     """Train as the arguments say. Returns the exit code."""
     if "--dry-run" in arguments:
-        from trainer.cli.dry_run import run as rehearse
+        from trainer.cli.dry_run import run as dry_run
 
-        return rehearse(arguments)
+        return dry_run(arguments)
     return run_verb("fit", arguments, EXAMPLES, _fit)
 
 
@@ -43,7 +43,7 @@ def _fit(job: Job) -> None:
 
 
 def _say(trainer: Trainer) -> None:
-    if trainer.fitted and trainer.is_global_zero:
+    if trainer.has_fit and trainer.is_global_zero:
         trainer.print("\n".join(closing_words(trainer)))
         sys.stdout.flush()
 
@@ -52,7 +52,7 @@ def closing_words(trainer: Trainer) -> list[str]:
     """The last metrics, where the run's files are, and how to look at them."""
     from trainer.callbacks.csv_logger import CSVLogger
     from trainer.callbacks.tensorboard import TensorBoardLogger
-    from trainer.checkpoint.store import CheckpointStore
+    from trainer.checkpoint.directory import CheckpointDirectory
 
     lines = []
     if trainer.callback_metrics:
@@ -72,7 +72,7 @@ def closing_words(trainer: Trainer) -> list[str]:
         elif isinstance(logger, TensorBoardLogger) and logger.log_dir is not None:
             lines.append(f"TensorBoard:    tensorboard --logdir {shown(logger.log_dir)}")
     if config.is_file() and checkpoints.is_dir():
-        which = "best" if CheckpointStore(checkpoints).pointer("best") is not None else "last"
+        which = "best" if CheckpointDirectory(checkpoints).pointer("best") is not None else "last"
         lines.append(f"validate it:    trainer validate --config {shown(config)} --ckpt-path {which}")
     return lines
 

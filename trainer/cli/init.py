@@ -8,9 +8,9 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainer.cli.main import refuse
+from trainer.cli.main import usage_error
 from trainer.cli.options import ErrorParser
-from trainer.errors import ConfigError, unknown
+from trainer.errors import ConfigError, unknown_name_error
 
 TEMPLATES = {
     "digits": "tells handwritten digits apart: a convolutional net on small images",
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
     except SystemExit as end:  # of --help
         return int(end.code or 0)
     except ConfigError as error:
-        return refuse(str(error))
+        return usage_error(str(error))
     return 0
 
 
@@ -71,7 +71,7 @@ def _write(template: str | None, folder: str | None) -> None:
             f"{missing} is missing: trainer init --template digits my_digits. Templates: {', '.join(TEMPLATES)}."
         )
     if template not in TEMPLATES:
-        raise unknown("template", template, TEMPLATES)
+        raise unknown_name_error("template", template, TEMPLATES)
     place = Path(folder)
     if place.exists() and not place.is_dir():
         raise ConfigError(f"{folder} is a file: give the name of a new folder.")

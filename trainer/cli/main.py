@@ -9,20 +9,29 @@ from collections.abc import Sequence
 
 import trainer
 
-VERBS = {
-    "fit": "train a module",
-    "validate": "run the validation of a module",
-    "test": "run the test of a module",
-    "predict": "write a module's predictions",
-    "estimate": "say how much memory a training will need on each process, for every strategy",
-    "config": "write a configuration: by questions, a preset, or from Accelerate's or DeepSpeed's",
-    "init": "begin a project from a template: digits, gpt, text-classification, gan",
-    "launch": "start a script, a module or a command on several devices or machines",
-    "env": "show how this process was started, versions and devices",
-    "doctor": "try what a training needs on this machine, and say what is wrong and how to mend it",
-    "checkpoint": "look into checkpoints: ls, show, verify, export",
+COMMANDS = {
+    "fit": ("trainer.cli.fit", "train a module"),
+    "validate": ("trainer.cli.validate", "run the validation of a module"),
+    "test": ("trainer.cli.test", "run the test of a module"),
+    "predict": ("trainer.cli.predict", "write a module's predictions"),
+    "estimate": (
+        "trainer.cli.estimate.command",
+        "say how much memory a training will need on each process, for every strategy",
+    ),
+    "config": (
+        "trainer.cli.config.command",
+        "write a configuration: by questions, a preset, or from Accelerate's or DeepSpeed's",
+    ),
+    "init": ("trainer.cli.init", "begin a project from a template: digits, gpt, text-classification, gan"),
+    "launch": ("trainer.cli.launch", "start a script, a module or a command on several devices or machines"),
+    "env": ("trainer.cli.env", "show how this process was started, versions and devices"),
+    "doctor": (
+        "trainer.cli.doctor.command",
+        "try what a training needs on this machine, and say what is wrong and how to mend it",
+    ),
+    "checkpoint": ("trainer.cli.checkpoint.command", "look into checkpoints: ls, show, verify, export"),
 }
-"""Name: what it does. The command is `run(arguments)` in `trainer/cli/<name>.py`, which returns the exit code."""
+"""Name: the module with its `run(arguments)`, which returns the exit code, and a summary."""
 
 USAGE = """\
 usage: trainer COMMAND [OPTIONS]
@@ -61,15 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
     if first in ("-h", "--help", ""):
-        verbs = "\n".join(f"  {name:<22}{summary}" for name, summary in VERBS.items())
+        verbs = "\n".join(f"  {name:<22}{summary}" for name, (_, summary) in COMMANDS.items())
         print(USAGE.format(verbs=verbs), end="", file=sys.stdout if first else sys.stderr)
         return 0 if first else 2
     if first == "--version":
         print(f"trainer {trainer.__version__}")
         return 0
-    if first not in VERBS:
-        return refuse(_unknown_command(first))
-    run = importlib.import_module(f"trainer.cli.{first}").run
+    if first not in COMMANDS:
+        return usage_error(_unknown_command(first))
+    run = importlib.import_module(COMMANDS[first][0]).run
     code: int = run(arguments[1:])
     return code
 
@@ -77,13 +86,13 @@ def _main(arguments: list[str]) -> int:
 def _unknown_command(first: str) -> str:
     from trainer.errors import did_you_mean
 
-    commands = f"Commands: {', '.join(VERBS)}."
+    commands = f"Commands: {', '.join(COMMANDS)}."
     if first.startswith("-"):
         return f"unknown option {first!r} before the command.{did_you_mean(first, ['--help', '--version'])} {commands}"
-    return f"unknown command {first!r}.{did_you_mean(first, VERBS)} {commands}"
+    return f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} {commands}"
 
 
-def refuse(message: str) -> int:
+def usage_error(message: str) -> int:
     """Say what is wrong, once for all processes of a machine (a file may be missing on one of several machines).
 
     Returns the exit code of usage errors.

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
-    from trainer.config_tree import Findings, Node
+    from trainer.config.tree import Diagnostics, Node
 
 ROOTS = ("trainer", "module", "data")
 FIXED = ("help", "config", "print-config", "ckpt-path", "ray")
@@ -80,10 +80,10 @@ def make_parser(verb: str, summary: str) -> argparse.ArgumentParser:
     return parser
 
 
-def overrides_of(arguments: list[str], findings: Findings) -> tuple[list[tuple[str, Node]], list[str]]:
+def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:
     """The dotted options of a command line as names and values, and the words that are none of them."""
-    from trainer.config_files import read_value
-    from trainer.config_tree import COMMAND_LINE
+    from trainer.config.files import read_value
+    from trainer.config.tree import COMMAND_LINE
 
     fixed: list[str] = []
     overrides = []
@@ -98,9 +98,9 @@ def overrides_of(arguments: list[str], findings: Findings) -> tuple[list[tuple[s
     return overrides, fixed
 
 
-def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Findings) -> Options:
+def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagnostics) -> Options:
     """Take a command line apart; what is wrong with it goes to `findings`."""
-    from trainer.config_tree import COMMAND_LINE, Node
+    from trainer.config.tree import COMMAND_LINE, Node
 
     options = Options()
     options.overrides, fixed = overrides_of(arguments, findings)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.config import Configuration
-    from trainer.config_tree import Findings
+    from trainer.config.load import Configuration
+    from trainer.config.tree import Diagnostics
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class RayOptions:
     """Of a running cluster, or "auto"; default: `RAY_ADDRESS`, the cluster that runs on this machine, or a new one."""
 
 
-def read_ray(words: Sequence[str], findings: Findings) -> RayOptions:
+def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
     """The options as they were typed; what is wrong with them goes to `findings`."""
-    from trainer.config_files import read_value
-    from trainer.config_tree import COMMAND_LINE
-    from trainer.config_values import MisfitError, allowed, fitted, options_of, parameters_of
+    from trainer.config.files import read_value
+    from trainer.config.tree import COMMAND_LINE
+    from trainer.config.types import TypeMismatchError, allowed, options_of, parameters_of, validate
     from trainer.errors import did_you_mean
 
     parameters = parameters_of(RayOptions).named
@@ -51,8 +51,8 @@ def read_ray(words: Sequence[str], findings: Findings) -> RayOptions:
             values[name] = text
         elif (node := read_value(text, f"--ray {name}", findings)) is not None:
             try:
-                values[name] = fitted(node.plain(), annotation)
-            except MisfitError:
+                values[name] = validate(node.plain(), annotation)
+            except TypeMismatchError:
                 may_be = allowed(annotation, lambda cls: cls.__name__)
                 findings.add(COMMAND_LINE, f"--ray {name}: given {text!r}, allowed: {may_be}.")
     options = RayOptions(**values)

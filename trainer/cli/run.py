@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli.main import VERBS, refuse
+from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
-from trainer.runtime.restart import LAUNCHED
+from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:
-    from trainer.config import Configuration
-    from trainer.config_tree import Findings
+    from trainer.config.load import Configuration
+    from trainer.config.tree import Diagnostics
     from trainer.data.datamodule import DataModule
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
@@ -48,16 +48,16 @@ def run_verb(
         act: runs it and prints the result.
         prepare: changes the checked configuration before anything is built.
     """
-    parser = make_parser(verb, VERBS[verb])
+    parser = make_parser(verb, COMMANDS[verb][1])
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help(), DOTTED_HELP, arguments_help(), f"examples:\n{examples}", sep="\n", end="")
         return 0
 
-    from trainer.config_tree import Findings
+    from trainer.config.tree import Diagnostics
     from trainer.errors import ConfigError, MissingPackageError
 
     try:
-        findings = Findings()
+        findings = Diagnostics()
         options = parse(parser, arguments, findings)
         configuration = _load(verb, options, findings)
         if options.print_config:
@@ -71,12 +71,12 @@ def run_verb(
             prepare(configuration)
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
-        return refuse(str(error))
+        return usage_error(str(error))
     ckpt_path = _in_named_run(verb, configuration.ckpt_path, options.config)
     return _run(act, Job(trainer, module, data, ckpt_path, options.config))
 
 
-def _load(verb: str, options: Options, findings: Findings) -> Configuration:
+def _load(verb: str, options: Options, findings: Diagnostics) -> Configuration:
     from trainer.errors import ConfigError
 
     if not options.config and not options.overrides and not findings.problems:
@@ -86,7 +86,7 @@ def _load(verb: str, options: Options, findings: Findings) -> Configuration:
         )
     if not options.config:  # what the files would have given cannot be missed
         findings.report()
-    from trainer.config import load  # from here on torch is needed
+    from trainer.config.load import load  # from here on torch is needed
 
     configuration = load(options.config, options.overrides, findings)
     if "RANK" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHED not in os.environ):
@@ -104,11 +104,11 @@ def _run(act: Callable[[Job], None], job: Job) -> int:
     except TrainerError as error:
         if job.trainer.world_size > 1:
             raise  # which process was the first to fail is found out elsewhere
-        from trainer.config_classes import user_frame
+        from trainer.config.classes import user_frame
 
         where = user_frame(error)
-        usage_error = refuse(f"{error}{f' ({where})' if where else ''}")
-        return usage_error if isinstance(error, ConfigError) else 1
+        code = usage_error(f"{error}{f' ({where})' if where else ''}")
+        return code if isinstance(error, ConfigError) else 1
     return 0
 
 
@@ -120,11 +120,11 @@ def _in_named_run(verb: str, ckpt_path: str | None, files: list[str]) -> str | N
     checkpoints = file.parent / "checkpoints"
     if file.name != "config.yaml" or not checkpoints.is_dir():
         return ckpt_path
-    from trainer.checkpoint.store import CheckpointStore
+    from trainer.checkpoint.directory import CheckpointDirectory
     from trainer.errors import CheckpointError
 
     try:
-        return str(CheckpointStore(checkpoints).resolve(ckpt_path))
+        return str(CheckpointDirectory(checkpoints).resolve(ckpt_path))
     except CheckpointError:
         return ckpt_path
 

@@ -1,4 +1,4 @@
-"""PlannedSampler: the order of torch's own samplers, computed at any position instead of iterated."""
+"""RandomAccessSampler: the order of torch's own samplers, computed at any position instead of iterated."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from trainer.data.order import Permutation, uniform, uniform_floats
-from trainer.data.randomness import mix
+from trainer.data.permutation import Permutation, uniform, uniform_floats
+from trainer.data.rng import mix
 from trainer.errors import ConfigError
 
 Order = Callable[[NDArray[np.int64]], list[Any]]
 """The indices at some positions of an epoch."""
 
 
-class PlannedSampler:
+class RandomAccessSampler:
     """What a sampler of torch yields, as a function of (seed, epoch, position).
 
     torch makes a list or a tensor of a whole epoch for most of them. Here nothing is as long as an epoch; but the
@@ -32,16 +32,16 @@ class PlannedSampler:
     Args:
         length: samples of an epoch.
         shuffled: whether the order is random.
-        straight: without shuffling it goes through the dataset from the first to the last.
+        sequential: without shuffling it goes through the dataset from the first to the last.
         draw: makes the shuffled order of (seed, epoch).
     """
 
     def __init__(
-        self, length: int, shuffled: bool, straight: bool, size: int, draw: Callable[[int, int], Order] | None = None
+        self, length: int, shuffled: bool, sequential: bool, size: int, draw: Callable[[int, int], Order] | None = None
     ) -> None:
         self.length = length
         self.shuffled = shuffled
-        self.straight = straight
+        self.sequential = sequential
         self._size = size
         self._draw = draw
 
@@ -53,30 +53,30 @@ class PlannedSampler:
         """
         if not self.length:
             return lambda positions: []
-        if not shuffled and self.straight:
+        if not shuffled and self.sequential:
             return lambda positions: _listed(positions % self._size)
         return (self._draw or _permuted(self._size))(seed, epoch)
 
 
-def planned(sampler: Any) -> PlannedSampler | None:
+def random_access(sampler: Any) -> RandomAccessSampler | None:
     """The plan of a sampler; None if it is not exactly one of torch's own and has to be iterated."""
     kind = type(sampler)
     if kind is SequentialSampler:
         size = len(sampler.data_source)
-        return PlannedSampler(size, False, True, size)
+        return RandomAccessSampler(size, False, True, size)
     if kind is DistributedSampler:
         size = len(sampler.dataset)
-        return PlannedSampler(size, sampler.shuffle, True, size)
+        return RandomAccessSampler(size, sampler.shuffle, True, size)
     if kind is RandomSampler:
         size, length = len(sampler.data_source), sampler.num_samples
         if sampler.replacement:
-            return PlannedSampler(length, True, False, size, _with_replacement(size))
-        return PlannedSampler(length, True, True, size)
+            return RandomAccessSampler(length, True, False, size, _with_replacement(size))
+        return RandomAccessSampler(length, True, True, size)
     if kind is SubsetRandomSampler:
         size = len(sampler.indices)
-        return PlannedSampler(size, True, False, size, _subset(sampler.indices))
+        return RandomAccessSampler(size, True, False, size, _subset(sampler.indices))
     if kind is WeightedRandomSampler:
-        return PlannedSampler(sampler.num_samples, True, False, len(sampler.weights), _weighted(sampler))
+        return RandomAccessSampler(sampler.num_samples, True, False, len(sampler.weights), _weighted(sampler))
     return None
 
 
@@ -87,12 +87,12 @@ def _permuted(size: int) -> Callable[[int, int], Order]:
         first = Permutation(size, seed, epoch)
 
         def at(positions: NDArray[np.int64]) -> list[Any]:
-            rounds = positions // size
-            if not rounds.any():
+            num_global_batches = positions // size
+            if not num_global_batches.any():
                 return _listed(first.at(positions))
             indices = np.empty_like(positions, dtype=np.uint64)
-            for number in np.unique(rounds).tolist():
-                there = rounds == number
+            for number in np.unique(num_global_batches).tolist():
+                there = num_global_batches == number
                 permutation = first if number == 0 else Permutation(size, seed, mix(epoch, number))
                 indices[there] = permutation.at(positions[there] % size)
             return _listed(indices)

@@ -7,7 +7,7 @@ See docs/testing.md. Nothing here is imported by a training.
 
 from __future__ import annotations
 
-from trainer.runtime.faults import ACTIONS, POINTS, Fault
+from trainer.fault_tolerance.fault_points import ACTIONS, POINTS, Fault
 from trainer.testing.compare import compare_runs
 from trainer.testing.damage import each_damage, flip_byte, largest_file, small_disk, truncate
 from trainer.testing.faults import FaultCallback, fault

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import is_committed, read_checkpoint
-from trainer.checkpoint.store import CheckpointStore
 
 IGNORED = (
     "run_dir",
@@ -47,7 +47,7 @@ def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGN
 
 
 def _last_checkpoint(path: Path) -> dict[str, Any]:
-    whole = path if is_committed(path) else CheckpointStore(path / "checkpoints").resolve("last")
+    whole = path if is_committed(path) else CheckpointDirectory(path / "checkpoints").resolve("last")
     return read_checkpoint(whole)
 
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from trainer.callbacks.base import HOOKS, Callback
-from trainer.runtime.faults import POINTS, VARIABLE, Fault, fault_point, parse_faults
+from trainer.callback import HOOKS, Callback
+from trainer.fault_tolerance.fault_points import POINTS, VARIABLE, Fault, fault_point, parse_faults
 
 
 def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = None) -> dict[str, str]:
@@ -15,7 +15,7 @@ def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = N
 
     Args:
         point: one of `POINTS`, which are in the writing of checkpoints; or, if the script has a `FaultCallback`, a
-            moment of the run, such as "on_validation_batch_end" (all stand at the top of trainer/callbacks/base.py).
+            moment of the run, such as "on_validation_batch_end" (all stand at the top of trainer/callback.py).
         action: one of `ACTIONS`.
         count: at which passing of the point, from 1.
         rank: on which process; None: on each that comes there.

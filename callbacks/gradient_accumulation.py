@@ -1,0 +1,79 @@
+"""GradientAccumulationScheduler: how many micro-batches a window has, by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.callback import Callback
+from trainer.errors import ConfigError, raise_problems
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+class GradientAccumulationScheduler(Callback):
+    """Sets `trainer.accumulate_grad_batches` at the start of epochs.
+
+    Args:
+        scheduling: `{epoch: n}`: from that epoch on (counted from 0), a window has `n` micro-batches. Before the first
+            epoch named, the trainer's own `accumulate_grad_batches` holds.
+
+    Raises:
+        ConfigError: an epoch or a number of micro-batches is not a whole number that makes sense; the module optimizes
+            by hand; or epoch 0 is scheduled and the trainer's `accumulate_grad_batches` says something else.
+    """
+
+    def __init__(self, scheduling: Mapping[int, int]) -> None:
+        self.scheduling = _read_schedule(scheduling)
+
+    def micro_batches(self, epoch: int, otherwise: int) -> int:
+        """The micro-batches of a window in `epoch`; `otherwise` before the first epoch of the schedule."""
+        started = [first for first in self.scheduling if first <= epoch]
+        return self.scheduling[max(started)] if started else otherwise
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not module.automatic_optimization:
+            raise ConfigError(
+                "GradientAccumulationScheduler has no effect on a module with automatic_optimization = False, which "
+                "decides itself when its optimizers step: remove the callback."
+            )
+        constant = trainer.settings.accumulate_grad_batches
+        if 0 in self.scheduling and constant not in (1, self.scheduling[0]):
+            raise ConfigError(
+                f"accumulate_grad_batches={constant} and GradientAccumulationScheduler({self.scheduling}) both say how "
+                "the run begins. Remove accumulate_grad_batches, or epoch 0 from the schedule."
+            )
+        self._apply(trainer)
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._apply(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._apply(trainer)
+
+    def _apply(self, trainer: Trainer) -> None:
+        constant = trainer.settings.accumulate_grad_batches
+        trainer.accumulate_grad_batches = self.micro_batches(trainer.current_epoch, constant)
+
+
+def _read_schedule(scheduling: Any) -> dict[int, int]:
+    """The schedule, sorted. Epochs may be strings of digits, because the keys of a JSON object are."""
+    name = "GradientAccumulationScheduler"
+    if not isinstance(scheduling, Mapping) or not scheduling:
+        raise ConfigError(f"{name} got {scheduling!r}: give {{epoch: micro-batches}}, for example {{0: 8, 4: 1}}.")
+    problems = []
+    schedule = {}
+    for epoch, number in scheduling.items():
+        first = int(epoch) if isinstance(epoch, str) and epoch.isdecimal() else epoch
+        if type(first) is not int or first < 0:
+            problems.append(f"{name}: epoch {epoch!r} is not a whole number from 0.")
+        elif type(number) is not int or number < 1:
+            problems.append(f"{name}: {number!r} micro-batches from epoch {epoch}: give a whole number from 1.")
+        else:
+            schedule[first] = number
+    raise_problems(problems, name)
+    return dict(sorted(schedule.items()))

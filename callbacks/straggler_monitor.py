@@ -1,0 +1,246 @@
+"""StragglerMonitor: how long the steps of each process take, and which process keeps the others waiting."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median_low as median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from trainer.callback import Callback
+from trainer.errors import raise_problems
+from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+PARTS = (DATA, TRANSFER, FORWARD, BACKWARD, OPTIMIZER)
+EVENTS = 64
+"""Of so many forward passes the device's own time is taken, at most, for one look."""
+
+
+class Times(NamedTuple):
+    """Seconds that a process's steps took, together."""
+
+    rank: int
+    host: str
+    steps: int
+    data: float
+    """Waiting for data, and handing it to the device."""
+    forward: float
+    rest: float
+    """Backward and update. In these, processes wait for each other."""
+
+    @property
+    def own(self) -> float:
+        """Seconds of a step for which nobody else is to blame."""
+        return (self.data + self.forward) / max(self.steps, 1)
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return (self.data + self.forward + self.rest) / max(self.steps, 1)
+
+
+class StragglerMonitor(Callback):
+    """Compares the processes' step times, and names one that is consistently slower than the others.
+
+    In a step processes wait for each other, so that all their steps take the same time. What differs is what each does
+    before it waits: load data and compute the forward pass. These times are gathered now and then, in one small
+    exchange; in between nothing is sent, and no device is waited for. On an accelerator the forward is timed on the
+    device. With fsdp and ZeRO-3 the forward, too, has waits in it; then it is the data that tells.
+
+    Where a process needs `factor` times the (lower) median of all, in `patience` looks one after the other, and a
+    twentieth of the step more, a warning names it, its machine, and whether it is the data or the forward; once. At the
+    end of `fit` rank 0 prints the table of the slowest processes. The first step is left out.
+
+    Args:
+        every_n_steps: look after so many steps, and at the end of each epoch.
+        factor: of the median, from which on a process counts as slow.
+        patience: looks in a row in which it has to be.
+        most: rows of the table.
+        clock: what gives the time, in seconds.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 500,
+        factor: float = 1.5,
+        patience: int = 3,
+        most: int = 8,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        given = {"every_n_steps": every_n_steps, "patience": patience, "most": most}
+        problems = [
+            f"StragglerMonitor({name}={value!r}): give a whole number from 1."
+            for name, value in given.items()
+            if type(value) is not int or value < 1
+        ]
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 1:
+            problems.append(f"StragglerMonitor(factor={factor!r}): give a number above 1.")
+        raise_problems(problems, "StragglerMonitor")
+        self.every_n_steps, self.factor, self.patience, self.most = every_n_steps, factor, patience, most
+        self.total: dict[int, Times] = {}
+        """The times of the whole fit by rank, as of the last look."""
+        self._clock = clock
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._inside: list[str] = []
+        self._last = 0.0
+        self._steps = 0
+        self._forwards = 0
+        self._events: deque[tuple[Any, Any]] = deque(maxlen=EVENTS)
+        self._device = torch.device("cpu")
+        self._slow: dict[int, int] = {}
+        self._told: set[int] = set()
+
+    # -- the clock -----------------------------------------------------------------------------------------------------
+
+    def begin_phase(self, part: str) -> None:
+        """What follows belongs to it, until another one begins inside it."""
+        self._count_time()
+        self._inside.append(part)
+        if part == FORWARD:
+            self._forwards += 1
+            if self._device.type == "cuda":
+                self._events.append((self._event(), None))
+
+    def end_phase(self, part: str) -> None:
+        """What follows belongs to the one around it."""
+        self._count_time()
+        while self._inside and self._inside.pop() != part:
+            pass
+        if part == FORWARD and self._events and self._events[-1][1] is None:
+            self._events[-1] = (self._events[-1][0], self._event())
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _count_time(self) -> None:
+        now = self._clock()
+        if self._inside and self._inside[-1] in self._seconds:
+            self._seconds[self._inside[-1]] += now - self._last
+        self._last = now
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.total.clear()
+        self._slow.clear()
+        self._told.clear()
+        self._inside.clear()
+        self._device = trainer.device
+        self._forget()
+        self._steps = -1  # the first one does not count
+        trainer.phases.listen(trainer, self)
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._steps += 1
+        if self._steps == 0:
+            self._forget()
+        elif self._steps == self.every_n_steps:
+            self._look(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._steps > 0:
+            self._look(trainer)
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._steps > 0:
+            self._look(trainer)
+        if trainer.phases.unsubscribe(self) and self.total:
+            trainer.print(self.table())
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        trainer.phases.unsubscribe(self)
+
+    # -- the comparison ------------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        """Milliseconds of a step, the slowest processes first; those whose own time is longest are the slowest."""
+        rows = sorted(self.total.values(), key=lambda times: -times.own)
+        shown = rows[: self.most]
+        width = max([7, *(len(times.host) for times in shown)])
+        heads = "".join(f"{name:>10}" for name in ("data", "forward", "the rest", "step", "own"))
+        lines = [f"{'ms of a step':<14}{'machine':<{width}}{heads}"]
+        for times in shown:
+            parts = (times.data, times.forward, times.rest)
+            cells = [1000 * part / max(times.steps, 1) for part in parts] + [1000 * times.step, 1000 * times.own]
+            lines.append(f"rank {times.rank:<9}{times.host:<{width}}{''.join(f'{cell:>10.3f}' for cell in cells)}")
+        if len(rows) > len(shown):
+            lines.append(f"and {len(rows) - len(shown)} faster ones")
+        middle = median(times.own for times in rows)
+        lines.append(f"own: data and forward, before a process waits for the others; the median is {1000 * middle:.3f}")
+        return "\n".join(lines)
+
+    def _look(self, trainer: Trainer) -> None:
+        """Gather the times since the last look, on every process."""
+        own = self._times(trainer.rank)
+        self._forget()
+        every = trainer.strategy.gather_objects(own)
+        for times in every:
+            before = self.total.get(times.rank)
+            if before is not None:
+                sums = [mine + former for mine, former in zip(times[2:], before[2:], strict=True)]
+                times = Times(times.rank, times.host, int(sums[0]), *sums[1:])
+            self.total[times.rank] = times
+        if len(every) > 1:
+            self._compare(every)
+        if trainer.is_global_zero:
+            for text in self._warnings(every):
+                log.warning("%s", text)
+
+    def _times(self, rank: int) -> Times:
+        seconds, forward = self._seconds, self._seconds[FORWARD]
+        pairs = [(start, end) for start, end in self._events if end is not None]
+        if pairs:
+            pairs[-1][1].synchronize()
+            on_device = sum(start.elapsed_time(end) for start, end in pairs) / 1000 / len(pairs)
+            forward = max(forward, on_device * self._forwards)
+        rest = seconds[BACKWARD] + seconds[OPTIMIZER]
+        return Times(rank, socket.gethostname(), self._steps, seconds[DATA] + seconds[TRANSFER], forward, rest)
+
+    def _forget(self) -> None:
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._events.clear()
+        self._steps = self._forwards = 0
+
+    def _compare(self, every: list[Times]) -> None:
+        middle = median(times.own for times in every)
+        for times in every:
+            much = max(self.factor * middle, middle + times.step / 20)
+            self._slow[times.rank] = self._slow.get(times.rank, 0) + 1 if times.own > much else 0
+
+    def _warnings(self, every: list[Times]) -> list[str]:
+        """One for each process that has been slow for long enough, and was not named before."""
+        middle = median(times.own for times in every)
+        data = median(times.data / max(times.steps, 1) for times in every)
+        forward = median(times.forward / max(times.steps, 1) for times in every)
+        texts = []
+        for times in every:
+            if self._slow.get(times.rank, 0) < self.patience or times.rank in self._told:
+                continue
+            self._told.add(times.rank)
+            steps = max(times.steps, 1)
+            loading = times.data / steps - data > times.forward / steps - forward
+            what = (
+                f"waiting for data ({1000 * times.data / steps:.1f} ms, the median is {1000 * data:.1f}): look at its "
+                "disk and its num_workers"
+                if loading
+                else f"the forward ({1000 * times.forward / steps:.1f} ms, the median is {1000 * forward:.1f}): look "
+                "at its clock and temperature, and at what else runs there"
+            )
+            texts.append(
+                f"rank {times.rank} on {times.host} keeps the others waiting: its part of a step takes "
+                f"{1000 * times.own:.1f} ms, the median of all is {1000 * middle:.1f} ms. Most of it is {what}."
+            )
+        return texts

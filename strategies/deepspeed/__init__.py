@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO stages 1 to 3."""

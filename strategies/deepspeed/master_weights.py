@@ -1,0 +1,351 @@
+"""The state of a DeepSpeed engine by parameter: this process's parts of master weights and of optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, StoredTensor, part_of, whole
+from trainer.errors import CheckpointError
+from trainer.strategies.deepspeed.partitioning import (
+    divided,
+    divided_extent,
+    divided_shard,
+    is_zero3_partitioned,
+    load_divided,
+    shape_of,
+)
+
+OF_ALL_ELEMENTS = ("step", "mu_product", "eta", "mu")
+"""What torch's optimizers keep once for a whole tensor; everything else is as large as the tensor."""
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """The part of a parameter whose master weights this process holds, in float32."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    extent: FlatSlice
+    """Which of its elements; `EMPTY_SLICE`: other processes hold them."""
+    flat: int
+    """Number of the flat tensor in which they are: DeepSpeed strings parameters together."""
+    offset: int
+    """Of the first one in the flat tensor."""
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """These elements of the flat tensor, or of a state that is as large: a view."""
+        return flat.detach().narrow(0, self.offset, self.extent.numel)
+
+
+class MasterWeights:
+    """The master weights of ZeRO 1 and 2 and the optimizer's states of them; where in the flat tensors which parameter
+    is. They outlive the engine: a checkpoint may be written after the end of the training.
+    """
+
+    def __init__(self, zero: Any, optimizer: Optimizer) -> None:
+        self.zero: Any = zero
+        self.optimizer = optimizer
+        self.pieces: dict[nn.Parameter, ParameterSlice] = {}
+        self.groups: list[int] = []
+        """The optimizer's group of each flat tensor."""
+        self.flats: list[torch.Tensor] = self._find()
+        self.buffers = [flat.grad for flat in self.flats]
+        """Where gradients are summed, if that is outside of the device."""
+
+    def _find(self) -> list[torch.Tensor]:
+        # With bf16 and gradients summed in fp32, ZeRO 1 has another class with other names for the same things.
+        flats = getattr(self.zero, "single_partition_of_fp32_groups", None) or self.zero.fp32_groups_flat_partition
+        parameters = getattr(self.zero, "bit16_groups", None) or self.zero.bf16_groups
+        for number, group in enumerate(parameters):
+            self.groups.append(number)
+            for parameter in group:
+                mapping = parameter._hp_mapping
+                if mapping is None:
+                    extent, offset = EMPTY_SLICE, 0
+                else:
+                    extent = FlatSlice(mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+                    offset = mapping.hp_fragment_address.start
+                self.pieces[parameter] = ParameterSlice(tuple(parameter.shape), extent, number, offset)
+        return list(flats)
+
+    @contextmanager
+    def swapped_in(self, number: int, change: bool = False) -> Iterator[torch.Tensor]:
+        """A flat tensor, with its states in memory; `change`: what is written to them is to stay."""
+        yield self.flats[number]
+
+    def detached_copy(self, part: torch.Tensor) -> torch.Tensor:
+        """A view of a flat tensor as it may be kept after `swapped_in`."""
+        return part
+
+    def refresh(self) -> None:
+        """Copy master weights into the weights that the module computes with. Collective."""
+        self.zero.update_lp_params()
+
+    def begin_step(self) -> None:
+        """Before the first backward of a step: empty the buffers of gradients.
+
+        DeepSpeed (0.19.8) leaves in them the gradients of the step before, for parameters that are not used in this
+        one; and `Optimizer.zero_grad` takes them away.
+        """
+        for flat, buffer in zip(self.flats, self.buffers, strict=True):
+            if buffer is not None:
+                flat.grad = buffer.zero_()
+
+    def release_engine(self) -> None:
+        """Keep the state only, not what the engine has for computing."""
+        self.zero = None
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def shard(self, parameter: nn.Parameter) -> Shard:
+        """This process's part of a parameter."""
+        piece = self.pieces[parameter]
+        with self.swapped_in(piece.flat) as flat:
+            return Shard(self.detached_copy(piece.of(flat)), piece.shape, piece.extent)
+
+    def write(self, values: Mapping[nn.Parameter, Loadable | Shard]) -> None:
+        """Set master weights from this process's parts, or from whole tensors, of which only these parts are read."""
+        for number in range(len(self.flats)):
+            pieces = {p: piece for p, piece in self.pieces_of(number).items() if p in values}
+            if not pieces:
+                continue
+            with self.swapped_in(number, change=True) as flat, torch.no_grad():
+                for parameter, piece in pieces.items():
+                    value = values[parameter]
+                    piece.of(flat).copy_(value.local if isinstance(value, Shard) else part_of(value, piece.extent))
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def states(self, names: Mapping[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
+        """The optimizer's states by the name of the parameter, in torch's keys.
+
+        Raises:
+            CheckpointError: the optimizer keeps something that does not belong to single elements.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for number in range(len(self.flats)):
+            with self.swapped_in(number) as flat:
+                state = self.optimizer.state.get(self.flats[number], {})
+                for parameter, piece in self.pieces_of(number).items() if state else ():
+                    found[names[parameter]] = {key: self._entry(piece, key, v, flat) for key, v in state.items()}
+        return found
+
+    def _entry(self, piece: ParameterSlice, key: str, value: Any, flat: torch.Tensor) -> Any:
+        if key in OF_ALL_ELEMENTS:
+            return value.clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.shape != flat.shape:
+            raise CheckpointError(
+                f"{type(self.optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {flat.numel()} "
+                "elements of parameters that DeepSpeed strings together, so it cannot be saved by parameter. Use an "
+                "optimizer that treats all elements alike, such as torch.optim.AdamW."
+            )
+        return Shard(self.detached_copy(piece.of(value)), piece.shape, piece.extent)
+
+    def load_states(self, states: Mapping[str, Mapping[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
+        """Set the optimizer's states from those of whole parameters, of which only this process's parts are read.
+
+        Raises:
+            CheckpointError: they are of other shapes, or cannot be kept together.
+        """
+        for number in range(len(self.flats)):
+            with self.swapped_in(number, change=True) as flat, torch.no_grad():
+                common: dict[str, float] = {}
+                for parameter, piece in self.pieces_of(number).items():
+                    name = names[parameter]
+                    for key, value in states.get(name, {}).items():
+                        if key in OF_ALL_ELEMENTS:
+                            self._require_equal(common, key, value, name)
+                        elif isinstance(value, (torch.Tensor, StoredTensor)):
+                            self._write_as_follower(number, key, value, name, piece, flat)
+                        else:
+                            self.optimizer.state[self.flats[number]][key] = value
+                for key, as_number in common.items():
+                    self._set_common(number, key, as_number)
+
+    def _require_equal(self, common: dict[str, float], key: str, value: Any, name: str) -> None:
+        number = float(whole(value) if isinstance(value, (torch.Tensor, StoredTensor)) else value)
+        if common.setdefault(key, number) != number:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has {key}={number:g} for {name!r}, and {common[key]:g} for others of its "
+                "group, but DeepSpeed keeps one value for a group. Give these parameters a group of their own in "
+                "configure_optimizers."
+            )
+
+    def _set_common(self, number: int, key: str, value: float) -> None:
+        state, group = self.optimizer.state[self.flats[number]], self.optimizer.param_groups[self.groups[number]]
+        if isinstance(state.get(key), torch.Tensor):
+            state[key].fill_(value)
+        elif self.counts_in_integers:
+            state[key] = int(value)
+        else:
+            # As torch's Optimizer.load_state_dict does it.
+            on_device = group.get("capturable") or group.get("fused")
+            state[key] = torch.tensor(value, device=self.flats[number].device if on_device else "cpu")
+
+    @property
+    def counts_in_integers(self) -> bool:
+        """Whether the optimizer is DeepSpeed's: its step is a Python number."""
+        return type(self.optimizer).__module__.startswith("deepspeed.")
+
+    def _write_as_follower(
+        self, number: int, key: str, value: Loadable, name: str, piece: ParameterSlice, flat: torch.Tensor
+    ) -> None:
+        if tuple(value.shape) != piece.shape:
+            raise CheckpointError(
+                f"the checkpoint's {key!r} of {name!r} has the shape {tuple(value.shape)}; needed is {piece.shape}."
+            )
+        state = self.optimizer.state[self.flats[number]]
+        if state.get(key) is None:
+            state[key] = torch.zeros_like(flat, requires_grad=False)
+        piece.of(state[key]).copy_(part_of(value, piece.extent))
+
+    def pieces_of(self, number: int) -> dict[nn.Parameter, ParameterSlice]:
+        """The parameters in one flat tensor."""
+        return {parameter: piece for parameter, piece in self.pieces.items() if piece.flat == number}
+
+    def restore_full_parameters(self) -> None:
+        """Set the parameters themselves to the master weights, whole ones on every process. Collective."""
+        for parameter, piece in self.pieces.items():
+            with self.swapped_in(piece.flat) as flat:
+                total = torch.zeros(piece.shape, dtype=flat.dtype, device=flat.device)
+                piece.extent.take(total).copy_(piece.of(flat))
+            total = total.to(parameter.device)
+            dist.all_reduce(total)
+            parameter.data = total
+
+
+class Zero3MasterWeights(MasterWeights):
+    """The same for ZeRO 3, where the weights that the module computes with are divided too."""
+
+    def _find(self) -> list[torch.Tensor]:
+        for number, group in enumerate(self.zero.fp16_groups):
+            self.groups.append(self.zero.sub_group_to_group_id[number])
+            offset = 0
+            for parameter in group:
+                shape = tuple(parameter.ds_shape)
+                self.pieces[parameter] = ParameterSlice(shape, divided_extent(parameter), number, offset)
+                offset += parameter.ds_tensor.ds_numel
+        return list(self.zero.fp32_partitioned_groups_flat)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the flat tensors are on NVMe, and in memory only when they are needed."""
+        return self.zero is not None and bool(self.zero.swap_optimizer)
+
+    @contextmanager
+    def swapped_in(self, number: int, change: bool = False) -> Iterator[torch.Tensor]:
+        if not self.swapped or not self.zero._swappable_optimizer_subgroup(number):
+            yield self.flats[number]
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(number)
+        yield self.flats[number]
+        if change:
+            self.zero._optimizer_states_and_gradient_swap_out(number)
+        else:
+            self.zero._release_swap_buffers(number)
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.zero.grad_partitions_flat_buffer.zero_()
+
+    def detached_copy(self, part: torch.Tensor) -> torch.Tensor:
+        return part.clone() if self.swapped else part
+
+    def refresh(self) -> None:
+        self.zero._partition_all_parameters()
+        for number in range(len(self.flats)):
+            with self.swapped_in(number):
+                self.zero._reassign_or_swap_out_partitioned_parameters(number)
+
+    def release_engine(self) -> None:
+        if not self.swapped:
+            self.zero = None
+
+
+def keep_only_shards(module: nn.Module, masters: MasterWeights | None) -> None:
+    """After stage 3: let the divided parameters hold nothing but this process's parts of their master weights."""
+    for parameter in divided(module):
+        part: Any = parameter.ds_tensor
+        parameter.ds_active_sub_modules.clear()
+        piece = masters.pieces.get(parameter) if masters is not None else None
+        if masters is not None and piece is not None and masters.flats[piece.flat].numel():
+            part.data = masters.flats[piece.flat].detach().narrow(0, piece.offset, part.ds_numel)
+        parameter.data = torch.empty(0, dtype=part.dtype, device=parameter.device)
+        parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
+
+
+def check_names(
+    module: nn.Module, own: Mapping[str, tuple[int, ...]], state: Mapping[str, Loadable], strict: bool
+) -> None:
+    """Whether weights fit a module with these shapes.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    found = [
+        f"{name} has the shape {tuple(state[name].shape)} there and {shape} here"
+        for name, shape in own.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if strict:
+        found += [f"{name} is missing there" for name in own if name not in state]
+        found += [f"{name} is not in the module" for name in state if name not in own]
+    if found:
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(module).__name__}: {'; '.join(found[:5])}"
+            f"{f'; and {len(found) - 5} more' if len(found) > 5 else ''}. "
+            "It was written for another model, or with other hyperparameters."
+        )
+
+
+def weights(module: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor | Shard]:
+    """What `Strategy.module_state` gives: master weights where there are such, in float32."""
+    # Tied parameters have one entry under several names.
+    found: dict[int, torch.Tensor | Shard] = {}
+    state = module.state_dict(keep_vars=True)
+    for tensor in state.values():
+        if id(tensor) in found:
+            continue
+        if masters is not None and tensor in masters.pieces:
+            found[id(tensor)] = masters.shard(tensor)
+        elif is_zero3_partitioned(tensor):
+            found[id(tensor)] = divided_shard(tensor)
+        else:
+            low = isinstance(tensor, nn.Parameter) and tensor.dtype in (torch.bfloat16, torch.float16)
+            found[id(tensor)] = tensor.detach().float() if low else tensor.detach()
+    return {name: found[id(tensor)] for name, tensor in state.items()}
+
+
+def load_weights(module: nn.Module, masters: MasterWeights | None, state: Mapping[str, Loadable], strict: bool) -> None:
+    """The inverse, from the weights of any strategy; of a divided tensor only this process's part is read.
+
+    The weights that the module computes with are to be made from the master weights afterwards.
+
+    Raises:
+        CheckpointError: names or shapes differ from the module's.
+    """
+    own = module.state_dict(keep_vars=True)
+    check_names(module, {name: shape_of(tensor) for name, tensor in own.items()}, state, strict)
+    of_masters: dict[nn.Parameter, Loadable | Shard] = {}
+    for name, tensor in own.items():
+        if name not in state:
+            continue
+        if masters is not None and tensor in masters.pieces:
+            of_masters[tensor] = state[name]
+        elif is_zero3_partitioned(tensor):
+            load_divided(tensor, state[name])
+        else:
+            with torch.no_grad():
+                tensor.copy_(whole(state[name]))
+    if masters is not None:
+        masters.write(of_masters)

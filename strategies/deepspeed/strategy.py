@@ -1,0 +1,422 @@
+"""DeepSpeed ZeRO: its engine divides optimizer, gradients and weights among the processes; the loop stays ours."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint.optimizer_state import matching_groups
+from trainer.checkpoint.shards import Loadable, Shard
+from trainer.errors import ConfigError, raise_problems
+from trainer.model.memory import MemoryLayout
+from trainer.module import TrainModule
+from trainer.precision import Precision
+from trainer.strategies.deepspeed.config import (
+    DEFAULT_STAGE,
+    Run,
+    config_problems,
+    hidden_size_of,
+    memory_layout,
+    resolve_config,
+    write_config,
+    zero_of,
+)
+from trainer.strategies.deepspeed.engine import (
+    LossScale,
+    cpu_adam_of,
+    cpu_adam_problems,
+    engine_problems,
+    module_problems,
+    optimizer_problems,
+)
+from trainer.strategies.deepspeed.master_weights import (
+    MasterWeights,
+    Zero3MasterWeights,
+    keep_only_shards,
+    load_weights,
+    weights,
+)
+from trainer.strategies.deepspeed.partitioning import (
+    StepForward,
+    cast_parameters,
+    destroy,
+    divided_shard,
+    expose_shapes,
+    import_deepspeed,
+    in_full_precision,
+    is_zero3_partitioned,
+    local_rank_env,
+    low_precision,
+    remove_engine_hooks,
+    restore_empty,
+    stop_gathering,
+    zero_init_context,
+)
+from trainer.strategies.distributed import DistributedStrategy, broadcast
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
+log = logging.getLogger("trainer")
+
+Offload = Literal[False, "cpu", "nvme"]
+
+
+class DeepSpeedStrategy(DistributedStrategy):
+    """DeepSpeed's ZeRO engine under the trainer's loop.
+
+    Args:
+        config: a DeepSpeed JSON, as path or dict. Every "auto" in it is filled in from the trainer, and what
+            contradicts the trainer is reported. None: DeepSpeed's defaults.
+        stage: what is divided. 1: the optimizer's states; 2: gradients too; 3: weights too. Default: the JSON's, or 2.
+        offload_optimizer: keep master weights and optimizer states in "cpu" memory, or on "nvme"; False: on the device.
+        offload_parameters: with stage 3, the same for the weights.
+        nvme_path: the folder for "nvme".
+        cpu_adam: with offload_optimizer, compute Adam and AdamW by DeepSpeed's CPUAdam, which is compiled at the first
+            use, instead of by torch's.
+        timeout_seconds: after which a collective that does not end raises.
+
+    With bf16 and fp16 the engine computes with low-precision weights and keeps master weights in float32, with the
+    "*-true" precisions too; checkpoints hold these. Frozen parameters have no master weights: bf16 rounds them. The
+    optimizer works on parameters strung together, so it has to treat every element alike, as AdamW and SGD do; a
+    parameter that a step does not use has a gradient of zero. After a run of stage 3 the module's parameters stay
+    divided: use it with the same strategy, or `load_from_checkpoint`.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    default_stage: ClassVar[int | None] = None
+    default_offload: ClassVar[Offload] = False
+    shards_state = True
+
+    def __init__(
+        self,
+        config: str | Path | Mapping[str, Any] | None = None,
+        *,
+        stage: int | None = None,
+        offload_optimizer: Offload | None = None,
+        offload_parameters: Offload | None = None,
+        nvme_path: str | Path | None = None,
+        cpu_adam: bool = False,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        super().__init__(timeout_seconds)
+        self.given = config
+        self.given_stage = self.default_stage if stage is None else stage
+        stage_of_config = zero_of(config).get("stage")
+        default = stage_of_config if isinstance(stage_of_config, int) else DEFAULT_STAGE
+        self.stage: int = default if self.given_stage is None else self.given_stage
+        # None: nothing is said, as the JSON has it. False: on the device.
+        offload = self.default_offload or None
+        self.offload_optimizer = offload if offload_optimizer is None else offload_optimizer
+        self.offload_parameters = offload if offload_parameters is None and self.stage == 3 else offload_parameters
+        self.nvme_path = nvme_path
+        self.cpu_adam = cpu_adam
+        self.collective_forward = self.stage == 3
+        self._start_of_run: tuple[Precision | None, str, int | None] = None, "cpu", None
+        self.engine: Any = None
+        self.masters: MasterWeights | None = None
+        self.clip_norm: float | None = None
+        self.groups: list[list[nn.Parameter]] = []
+        """The parameters of each of the optimizer's groups; DeepSpeed puts others in their place."""
+
+    # -- before anything is started ------------------------------------------------------------------------------------
+
+    def problems(
+        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+    ) -> list[str]:
+        problems = super().problems(precision, device_type, num_processes, settings)
+        self._start_of_run = precision, device_type, num_processes
+        if find_spec("deepspeed") is None:
+            return [
+                *problems,
+                f"strategy {self.name!r} needs the package 'deepspeed', which is not installed. "
+                'Install it with: pip install "exact-trainer[deepspeed]"',
+            ]
+        problems += engine_problems(self.name, self.stage, precision, device_type)
+        if self.cpu_adam:
+            problems += cpu_adam_problems(self.offload_optimizer or zero_of(self.given).get("offload_optimizer"))
+        if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
+            import_deepspeed(device_type)
+            known: dict[str, Any] = {}
+            if settings is not None:
+                by_norm = settings.gradient_clip_algorithm == "norm"
+                known = {"window": settings.accumulate_grad_batches}
+                known["clip_norm"] = settings.gradient_clip_val if by_norm else None
+            problems += config_problems(self.given, self._run(precision, device_type, num_processes, **known))
+        elif self.offload_parameters and self.stage != 3:
+            problems.append(f"offload_parameters needs stage 3, and the stage is {self.stage}.")
+        return problems
+
+    def training_problems(
+        self, module: TrainModule, window: int, clip_value: float | None, clip_by: str, batch_size: int | None = None
+    ) -> list[str]:
+        problems = module_problems(self.name, module, clip_by if clip_value is not None else None)
+        if self.given is not None:
+            known: dict[str, Any] = {"window": window, "clip_norm": clip_value if clip_by == "norm" else None}
+            problems += config_problems(self.given, self._run(*self._start_of_run, micro_batch=batch_size, **known))
+        return problems
+
+    def _run(self, precision: Precision | None, device_type: str, world_size: int | None, **known: Any) -> Run:
+        return Run(
+            stage=self.given_stage,
+            offload_optimizer="none" if self.offload_optimizer is False else self.offload_optimizer,
+            offload_parameters="none" if self.offload_parameters is False else self.offload_parameters,
+            nvme_path=None if self.nvme_path is None else str(self.nvme_path),
+            precision=precision,
+            device_type=device_type,
+            world_size=world_size,
+            **known,
+        )
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self, device_type: str, precision: Precision) -> None:
+        super().setup_environment(device_type, precision)
+        self.scaler = None
+        self.deepspeed = import_deepspeed(device_type)
+        with local_rank_env(self.local_rank):
+            self.deepspeed.init_distributed(auto_mpi_discovery=False, timeout=self.timeout, verbose=False)
+
+    def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> AbstractContextManager[Any]:
+        context = super().init_context(module, will_load_checkpoint)
+        if self.stage != 3 or not module.overrides("configure_model"):
+            return context
+        stack = ExitStack()
+        stack.enter_context(local_rank_env(self.local_rank))
+        stack.enter_context(zero_init_context(self.deepspeed, in_full_precision(self._resolve(module)), module))
+        stack.enter_context(context)
+        return stack
+
+    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+        self.teardown()
+        former = self.masters if vars(self).get("module") is module else None
+        self.masters = None
+        super().setup_module(module, for_training)
+        if former is not None and self.stage < 3:
+            # Rounding them a second time would lose what the former run has in its master weights.
+            former.restore_full_parameters()
+        cast_parameters(module, torch.float32 if for_training else self.precision.weights)
+        self.gradient_average = self.world_size if for_training else 1
+        if for_training:
+            expose_shapes(module)
+        elif self.stage == 3:
+            self._start(None, in_full_precision(self._resolve(module)))
+
+    def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
+        module, optimizer = self.module, self._only(optimizers)
+        restore_empty(module)
+        if self.world_size > 1:
+            broadcast(
+                [t for t in (*module.parameters(), *module.buffers()) if t.numel() and not is_zero3_partitioned(t)]
+            )
+        config = self._resolve(module, optimizer, clip_norm)
+        self.clip_norm = config["gradient_clipping"] or None
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        low = low_precision(config)
+        # As long as master weights are missing, those in full precision stay in memory.
+        full = {p: divided_shard(p) if is_zero3_partitioned(p) else p.data for p in module.parameters()} if low else {}
+        if low:
+            cast_parameters(module, low)
+        self._start(cpu_adam_of(self.deepspeed, optimizer) if self.cpu_adam else optimizer, config)
+        kind = Zero3MasterWeights if self.stage == 3 else MasterWeights
+        self.masters = kind(self.engine.optimizer, self.engine.basic_optimizer)
+        self.masters.write(full)
+        self.begun = False
+        if low is torch.float16:
+            self.scaler = LossScale(self.engine.optimizer.loss_scaler)  # type: ignore[assignment]
+        return [optimizer]
+
+    def _only(self, optimizers: list[Optimizer]) -> Optimizer:
+        """The optimizer.
+
+        Raises:
+            ConfigError: it is not one, or not one that DeepSpeed can divide.
+        """
+        raise_problems(optimizer_problems(optimizers, self.cpu_adam), f"strategy {self.name!r}")
+        return optimizers[0]
+
+    def _resolve(
+        self, module: TrainModule, optimizer: Optimizer | None = None, clip_norm: float | None = None
+    ) -> dict[str, Any]:
+        """The configuration of the engine, for training with an optimizer or for evaluation without one.
+
+        Raises:
+            ConfigError: everything that contradicts the trainer.
+        """
+        known: dict[str, Any] = {"hidden_size": hidden_size_of(module)}
+        trainer = vars(module).get("_trainer")
+        if optimizer is not None and trainer is not None:
+            known["micro_batch"] = trainer.train_loader.batch_size
+            known["window"] = trainer.accumulate_grad_batches
+            known["schedulers"] = [config.scheduler for config in trainer.scheduler_configs]
+        run = self._run(
+            self.precision, self.device.type, self.world_size, optimizer=optimizer, clip_norm=clip_norm, **known
+        )
+        resolved = resolve_config(self.given, run)
+        if optimizer is not None and self.is_global_zero:
+            for note in resolved.notes:
+                log.info("deepspeed: %s", note)
+            if trainer is not None and not trainer.settings.fast_dev_run:
+                write_config(resolved.config, trainer.run_dir)
+        return resolved.config
+
+    def _start(self, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
+        steps = StepForward(self.module, self.precision, self.device)
+        with local_rank_env(self.local_rank), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.engine, *_ = self.deepspeed.initialize(
+                model=steps, optimizer=optimizer, config=config, dist_init_required=False
+            )
+        if self.stage == 3:
+            # The module's own forward need not be called, and may be: it gives back only what this does not hold.
+            for parameter in self.module.parameters(recurse=False):
+                self.deepspeed.zero.register_external_parameter(steps, parameter)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        if not self.begun:
+            assert self.masters is not None
+            self.masters.begin_step()
+            self.begun = True
+        self.engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def call(self, step: str, *args: Any) -> Any:
+        if self.engine is None or (self.stage < 3 and step != "training_step"):
+            return super().call(step, *args)
+        try:
+            with local_rank_env(self.local_rank):
+                if not torch.is_inference_mode_enabled():
+                    return self.engine(step, *args)
+                # Weights that are gathered in inference mode could not be used for training afterwards.
+                with torch.inference_mode(False), torch.no_grad():
+                    return self.engine(step, *args)
+        except BaseException:
+            stop_gathering(self.engine.module)
+            raise
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with local_rank_env(self.local_rank):
+            self.engine.backward(loss, scale_wrt_gas=False)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        pass
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
+        """Only checks: the engine clips in its step, by the norm that it was given at the start."""
+        if algorithm != "norm" or value != self.clip_norm:
+            raise ConfigError(
+                f"strategy {self.name!r} clips by the norm {self.clip_norm}, as it was at the start, and cannot clip "
+                f"by {algorithm} {value}. Give Trainer(gradient_clip_val=...) and gradient_clip_algorithm='norm'."
+            )
+        return None
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            raise ConfigError(f"strategy {self.name!r} cannot evaluate the loss several times a step.")
+        self.engine.step()
+        self.begun = False
+
+    def end_step(self) -> None:
+        pass
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, torch.Tensor | Shard]:
+        return weights(self.module, self.masters)
+
+    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
+        load_weights(self.module, self.masters, state, strict)
+        if self.engine is None:
+            return
+        if self.masters is not None:
+            self.masters.refresh()
+        else:
+            self.engine.optimizer.partition_all_parameters()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.masters is not None
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return {
+            "kind": type(optimizer).__name__,
+            "state": self.masters.states(names),
+            "param_groups": [
+                {**group, "params": [names[parameter] for parameter in parameters]}
+                for group, parameters in zip(optimizer.param_groups, self.groups, strict=True)
+            ],
+        }
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        assert self.masters is not None
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        own = [[names[parameter] for parameter in parameters] for parameters in self.groups]
+        saved = matching_groups(self.module, optimizer, state, own)
+        self.masters.load_states(state["state"], names)
+        for group, options in zip(optimizer.param_groups, saved, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+
+    def teardown(self) -> None:
+        """Let go of the engine. Master weights and the optimizer's states stay, to be saved, until the next set-up."""
+        if self.engine is None:
+            return
+        engine, self.engine = self.engine, None
+        destroy(engine)
+        if self.stage == 3:
+            keep_only_shards(self.module, self.masters)
+            remove_engine_hooks(engine.module)
+        if self.masters is not None:
+            cast_parameters(self.module, torch.float32)
+            self.masters.release_engine()
+
+    def memory_layout(self) -> MemoryLayout:
+        return memory_layout(self.stage, self.offload_optimizer, self.offload_parameters, zero_of(self.given))
+
+    def describe(self) -> str:
+        options = {"stage": self.stage, "offload_optimizer": self.offload_optimizer or None}
+        options |= {"offload_parameters": self.offload_parameters or None, "cpu_adam": self.cpu_adam or None}
+        return f"{self.name} ({', '.join(f'{name}={value}' for name, value in options.items() if value is not None)})"
+
+
+class DeepSpeedStage1Strategy(DeepSpeedStrategy):
+    """ZeRO 1: the optimizer's states are divided."""
+
+    name: ClassVar[str] = "deepspeed_stage_1"
+    default_stage: ClassVar[int | None] = 1
+
+
+class DeepSpeedStage2Strategy(DeepSpeedStrategy):
+    """ZeRO 2: the optimizer's states and the gradients are divided."""
+
+    name: ClassVar[str] = "deepspeed_stage_2"
+    default_stage: ClassVar[int | None] = 2
+
+
+class DeepSpeedStage3Strategy(DeepSpeedStrategy):
+    """ZeRO 3: the optimizer's states, the gradients and the weights are divided."""
+
+    name: ClassVar[str] = "deepspeed_stage_3"
+    default_stage: ClassVar[int | None] = 3
+
+
+class DeepSpeedStage2OffloadStrategy(DeepSpeedStage2Strategy):
+    """ZeRO 2 with the optimizer in the memory of the CPU."""
+
+    name: ClassVar[str] = "deepspeed_stage_2_offload"
+    default_offload: ClassVar[Offload] = "cpu"
+
+
+class DeepSpeedStage3OffloadStrategy(DeepSpeedStage3Strategy):
+    """ZeRO 3 with the optimizer and the weights in the memory of the CPU."""
+
+    name: ClassVar[str] = "deepspeed_stage_3_offload"
+    default_offload: ClassVar[Offload] = "cpu"

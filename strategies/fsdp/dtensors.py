@@ -1,0 +1,77 @@
+"""Torch's distributed tensors, and the parts of tensors of which checkpoints are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, part_of, slice_of_box, whole
+from trainer.model.weights import check_fit
+
+
+def local_slice(tensor: DTensor) -> FlatSlice:
+    """The elements of the whole tensor that this process has."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice_of_box(tensor.shape, offset, shape)
+
+
+def shard_of(tensor: DTensor) -> Shard:
+    """This process's part; of replicas the first process along each dimension of the mesh writes."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    replicas = [here for here, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()]
+    extent = local_slice(tensor) if not any(replicas) else EMPTY_SLICE
+    return Shard(tensor.to_local().detach(), tuple(tensor.shape), extent)
+
+
+def as_shards(value: Any, known: dict[int, Shard] | None = None) -> Any:
+    """Nested data with a `Shard` for each distributed tensor; the same tensor twice is the same shard."""
+    known = {} if known is None else known
+    if isinstance(value, DTensor):
+        if id(value) not in known:
+            known[id(value)] = shard_of(value)
+        return known[id(value)]
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: as_shards(entry, known) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(as_shards(entry, known) for entry in value)
+    return value
+
+
+def load_sharded(module: nn.Module, state: Mapping[str, Loadable], strict: bool) -> None:
+    """Load weights and buffers by name, reading of distributed ones only this process's part.
+
+    Raises:
+        CheckpointError: names or shapes differ from the module's.
+    """
+    own = module.state_dict(keep_vars=True)
+    check_fit(module, own, state, strict)
+    rest = {}
+    for name, value in state.items():
+        target = own.get(name)
+        if isinstance(target, DTensor):
+            local: torch.Tensor = target.to_local().detach()
+            local.copy_(part_of(value, local_slice(target)).view(local.shape))
+        elif name in own:
+            rest[name] = whole(value) if isinstance(target, torch.Tensor) else value
+    module.load_state_dict(rest, strict=False)
+
+
+def part_as_dtensor(value: Loadable, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of an optimizer's state, divided as its parameter is where it has the parameter's shape."""
+    if not isinstance(like, DTensor) or tuple(value.shape) != tuple(like.shape):
+        return whole(value)
+    local = like.to_local()
+    part = part_of(value, local_slice(like)).view(local.shape).to(local.device)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

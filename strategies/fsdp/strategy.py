@@ -1,0 +1,340 @@
+"""Shards: every process holds a part of each parameter, its gradient and its optimizer state (torch's FSDP2)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
+from trainer.checkpoint.shards import Loadable, Shard
+from trainer.errors import ConfigError, raise_problems, unknown_name_error
+from trainer.loop.checks import wrapping_problems
+from trainer.model.blocks import BlockPolicy, blocks_in_words, exclude_tied_weights, find_blocks
+from trainer.model.deferred_init import DeferredInit
+from trainer.model.memory import MemoryLayout
+from trainer.module import TrainModule
+from trainer.precision import Precision
+from trainer.seed import rng_state, set_rng_state
+from trainer.strategies.distributed import DistributedStrategy, StepForward, broadcast
+from trainer.strategies.fsdp.dtensors import as_shards, load_sharded, local_slice, part_as_dtensor
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
+log = logging.getLogger("trainer")
+
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+
+
+class FSDPStrategy(DistributedStrategy):
+    """`fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on the blocks of the module.
+
+    Args:
+        sharding_strategy: "FULL_SHARD": parameters, gradients and optimizer state are divided, and a block's parameters
+            are gathered before its forward and again before its backward (ZeRO-3). "SHARD_GRAD_OP": they stay gathered
+            from the forward to the backward: more memory, less communication (ZeRO-2). "HYBRID_SHARD": divided within a
+            group of processes, and replicated over the groups.
+        auto_wrap_policy: which submodules are gathered one at a time: "auto" (the repeated blocks), class names,
+            classes, a least number of parameters, or a function (name, submodule) -> bool. See
+            `trainer.model.blocks.find_blocks`.
+        reshard_after_forward: instead of what `sharding_strategy` says: True, False, or an int, the number of processes
+            among which parameters stay divided between forward and backward.
+        device_mesh: for "HYBRID_SHARD", (replicas, shards); default: (machines, processes on each).
+        cpu_offload: parameters, gradients and optimizer state live in the CPU's memory; the step runs there.
+        accumulate_unsharded: with accumulation, keep whole gradients on each process until the last micro-batch, and
+            communicate once. False: reduce after every micro-batch, which needs less memory.
+        reduce_dtype: dtype in which gradients are summed over processes, e.g. "bfloat16"; default: float32.
+        timeout_seconds: after which a collective that does not end raises.
+
+    A module that `configure_model` builds never exists whole: it is built without memory, and each process computes the
+    initial values, the same as on one process, of its own shards. The module keeps its shards after the run;
+    checkpoints have the weights, and `trainer.full_state_dict()` gathers them.
+
+    Mixed precision computes under autocast with parameters gathered in the low precision; the shards are float32.
+    """
+
+    name: ClassVar[str] = "fsdp"
+    shards_state = True
+    collective_forward = True
+    reusable_wrapper = True
+
+    def __init__(
+        self,
+        sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD",
+        auto_wrap_policy: BlockPolicy = "auto",
+        reshard_after_forward: bool | int | None = None,
+        device_mesh: tuple[int, int] | None = None,
+        cpu_offload: bool = False,
+        accumulate_unsharded: bool = True,
+        reduce_dtype: str | None = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        super().__init__(timeout_seconds)
+        if sharding_strategy not in SHARDING:
+            raise unknown_name_error("sharding_strategy", sharding_strategy, SHARDING)
+        if reduce_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise unknown_name_error("reduce_dtype", reduce_dtype, ["float32", "bfloat16", "float16"])
+        self.sharding_strategy = sharding_strategy
+        self.auto_wrap_policy = auto_wrap_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.device_mesh = device_mesh
+        self.cpu_offload = cpu_offload
+        self.accumulate_unsharded = accumulate_unsharded
+        self.reduce_dtype: torch.dtype = getattr(torch, reduce_dtype or "float32")
+        self.wrapped: Any = None
+        self.wrapped_blocks = ""
+        """The units beside the module itself, in words."""
+        self._mesh: DeviceMesh | None = None
+        self._deferred: DeferredInit | None = None
+        self._values_follow = False
+
+    # -- before anything is started ------------------------------------------------------------------------------------
+
+    def problems(
+        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+    ) -> list[str]:
+        problems = super().problems(precision, device_type, num_processes, settings)
+        if device_type == "mps":
+            problems.append("strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.")
+        reshard = self.reshard_after_forward
+        if isinstance(reshard, int) and not isinstance(reshard, bool):
+            shards = self.device_mesh[-1] if self.device_mesh else num_processes
+            if not 1 < reshard < shards or shards % reshard:
+                problems.append(
+                    f"reshard_after_forward={reshard}: as a number it has to divide the {shards} processes that share "
+                    "a weight, and be between 1 and them. Give True, False or such a number."
+                )
+        if self.device_mesh is not None:
+            mesh = self.device_mesh
+            if self.sharding_strategy != "HYBRID_SHARD":
+                problems.append(f"device_mesh={mesh} has a meaning for sharding_strategy='HYBRID_SHARD' only.")
+            elif len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] != num_processes:
+                problems.append(
+                    f"device_mesh={mesh} is for {math.prod(mesh)} processes, but there are {num_processes}: give "
+                    "(replicas, shards) whose product is the number of processes."
+                )
+        return problems
+
+    def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
+        self.setup_environment("cpu", precision)
+        self.setup_module(module, for_training=True)
+        assert self._mesh is not None
+        *replicas, shards = self._mesh.shape
+        tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
+        whole, own = sum(p.numel() for p in tensors), sum(p.to_local().numel() for p in tensors)
+        few = sum(p.shape[0] < shards for p in tensors)
+        lines = [
+            f"mesh: {replicas[0]} replicas of {shards} shards" if replicas else f"mesh: {shards} shards",
+            f"gathered one at a time: {self.wrapped_blocks or 'nothing'}, and the rest",
+            f"rank 0 holds {own:,} of {whole:,} elements; an equal share is {whole // shards:,}",
+        ]
+        if few:
+            lines.append(
+                f"{few} of {len(tensors)} tensors: fewer rows than shards, some processes have nothing of them"
+            )
+        return lines
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self, device_type: str, precision: Precision) -> None:
+        super().setup_environment(device_type, precision)
+        if self._mesh is None:
+            shape, names = self._mesh_shape()
+            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        if self.sharding_strategy != "HYBRID_SHARD":
+            return (self.world_size,), ("shard",)
+        return self.device_mesh or (self.num_nodes, self.world_size // self.num_nodes), ("replicate", "shard")
+
+    @contextmanager
+    def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> Iterator[None]:
+        """Layers are built on the meta device; `setup_module` gives each process its part."""
+        self._values_follow = will_load_checkpoint
+        own = rng_state(self.device)
+        # All processes compute rank 0's values.
+        set_rng_state(self.broadcast_object(own), self.device)
+        self._deferred = DeferredInit(module)
+        with self.precision.init_context(), self._deferred:
+            yield
+        if not self.is_global_zero:
+            set_rng_state(own, self.device)
+
+    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+        self.module = module
+        self.gradient_average = self.world_size
+        if module._wrapper is not None:
+            self.wrapped = module._wrapper  # Divided by a run before this one.
+            return
+        self._refuse(module)
+        self.precision.convert_module(module)
+        there = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+        if self.world_size > 1:
+            # Before they are cut: all processes begin with rank 0's values.
+            broadcast([t for t in there if t.numel()])
+        self.wrapped = self._shard(module)
+        # Not as a submodule: the module's own keys stay as they are.
+        module.__dict__["_wrapper"] = self.wrapped
+        self._materialize(module)
+
+    def _refuse(self, module: TrainModule) -> None:
+        raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
+        scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
+        if scalars:
+            raise ConfigError(
+                f"strategy 'fsdp' cannot divide parameters without a dimension: {', '.join(scalars)}. Give them the "
+                "shape [1]: nn.Parameter(torch.ones(1))."
+            )
+
+    def _shard(self, module: TrainModule) -> Any:
+        options: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._mixed_precision()}
+        # torch pins the memory by default, which needs an accelerator.
+        options["offload_policy"] = (
+            CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
+        )
+        reshard = self.reshard_after_forward
+        if reshard is None:
+            reshard = self.sharding_strategy != "SHARD_GRAD_OP"
+        chosen = find_blocks(module, self.auto_wrap_policy)
+        blocks = exclude_tied_weights(module, chosen)
+        tied = [name for name in chosen if name not in blocks]
+        if tied:
+            log.info("fsdp gathers with the rest, because they share weights with it: %s", ", ".join(tied))
+        self.wrapped_blocks = blocks_in_words(blocks)
+        norms = norms_with_statistics(module) if self.precision.autocast is not None else []
+        for norm in norms:
+            fully_shard(norm, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
+        for block in blocks.values():
+            if block not in norms:
+                fully_shard(block, reshard_after_forward=reshard, **options)
+        # What is in no block stays gathered: its backward comes right after its forward.
+        wrapped = fully_shard(StepForward(module), reshard_after_forward=False if blocks else reshard, **options)
+        if blocks:
+            log.info("fsdp gathers one at a time: %s", self.wrapped_blocks)
+        else:
+            log.warning(
+                "fsdp found no repeated blocks in %s, so all its parameters are gathered at once: name the classes to "
+                "wrap with FSDPStrategy(auto_wrap_policy=[...])",
+                type(module).__name__,
+            )
+        return wrapped
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        low = self.precision.autocast or self.precision.weights
+        if low not in (torch.bfloat16, torch.float16):
+            return MixedPrecisionPolicy()
+        # What is computed in which dtype is autocast's choice, as under the other strategies: inputs are left alone.
+        return MixedPrecisionPolicy(
+            param_dtype=self.precision.autocast, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
+        )
+
+    def _materialize(self, module: TrainModule) -> None:
+        """Memory for what `configure_model` has built, and the part of the initial values that belongs there."""
+        place = torch.device("cpu") if self.cpu_offload else self.device
+        self.wrapped._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
+        for buffer in module.buffers():
+            if buffer.device != self.device:
+                buffer.data = buffer.data.to(self.device)
+        deferred, self._deferred = self._deferred, None
+        if deferred is None:
+            return
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+        def take(name: str, value: torch.Tensor) -> None:
+            target = own[name].detach()
+            if isinstance(target, DTensor):
+                local: torch.Tensor = target.to_local()
+                local.copy_(local_slice(target).take(value).view(local.shape))
+            else:
+                target.copy_(value)
+
+        saved = module.state_dict(keep_vars=True).keys() if self._values_follow else ()
+        deferred.materialize(take, only=lambda name: name not in saved, advance=self.is_global_zero)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def call(self, step: str, *args: Any) -> Any:
+        with self.precision.forward_context(self.device):
+            return self.wrapped(step, *args)
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        return self._communicating(last or not self.accumulate_unsharded)
+
+    @contextmanager
+    def _communicating(self, now: bool) -> Iterator[None]:
+        self.wrapped.set_requires_gradient_sync(now)
+        try:
+            yield
+        finally:
+            self.wrapped.set_requires_gradient_sync(True)
+
+    def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
+        norm = super().clip_gradients(optimizer, value, algorithm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, torch.Tensor | Shard]:
+        state: dict[str, torch.Tensor | Shard] = as_shards(self.module.state_dict(keep_vars=True))
+        return state
+
+    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
+        load_sharded(self.module, state, strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = as_shards(state_by_name(self.module, optimizer, optimizer.state_dict()))
+        return state
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        parameters = dict(self.module.named_parameters())
+
+        def take(name: str, value: Loadable) -> torch.Tensor:
+            return part_as_dtensor(value, parameters[name])
+
+        optimizer.load_state_dict(state_by_position(self.module, optimizer, state, take))
+
+    def memory_layout(self) -> MemoryLayout:
+        hybrid = self.sharding_strategy == "HYBRID_SHARD"
+        return MemoryLayout(
+            f"{self.name} {self.sharding_strategy}{' with CPU offload' if self.cpu_offload else ''}",
+            weights=True,
+            gradients=True,
+            optimizer=True,
+            by_machine=hybrid,
+            shards=self.device_mesh[1] if hybrid and self.device_mesh else None,
+            keep_gathered=self.sharding_strategy == "SHARD_GRAD_OP",
+            offload_weights=self.cpu_offload,
+            offload_optimizer=self.cpu_offload,
+        )
+
+    def describe(self) -> str:
+        units = (
+            f"units: {self.wrapped_blocks}, and the rest" if self.wrapped_blocks else "blocks are found at the start"
+        )
+        offload = ", CPU offload" if self.cpu_offload else ""
+        return f"{self.name} ({self.sharding_strategy}{offload}; {units})"
+
+
+def norms_with_statistics(module: nn.Module) -> list[nn.Module]:
+    """The BatchNorms and their like with weights: torch computes them only with weights of the statistics' dtype."""
+    return [
+        child
+        for child in module.modules()
+        if isinstance(child, _NormBase) and child.running_mean is not None and child.weight is not None
+    ]

@@ -1,0 +1,1 @@
+"""TPUs and other devices of torch_xla."""

@@ -1,0 +1,140 @@
+"""Where tensors lie on the devices of one SPMD process: batches and weights divided, copies brought back whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+Spec = tuple[str | None, ...]
+"""For each dimension of a tensor, the axis of the mesh over which it is divided; None: not divided."""
+
+AXIS = "fsdp"
+"""The one axis of the mesh: all devices."""
+
+
+class SpmdMesh:
+    """All devices of this process, in a row. Made when SPMD is on; imports torch_xla."""
+
+    def __init__(self) -> None:
+        import numpy as np
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.distributed.spmd as spmd
+        import torch_xla.runtime as xr
+
+        self._xm, self._spmd, self._binding = xm, spmd, torch_xla._XLAC
+        self.devices: int = xr.global_runtime_device_count()
+        self.kind: str = xr.device_type() or "unknown"
+        """"CPU", "TPU", ..."""
+        self.device: torch.device = torch_xla.device()
+        self.mesh: Any = spmd.Mesh(np.arange(self.devices), (self.devices,), (AXIS,))
+
+    def send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of a batch from the host to the devices, its first dimension divided among them."""
+        if tensor.device.type != "cpu":
+            return tensor.to(self.device)
+        sharding = self._spmd.ShardingSpec(self.mesh, _by_rows(tensor)) if tensor.dim() else None
+        (sent,) = self._xm.send_cpu_data_to_device([tensor], self.device, sharding)
+        return sent  # type: ignore[no-any-return]
+
+    def place(self, tensor: torch.Tensor, spec: Spec) -> None:
+        """Let a tensor on the devices lie so. What is computed from it stays right, wherever it lies."""
+        if self.is_zero3_partitioned(tensor):
+            self._spmd.clear_sharding(tensor)
+        # Even where it is whole everywhere: a program depends on whether that was said.
+        self._spmd.mark_sharding(tensor, self.mesh, spec)
+
+    def divide_rows(self, tensor: torch.Tensor) -> None:
+        """Divide a result that is recorded, such as activations, by its first dimension."""
+        if tensor.dim():
+            self._spmd.mark_sharding(tensor, self.mesh, _by_rows(tensor))
+
+    def is_zero3_partitioned(self, tensor: torch.Tensor) -> bool:
+        """Whether each device has only a part of it."""
+        return "devices=" in self._binding._get_xla_sharding_spec(tensor)
+
+    def spec_of_weight(self, tensor: torch.Tensor) -> Spec:
+        """How FSDPv2 divides a weight: by its largest dimension. One that is too small for that is whole everywhere."""
+        spec: list[str | None] = [None] * tensor.dim()
+        if tensor.dim() and max(tensor.shape) >= self.devices:
+            spec[tensor.shape.index(max(tensor.shape))] = AXIS
+        return tuple(spec)
+
+    def materialize(self, tensors: list[torch.Tensor]) -> None:
+        """Wait until these tensors have their values. Unlike a step's end, it leaves the random numbers as they are."""
+        if tensors:
+            self._xm.unlazy(tensors)
+            self._xm.wait_device_ops()
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the CPU, whole. A divided tensor has to be finished."""
+        tensor = tensor.detach()
+        if tensor.device.type != "xla":
+            return tensor.cpu()
+        if not self.is_zero3_partitioned(tensor):
+            return tensor.cpu()
+        # tensor.cpu() would compile a graph that puts the parts together, every time.
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for shard in self._spmd.xla_sharding.wrap_as_sharded_tensor(tensor).local_shards:
+            # Devices beyond a dimension's end have padding only, and the last one before it has some.
+            lengths = [len(range(*part.indices(size))) for part, size in zip(shard.indices, tensor.shape, strict=True)]
+            whole[tuple(shard.indices)] = shard.data[tuple(slice(length) for length in lengths)]
+        return whole
+
+
+def _by_rows(tensor: torch.Tensor) -> Spec:
+    return (AXIS, *[None] * (tensor.dim() - 1))
+
+
+def copied_to_host(values: Any, layout: SpmdMesh) -> Any:
+    """Nested dicts and lists with the tensors copied to the CPU. What is one tensor in several places stays one."""
+    tensors = {id(tensor): tensor for tensor in _tensors(values)}
+    layout.materialize([tensor for tensor in tensors.values() if tensor.device.type == "xla"])
+    copies = {key: layout.to_host(tensor) for key, tensor in tensors.items()}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return copies[id(value)]
+        if isinstance(value, dict):
+            return {key: copied(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(copied(item) for item in value)
+        return value
+
+    return copied(values)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested dicts and lists."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (dict, list, tuple)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors(value)
+
+
+def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:
+    """`module.to(device)`, after which what was one parameter or buffer in several places still is one.
+
+    Moving to a device of another kind makes new parameters, one for each place.
+    """
+    places = _places(module)
+    module.to(device)
+    for first, *others in places:
+        owner, name = first
+        for other, other_name in others:
+            kept = getattr(owner, name)
+            (other._parameters if isinstance(kept, nn.Parameter) else other._buffers)[other_name] = kept
+
+
+def _places(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]:
+    """For each parameter and buffer, the submodules that hold it and its name there."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for submodule in module.modules():
+        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append((submodule, name))
+    return [found for found in places.values() if len(found) > 1]

@@ -1,0 +1,380 @@
+"""All devices in one process, by torch_xla's SPMD: the batch is divided, and for `xla_fsdp` the weights too."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer.checkpoint.optimizer_state import state_by_name
+from trainer.checkpoint.shards import Loadable, Shard
+from trainer.data.transfer import move_to
+from trainer.distributed.environment import detect_environment
+from trainer.distributed.tpu import torch_xla_problem
+from trainer.errors import ConfigError, raise_problems
+from trainer.model.blocks import BlockPolicy, find_blocks
+from trainer.model.memory import MemoryLayout
+from trainer.module import TrainModule
+from trainer.precision import NULL_CONTEXT, Precision
+from trainer.strategies.xla.patches import (
+    advance_seed,
+    barrier_after_backward,
+    recompute,
+    unbiased_running_variance,
+)
+from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
+from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties
+from trainer.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainer.settings import Settings
+
+log = logging.getLogger("trainer")
+
+DEVICE_USED = (
+    "a device of torch_xla was used before the run began, and then SPMD cannot be switched on any more. Make the "
+    "module and its tensors on the CPU, the trainer moves them; or call torch_xla.runtime.use_spmd() first of all."
+)
+BACKWARD_RAN = (
+    "a backward pass ran in this process before torch_xla's devices were started, and torch then knows no others. "
+    "Train in a process of its own; or start them first: torch_xla.runtime.use_spmd(); torch_xla.device()"
+)
+
+
+class XlaStrategy(Strategy):
+    """Data parallel over all devices by SPMD: one process, one program that XLA divides among the devices.
+
+    A micro-batch is the global one: its first dimension is divided among the devices, and everything else, batch norm
+    and clipping too, is computed as if there were one device. A step is recorded while Python runs, and compiled and
+    run at its end (`torch_xla.sync()`); values logged are read after that.
+
+    Args:
+        pad_last_batch: fill the tensors of a training batch that are shorter in their first dimension than the same
+            ones of the batches before, with their own samples from the beginning again, so that nothing is compiled for
+            it; these samples count more than others then. To leave such a batch out: `DataLoader(drop_last=True)`.
+        compile_warmup_steps: how many steps of a kind may be compiled before each new compilation brings a warning.
+
+    Raises:
+        ConfigError: `compile_warmup_steps` is negative.
+
+    `recompilation_monitor` counts the compilations.
+    """
+
+    name: ClassVar[str] = "xla"
+    required_device: ClassVar[str | None] = "xla"
+
+    layout: SpmdMesh
+
+    def __init__(self, pad_last_batch: bool = False, compile_warmup_steps: int = 10) -> None:
+        self.pad_last_batch = pad_last_batch
+        if compile_warmup_steps < 0:
+            raise ConfigError(f"compile_warmup_steps={compile_warmup_steps}: give a number of steps, 0 or more.")
+        self.recompilation_monitor = XlaRecompilationMonitor(compile_warmup_steps)
+        self._lengths: list[int] = []
+        """Of the tensors of a training batch, the longest so far of each."""
+        self._place = 0
+        """How many tensors of the batch in hand have been placed."""
+        self._recomputes = False
+        self._undo: list[Callable[[], None]] = []
+
+    # -- before anything is started ------------------------------------------------------------------------------------
+
+    def problems(
+        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+    ) -> list[str]:
+        problem = torch_xla_problem()
+        problems = [f"strategy {self.name!r}: {problem}"] if problem else []
+        if device_type == "tpu":
+            problems.append(
+                f"strategy {self.name!r} is made for torch_xla, and accelerator='tpu' is TorchTPU here: use "
+                "strategy='ddp' or 'fsdp'."
+            )
+        elif device_type != "xla":
+            problems.append(
+                f"strategy {self.name!r} runs on torch_xla's devices, not on {device_type!r}: leave accelerator out, "
+                "or give accelerator='tpu'. To try it on a CPU, set the environment variables PJRT_DEVICE=CPU "
+                "CPU_NUM_DEVICES=4."
+            )
+        if num_processes > 1:
+            problems.append(
+                f"strategy {self.name!r} drives all devices from one process, and {num_processes} are asked for. "
+                "Several processes on CPU devices would not talk to each other at all: each would train alone. Use "
+                "devices='auto'" + self._how_started() + "."
+            )
+        if precision.loss_scaling or precision.weights is torch.float16:
+            problems.append(
+                f"strategy {self.name!r} has no float16, which TPUs do not compute in: use precision='bf16-mixed' or "
+                "'bf16-true'."
+            )
+        if problem is None and _device_was_used_without_spmd():
+            problems.append(DEVICE_USED)
+        return problems
+
+    def training_problems(
+        self, module: TrainModule, window: int, clip_value: float | None, clip_by: str, batch_size: int | None = None
+    ) -> list[str]:
+        # Again: something may have used a device since the trainer was made.
+        return [DEVICE_USED] if _device_was_used_without_spmd() else []
+
+    def _how_started(self) -> str:
+        source = detect_environment().source
+        return "" if source == "single process" else f", and start one process ({source} started several)"
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self, device_type: str, precision: Precision) -> None:
+        if _device_was_used_without_spmd():
+            raise ConfigError(DEVICE_USED)
+        # XLA says for each compilation that it has another partitioner now.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        # Else a number that happens to be 0 or 1 (a learning rate, a bias correction) is built into the program, and
+        # another one compiled when it changes.
+        os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
+        _import_quietly()
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        if not xr.is_spmd():
+            xr.use_spmd()
+        self.precision = precision
+        self.layout = SpmdMesh()
+        self.device = self.layout.device
+        _check_backward(self.device)
+        # torch.manual_seed does not reach these devices. Their seed follows from the CPU's, which stays as it is.
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        torch_xla.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+
+    def checkpoint_activations(self, module: TrainModule, policy: BlockPolicy) -> None:
+        blocks = find_blocks(module, policy)
+        if not blocks:
+            raise ConfigError(
+                f"activation_checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
+            )
+        self._undo += [recompute(block) for block in blocks.values()]
+        self._recomputes = True
+
+    def memory_layout(self) -> MemoryLayout:
+        return MemoryLayout(self.name)
+
+    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+        self.module = module
+        self.precision.convert_module(module)
+        to_device_preserving_ties(module, self.device)
+        self.place_weights(module)
+        if for_training:
+            self._undo += unbiased_running_variance(module)
+        self._lengths = []
+        self._sync()
+        self.recompilation_monitor.start()
+
+    def place_weights(self, module: TrainModule) -> None:
+        """Every device has all weights and buffers, also those that another strategy has divided."""
+        for tensor in [*module.parameters(), *module.buffers()]:
+            self.layout.place(tensor, self.spec(tensor))
+
+    def spec(self, tensor: torch.Tensor) -> Spec:
+        """How a weight or buffer lies on the devices."""
+        return (None,) * tensor.dim()
+
+    def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
+        raise_problems(
+            [
+                f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses the whole step anyway: "
+                "leave fused out."
+                for optimizer in optimizers
+                if any(group.get("fused") for group in optimizer.param_groups)
+            ],
+            "configure_optimizers",
+        )
+        return optimizers
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def to_device(self, batch: Any) -> Any:
+        """The batch, its floating tensors cast if the precision says so, divided among the devices by its samples."""
+        with torch.inference_mode(False):  # see `call`
+            self._place = 0
+            batch = move_to(batch, self._placed)
+        self.recompilation_monitor.batch(batch)
+        return batch
+
+    def _placed(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            leaf = self.precision.convert_batch(leaf)
+            return self.layout.send(self._padded(leaf) if self.pad_last_batch else leaf)
+        if hasattr(leaf, "to") and not isinstance(leaf, type):
+            return leaf.to(self.device)
+        return leaf
+
+    def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Not in evaluation, where every sample counts once.
+        if not self.module.training or tensor.dim() == 0 or len(tensor) == 0:
+            return tensor
+        if self._place == len(self._lengths):
+            self._lengths.append(len(tensor))
+        longest = self._lengths[self._place] = max(self._lengths[self._place], len(tensor))
+        self._place += 1
+        return tensor if len(tensor) == longest else tensor[torch.arange(longest) % len(tensor)]
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        if self._recomputes:
+            advance_seed()
+        return NULL_CONTEXT
+
+    def call(self, step: str, *args: Any) -> Any:
+        if step == "training_step":
+            return super().call(step, *args)
+        # torch_xla has no inference tensors: a linear layer raises.
+        with torch.inference_mode(False), torch.no_grad():
+            outputs = super().call(step, *args)
+        self._run(step)
+        return outputs
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        super().step(optimizer, closure)
+        if closure is not None:
+            self._run("training_step")
+
+    def end_step(self) -> None:
+        """Compile the step that has been recorded, if it is new, and let the devices begin with it."""
+        self._run("training_step")
+
+    def _run(self, kind: str) -> None:
+        self.recompilation_monitor.before()
+        self._sync()
+        self.recompilation_monitor.after(kind)
+
+    def _sync(self) -> None:
+        import torch_xla
+
+        torch_xla.sync()
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, torch.Tensor | Shard]:
+        """Weights and buffers by name, whole, on the CPU."""
+        state: dict[str, torch.Tensor | Shard] = copied_to_host(self.module.state_dict(keep_vars=True), self.layout)
+        return state
+
+    def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
+        super().load_module_state(state, strict)
+        self._sync()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        whole = copied_to_host(optimizer.state_dict(), self.layout)
+        return state_by_name(self.module, optimizer, whole)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        super().load_optimizer_state(optimizer, state)
+        self._place_state(optimizer)
+        self._sync()
+
+    def _place_state(self, optimizer: Optimizer) -> None:
+        """The state of a parameter lies as the parameter does."""
+        for parameter, values in optimizer.state.items():
+            for value in values.values():
+                if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
+                    self.layout.place(value, self.spec(parameter))
+
+    def teardown(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo, self._recomputes = [], False
+        if self.recompilation_monitor.compiles:
+            log.info("%s: %s", self.name, self.recompilation_monitor.in_words())
+
+    # -- what it is, in words ------------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        options = ["pad_last_batch"] if self.pad_last_batch else []
+        if "layout" in vars(self):
+            options.insert(0, f"{self.layout.devices} {self.layout.kind} devices of torch_xla {version('torch_xla')}")
+        return f"{self.name} ({', '.join(options)})" if options else self.name
+
+
+class XlaFsdpStrategy(XlaStrategy):
+    """As `XlaStrategy`, with weights, gradients and optimizer state divided among the devices too (FSDPv2).
+
+    XLA brings the weights of a block together where they are needed. This is what torch_xla's
+    `SpmdFullyShardedDataParallel` does, without a wrapper, so that names stay what they are.
+
+    Args:
+        auto_wrap_policy: the blocks, whose weights are brought together and gradients divided one block at a time; see
+            `trainer.model.blocks.find_blocks`.
+        pad_last_batch, compile_warmup_steps: as in `XlaStrategy`.
+    """
+
+    name: ClassVar[str] = "xla_fsdp"
+
+    def __init__(
+        self,
+        auto_wrap_policy: BlockPolicy = "auto",
+        pad_last_batch: bool = False,
+        compile_warmup_steps: int = 10,
+    ) -> None:
+        super().__init__(pad_last_batch, compile_warmup_steps)
+        self.auto_wrap_policy = auto_wrap_policy
+        self._divided: set[int] = set()
+
+    def memory_layout(self) -> MemoryLayout:
+        return MemoryLayout(self.name, weights=True, gradients=True, optimizer=True)
+
+    def place_weights(self, module: TrainModule) -> None:
+        """Divide the weights, and let the outputs of blocks lie as the batch does."""
+        super().place_weights(module)
+        for block in find_blocks(module, self.auto_wrap_policy).values():
+            self._undo.append(block.register_forward_hook(self._divide_outputs).remove)
+            self._undo.append(barrier_after_backward(block))
+        self._divided = set()
+
+    def spec(self, tensor: torch.Tensor) -> Spec:
+        """Parameters and their state are divided, buffers are not."""
+        return self.layout.spec_of_weight(tensor) if isinstance(tensor, nn.Parameter) else super().spec(tensor)
+
+    def _divide_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
+        for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+            if isinstance(output, torch.Tensor):
+                self.layout.divide_rows(output)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+        super().step(optimizer, closure)
+        # The first step has made the state.
+        if id(optimizer) not in self._divided:
+            self._place_state(optimizer)
+            self._divided.add(id(optimizer))
+
+
+def _import_quietly() -> None:
+    """Importing torch_xla sets up logging for the whole program, which is not its to do."""
+    root = logging.getLogger()
+    before = [*root.handlers]
+    import_module("torch_xla.debug.metrics")
+    root.handlers[:] = before
+
+
+def _device_was_used_without_spmd() -> bool:
+    """Whether it is too late for SPMD. Looks only; torch_xla is not imported for it."""
+    if "torch_xla" not in sys.modules or torch_xla_problem() is not None:
+        return False
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    return bool(torch_xla._XLAC._xla_get_spmd_config_is_locked()) and not xr.is_spmd()
+
+
+def _check_backward(device: torch.device) -> None:
+    """torch sets up its backward passes, with a queue for each device, when the first one runs."""
+    try:
+        torch.autograd.backward(torch.ones((), device=device, requires_grad=True).clone())
+    except RuntimeError as error:
+        raise ConfigError(BACKWARD_RAN) from error

@@ -1,0 +1,70 @@
+"""GradientAccumulationScheduler: windows by epoch, also after a resume in the middle of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, ConfigError
+from trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+
+
+class Windows(Callback):
+    """Notes (epoch, micro-batches done) after every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append((trainer.current_epoch, trainer.progress.batch))
+
+
+def test_windows_grow_with_the_epochs() -> None:
+    windows = Windows()
+    trainer = quiet(max_epochs=4, callbacks=[GradientAccumulationScheduler({0: 4, 2: 3}), windows])
+    trainer.fit(Toy(), loader(8))
+    assert windows.seen == [(0, 4), (0, 8), (1, 4), (1, 8), (2, 3), (2, 6), (2, 8), (3, 3), (3, 6), (3, 8)]
+
+
+def test_before_the_first_epoch_named_the_trainers_own_number_holds() -> None:
+    windows = Windows()
+    scheduler = GradientAccumulationScheduler({1: 8})
+    quiet(max_epochs=2, accumulate_grad_batches=4, callbacks=[scheduler, windows]).fit(Toy(), loader(8))
+    assert windows.seen == [(0, 4), (0, 8), (1, 8)]
+
+
+def test_a_resumed_epoch_goes_on_with_its_own_windows() -> None:
+    def callbacks(windows: Windows) -> list[Callback]:
+        return [GradientAccumulationScheduler({0: 1, 1: 2}), ModelCheckpoint(every_n_train_steps=1), windows]
+
+    first, second = Windows(), Windows()
+    quiet(max_steps=9, enable_checkpointing=True, callbacks=callbacks(first)).fit(Toy(), loader(8))
+    assert first.seen[-1] == (1, 2)
+    resumed = quiet(max_epochs=2, enable_checkpointing=True, callbacks=callbacks(second))
+    resumed.fit(Toy(), loader(8), ckpt_path="last")
+    assert second.seen == [(1, 4), (1, 6), (1, 8)]
+
+
+def test_keys_of_a_json_file_are_strings() -> None:
+    assert GradientAccumulationScheduler({"4": 2, "0": 8}).scheduling == {0: 8, 4: 2}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("wrong", [{}, None, {-1: 2}, {0: 0}, {0: 1.5}, {"soon": 2}, {0: True}])
+def test_a_wrong_schedule_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="GradientAccumulationScheduler"):
+        GradientAccumulationScheduler(wrong)
+
+
+def test_two_answers_to_how_the_run_begins_are_refused() -> None:
+    trainer = quiet(max_epochs=1, accumulate_grad_batches=2, callbacks=[GradientAccumulationScheduler({0: 4})])
+    with pytest.raises(ConfigError, match="both say how the run begins"):
+        trainer.fit(Toy(), loader())
+
+
+def test_manual_optimization_is_refused() -> None:
+    module = Toy()
+    module.automatic_optimization = False
+    with pytest.raises(ConfigError, match="automatic_optimization = False"):
+        quiet(max_epochs=1, callbacks=[GradientAccumulationScheduler({0: 4})]).fit(module, loader())

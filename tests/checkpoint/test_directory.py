@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.checkpoint.directory import CheckpointDirectory, locate
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.writing import write_checkpoint
+from trainer.errors import CheckpointError
+
+
+def add(store: CheckpointDirectory, name: str, **info: Any) -> Path:
+    write_checkpoint(store.folder / name, {"model": {"w": torch.ones(5)}, "name": name}, info=info)
+    return store.folder / name
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointDirectory:
+    """Checkpoints of steps 2, 10 and 30, the latest first by name."""
+    store = CheckpointDirectory(tmp_path / "checkpoints")
+    for name, step in (("c", 2), ("b", 10), ("a", 30)):
+        add(store, name, step=step)
+    return store
+
+
+def names(store: CheckpointDirectory) -> list[str]:
+    return [path.name for path in store.list()]
+
+
+def damage(path: Path) -> None:
+    file = path / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_checkpoints_are_listed_by_step_then_name(store: CheckpointDirectory) -> None:
+    add(store, "without")
+    add(store, "also10", step=10)
+    (store.folder / "uncommitted").mkdir()
+    (store.folder / ".tmp-x-1-00000000").mkdir()
+    (store.folder / "notes.txt").write_text("")
+    assert names(store) == ["without", "c", "also10", "b", "a"]
+    assert store.info("b") == store.info(store.folder / "b") == {"step": 10}
+    assert CheckpointDirectory(store.folder / "none").list() == []
+
+
+def test_a_damaged_manifest_is_named_and_left_out(store: CheckpointDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    (store.folder / "a" / "manifest.json").write_text("{")
+    assert names(store) == ["c", "b"]
+    assert str(store.folder / "a" / "manifest.json") in caplog.text
+
+
+def test_pointers_are_set_moved_and_read(store: CheckpointDirectory) -> None:
+    assert store.pointer("last") is None
+    store.set_pointer("last", "b")
+    store.set_pointer("best", store.folder / "c")
+    store.set_pointer("last", "a")
+    assert store.pointer("last") == store.resolve("last") == store.folder / "a"
+    assert store.pointer("best") == store.resolve("best") == store.folder / "c"
+    assert sorted(path.name for path in store.folder.iterdir()) == ["a", "b", "best.json", "c", "last.json"]
+
+
+@pytest.mark.parametrize("name", ["missing", "../checkpoints/a/x", "..", "/etc", "", ".tmp-x"])
+def test_pointers_point_to_checkpoints_only(store: CheckpointDirectory, name: str) -> None:
+    with pytest.raises(CheckpointError):
+        store.set_pointer("last", name)
+    with pytest.raises(CheckpointError):
+        store.remove(name)
+    with pytest.raises(CheckpointError, match="unknown pointer 'latest'"):
+        store.set_pointer("latest", "a")  # type: ignore[arg-type]
+    assert store.pointer("last") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"checkpoint": 3}', '{"checkpoint": "../a"}', '{"checkpoint": "gone"}']
+)
+def test_a_pointer_that_leads_nowhere_is_reported_and_passed_over(
+    store: CheckpointDirectory, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for pointer in ("last", "best"):
+        (store.folder / f"{pointer}.json").write_text(text)
+    assert store.pointer("last") is None
+    assert "last.json" in caplog.text
+    assert store.resolve("last") == store.folder / "a"
+    with pytest.raises(CheckpointError, match=r"no checkpoint is recorded as 'best' .* There are: c, b, a"):
+        store.resolve("best")
+
+
+def test_readers_always_see_a_whole_pointer(store: CheckpointDirectory) -> None:
+    store.set_pointer("last", "a")
+    stop = threading.Event()
+    seen: list[Path | None] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.append(store.pointer("last"))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(50):
+        store.set_pointer("last", "b")
+        store.set_pointer("last", "a")
+    stop.set()
+    reader.join()
+    assert set(seen) == {store.folder / "a", store.folder / "b"}
+
+
+def test_a_pointer_that_cannot_be_written_stays(store: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.set_pointer("last", "b")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot write .*last\.json: No space"):
+        store.set_pointer("last", "a")
+    assert store.pointer("last") == store.folder / "b"
+    assert sorted(path.name for path in store.folder.iterdir()) == ["a", "b", "c", "last.json"]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    store: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.set_pointer("last", "a")
+    assert store.newest_valid() == store.folder / "a"
+    (store.folder / "a" / "notes.txt").write_text("a file too many is no damage")
+    assert store.newest_valid() == store.folder / "a"
+    damage(store.folder / "a")
+    assert store.newest_valid() == store.folder / "b"
+    assert str(store.folder / "a" / "model.safetensors") in caplog.text
+    assert store.resolve("last") == store.folder / "b"
+    for name in ("b", "c"):
+        damage(store.folder / name)
+    assert store.newest_valid() is None
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        store.resolve("last")
+
+
+def test_paths_and_names_are_resolved(store: CheckpointDirectory, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    write_checkpoint(elsewhere, {})
+    assert store.resolve(elsewhere) == store.resolve(str(elsewhere)) == elsewhere
+    assert store.resolve("b") == store.folder / "b"
+    with pytest.raises(CheckpointError, match=r"no checkpoint lats\. Did you mean 'last'\? .*there are: c, b, a\."):
+        store.resolve("lats")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        store.resolve(tmp_path / "folder")
+
+
+def test_all_but_the_last_whole_checkpoint_can_be_removed(store: CheckpointDirectory) -> None:
+    store.remove("b")
+    (store.folder / "a" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="c is the only whole checkpoint"):
+        store.remove("c")
+    store.remove(store.folder / "a")
+    assert [path.name for path in store.folder.iterdir()] == ["c"]
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        store.remove("a")
+
+
+def test_readers_see_a_removed_checkpoint_whole_or_not_at_all(
+    store: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    unlink = os.unlink
+
+    def spy(*args: Any, **kwargs: Any) -> None:
+        seen.append(names(store))
+        unlink(*args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", spy)
+    store.remove("b")
+    assert len(seen) == 3
+    assert all(listed == ["c", "a"] for listed in seen)
+
+
+def test_leftovers_of_dead_writers_are_cleaned(store: CheckpointDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    leftovers = {
+        "dead": store.folder / f".tmp-x-{dead.pid}-00000000",
+        "alive": store.folder / f".tmp-x-{os.getpid()}-00000000",
+        "dead file": store.folder / f".tmp-last.json-{dead.pid}-00000000",
+        "not ours": store.folder / ".tmp-notes",
+    }
+    for name, path in leftovers.items():
+        if name == "dead file":
+            path.write_text("")
+        else:
+            path.mkdir()
+            (path / "model.safetensors").write_text("partial")
+    assert sorted(store.clean()) == sorted([leftovers["dead"], leftovers["dead file"]])
+    assert leftovers["alive"].exists()
+    assert store.clean(max_age=-1) == [leftovers["alive"]]
+    assert leftovers["not ours"].exists()
+    assert names(store) == ["c", "b", "a"]
+    assert CheckpointDirectory(store.folder / "none").clean() == []
+
+
+def test_a_checkpoint_set_aside_by_a_dead_writer_goes_back(
+    store: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    aside = store.folder / f".old-b-{dead.pid}-00000000"
+    (store.folder / "b").rename(aside)
+    with caplog.at_level(logging.WARNING):
+        assert store.clean() == []
+    assert "the old one is back" in caplog.text
+    assert read_checkpoint(store.folder / "b")["name"] == "b"
+    (store.folder / "c").rename(aside)
+    assert store.clean() == [aside]  # the new one was in place already
+    assert read_checkpoint(store.folder / "b")["name"] == "b"
+
+
+def test_a_pointer_may_end_a_path(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one", {"model": {"w": torch.ones(1)}}, info={"step": 1})
+    write_checkpoint(tmp_path / "two", {"model": {"w": torch.ones(1)}}, info={"step": 2})
+    CheckpointDirectory(tmp_path).set_pointer("best", "one")
+    assert locate(tmp_path / "best").name == "one"
+    assert locate(str(tmp_path / "last")).name == "two"
+    assert locate(tmp_path / "two").name == "two"
+    with pytest.raises(CheckpointError, match="Did you mean 'best'"):
+        locate(tmp_path / "bset")
+
+
+def test_of_equally_good_ones_the_newest_is_the_best() -> None:
+    kept = {"one": 0.9, "two": 0.99, "three": 0.99, "four": None}
+    retention = Retention(by_value=True, mode="max", top_k=1, last=False)
+    assert retention.best(kept) == "three"
+    assert retention.to_delete(kept) == ["one", "two", "four"]
+
+
+def test_a_damaged_last_one_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step, name in enumerate(("one", "two")):
+        write_checkpoint(tmp_path / name, {"model": {"w": torch.ones(1)}}, info={"step": step})
+    CheckpointDirectory(tmp_path).set_pointer("last", "two")
+    (tmp_path / "two" / "model.safetensors").unlink()
+    assert CheckpointDirectory(tmp_path).resolve("last").name == "one"
+    assert caplog.text.count("Passing over the checkpoint two") == 1

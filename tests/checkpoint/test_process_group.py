@@ -1,0 +1,158 @@
+"""Several processes write one checkpoint: whole or not at all, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.processes import run_distributed
+from trainer.checkpoint.async_writer import BackgroundWriter
+from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_manifest, verify_checkpoint
+from trainer.checkpoint.process_group import StorePeers
+from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Shard
+from trainer.checkpoint.writing import write_checkpoint
+from trainer.errors import CheckpointError
+from trainer.precision import resolve_precision
+from trainer.strategies import DDPStrategy
+
+WORLD = 3
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {"w": torch.randn(5, 4, generator=generator), "b": torch.randn(7, generator=generator)}
+
+
+def shard(tensor: torch.Tensor, rank: int, world: int) -> Shard:
+    """Consecutive elements; the last process has none of a small tensor's."""
+    size = -(-tensor.numel() // world) if tensor.numel() > 7 else -(-tensor.numel() // (world - 1))
+    low, high = min(rank * size, tensor.numel()), min((rank + 1) * size, tensor.numel())
+    return Shard(tensor.flatten()[low:high], tuple(tensor.shape), FlatSlice(low, high - low))
+
+
+def state(rank: int, world: int) -> dict[str, Any]:
+    weights = whole_state()
+    divided: dict[str, Any] = {name: shard(tensor, rank, world) for name, tensor in weights.items()}
+    divided["tied"] = divided["w"]
+    divided["buffer"] = torch.arange(3)
+    return {"model": divided, "optimizers": [{"m": {"w": shard(weights["w"] * 2, rank, world)}}], "step": 7}
+
+
+def joined() -> DDPStrategy:
+    """The talk between processes, as a strategy does it."""
+    strategy = DDPStrategy()
+    strategy.setup_environment("cpu", resolve_precision("32-true"))
+    return strategy
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def write_and_fail(folder: str) -> dict[str, Any]:
+    """What each process sees of good and bad writes."""
+    peers = joined()
+    rank, place = peers.rank, Path(folder)
+    own = state(rank, WORLD)
+    results: dict[str, Any] = {}
+    write_checkpoint(place / "good", own, info={"step": 7}, peers=peers)
+    results["again"] = error_of(lambda: write_checkpoint(place / "good", own, peers=peers))
+    write_checkpoint(place / "good", {**own, "step": 8}, overwrite=True, peers=peers)
+    bad = {**own, "bad": {1}} if rank == 1 else own
+    results["a field on rank 1"] = error_of(lambda: write_checkpoint(place / "field", bad, peers=peers))
+    lacking = {**own, "model": {**own["model"], "w": Shard(torch.empty(0), (5, 4), EMPTY_SLICE)}} if rank == 2 else own
+    results["a part is missing"] = error_of(lambda: write_checkpoint(place / "missing", lacking, peers=peers))
+    if rank == 1:
+        # Writing under this rank's name is impossible: a folder is in the way.
+        from trainer.checkpoint import writing as write
+
+        def refuse(path: Any, chunks: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        write.write_file = refuse  # type: ignore[assignment]
+    results["a full disk on rank 1"] = error_of(lambda: write_checkpoint(place / "full", own, peers=peers))
+    results["left"] = sorted(path.name for path in place.iterdir())
+    peers.barrier()
+    return results
+
+
+def test_all_or_nothing(tmp_path: Path) -> None:
+    results = run_distributed(write_and_fail, WORLD, str(tmp_path / "c"))
+    for result in results:
+        assert "exists" in result["again"]
+        assert "bad" in result["a field on rank 1"]
+        assert "set" in result["a field on rank 1"]
+        assert "do not hold the same state" in result["a part is missing"]
+        assert "rank 1 cannot write" in result["a full disk on rank 1"]
+        assert "No space left" in result["a full disk on rank 1"]
+        assert result["left"] == ["good"]
+    good = tmp_path / "c" / "good"
+    assert verify_checkpoint(good) == []
+    read = read_checkpoint(good)
+    weights = whole_state()
+    assert read["step"] == 8
+    assert torch.equal(read["model"]["w"], weights["w"])
+    assert torch.equal(read["model"]["b"], weights["b"])
+    assert read["model"]["tied"] is read["model"]["w"]
+    assert torch.equal(read["optimizers"][0]["m"]["w"], weights["w"] * 2)
+    files = set(read_manifest(good).files)
+    assert {"model.00000.safetensors", "model.00001.safetensors", "model.00002.safetensors"} < files
+    sizes = [(good / f"model.0000{rank}.safetensors").stat().st_size for rank in range(WORLD)]
+    assert max(sizes) < 20 * 4 + 7 * 4 + 300  # a third of each, tied once, and a header
+
+
+def write_in_threads(folder: str) -> dict[str, Any]:
+    """In the background, while the processes use their group."""
+    peers = joined()
+    store: Any = peers.store
+    writer, done = BackgroundWriter(), threading.Event()
+    own = state(peers.rank, WORLD)
+    results: dict[str, Any] = {}
+    beside = StorePeers(store.clone(), peers.rank, WORLD, "one", timeout=60)
+    writer.start(Path(folder) / "background", own, {"step": 1}, done.set, peers, beside)
+    for _ in range(50):
+        dist.all_reduce(torch.ones(1000))
+    writer.wait()
+    results["written"] = (*writer.result(), done.is_set())
+    if peers.rank != 2:
+        lonely = StorePeers(store.clone(), peers.rank, WORLD, "two", timeout=0.5)
+        results["nobody comes"] = error_of(lambda: lonely.gather_objects(1))
+    peers.barrier()
+    os.sync()
+    return results
+
+
+def open_damaged(folders: list[str]) -> list[str]:
+    peers = joined()
+    return [error_of(partial(open_checkpoint, folder, ("model",), verify=True, peers=peers)) for folder in folders]
+
+
+def test_in_the_background_and_damage_afterwards(tmp_path: Path) -> None:
+    results = run_distributed(write_in_threads, WORLD, str(tmp_path))
+    for result in results:
+        path, error, done = result["written"]
+        assert (path, error, done) == (str(tmp_path / "background"), None, True)
+    assert results[0]["nobody comes"].startswith(WriteError.__name__)
+    assert torch.equal(read_checkpoint(tmp_path / "background")["model"]["w"], whole_state()["w"])
+
+    files = ["model.00002.safetensors", "optimizers.00000.safetensors", "checkpoint.json"]
+    for file in files:
+        shutil.copytree(tmp_path / "background", tmp_path / file)
+        content = bytearray((tmp_path / file / file).read_bytes())
+        content[-1] ^= 1
+        (tmp_path / file / file).write_bytes(content)
+    for told in run_distributed(open_damaged, 2, [str(tmp_path / file) for file in files]):
+        assert all(file in message for file, message in zip(files, told, strict=True)), told

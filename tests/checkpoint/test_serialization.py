@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import pathlib
+import random
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.checkpoint.serialization import MAX_DEPTH, from_json, join, split, to_json
+from trainer.errors import CheckpointError
+
+Same = Callable[[Any, Any], None]
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Point:
+    x: int = 0
+
+
+def round_trip(value: Any) -> Any:
+    data, tensors, *_ = split(value, "value")
+    return join(from_json(to_json(data), "value"), lambda info: tensors[info.name], "value")
+
+
+def test_scalars_and_containers_come_back_exactly(assert_same: Same) -> None:
+    nested = {
+        "betas": (0.9, 0.999),
+        "lists": [[], [[]], ((),), {}],
+        "numbers": [2**64, -(2**200), True, 1, 1.0, float("nan"), float("-inf"), -0.0],
+        "int keys": {0: "a", 7: {"b": None}},
+        "odd keys": {(1, "x"): 1, None: 2, True: 3, 2.5: 4},
+        "counts": Counter({30: 1, 80: 2}),
+    }
+    assert_same(nested, round_trip(nested))
+
+
+def test_random_generators_continue_from_the_restored_state() -> None:
+    generator = random.Random(3)
+    state = round_trip(generator.getstate())
+    numpy_generator = np.random.default_rng(5)
+    numpy_state = round_trip(numpy_generator.bit_generator.state)
+    expected = generator.random(), numpy_generator.random()
+    generator.setstate(state)
+    numpy_generator.bit_generator.state = numpy_state
+    assert (generator.random(), numpy_generator.random()) == expected
+
+
+def test_dict_subclasses_become_dicts(assert_same: Same) -> None:
+    assert_same({"a": 1}, round_trip(OrderedDict(a=1)))
+
+
+@pytest.mark.parametrize("key", ["$tensor", "$tuple", "$items", "$counter", "$float", "$int", "$", "$new"])
+def test_reserved_names_in_user_data_are_not_misread(key: str, assert_same: Same) -> None:
+    for value in (
+        {key: [1]},
+        {key: "nan"},
+        {key: {key: ()}},
+        {key: 1, "a": 2},
+        {key: "w", "dtype": "float32", "shape": []},
+    ):
+        assert_same(value, round_trip(value))
+
+
+def test_tensor_names_are_the_keys_and_paths() -> None:
+    one = torch.ones
+    _, tensors, *_ = split(
+        {"a.b": one(1), "a": {"b": one(2)}, "c": [one(3), {4: one(4)}], "__metadata__": one(5)}, "model"
+    )
+    assert {name: len(tensor) for name, tensor in tensors.items()} == {
+        "a.b": 1,
+        "a.b#2": 2,
+        "c.0": 3,
+        "c.1.4": 4,
+        "__metadata__#2": 5,
+    }
+    assert list(split(one(1), "rng")[1]) == ["rng"]
+
+
+def test_tied_tensors_are_stored_once_and_come_back_for_each_name() -> None:
+    weight = torch.nn.Parameter(torch.rand(3, 4))
+    back = round_trip(
+        {"encoder": weight, "decoder": weight.data, "view": weight.detach()[:, :], "twice": [weight, weight]}
+    )
+    assert list(split({"encoder": weight, "decoder": weight.data}, "model")[1]) == ["encoder"]
+    assert back["encoder"] is back["decoder"] is back["view"] is back["twice"][1]
+
+
+def test_views_that_only_overlap_are_stored_apart(assert_same: Same) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    state = {"whole": whole, "row": whole[1], "transposed": whole.t(), "as ints": whole.view(torch.int32)}
+    state["square"] = whole.reshape(-1)[:9].reshape(3, 3)
+    state["its transpose"] = state["square"].t()
+    state["conjugate"], state["plain"] = torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(0)
+    assert len(split(state, "model")[1]) == len(state)
+    assert_same(state, round_trip(state))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "advice"),
+    [
+        (pathlib.Path("x"), "PosixPath", "str(value)"),
+        (Color.RED, "Color", "value.name"),
+        (np.float64(1), "numpy.float64", "value.item()"),
+        (np.zeros(2), "numpy.ndarray", "torch.from_numpy(value)"),
+        (np.bool_(True), "numpy.bool", "value.item()"),
+        (len, "builtin_function_or_method", "name"),
+        (Point, "type", "value.__name__"),
+        (Point(), "Point", "data"),
+        (torch.nn.ReLU(), "ReLU", "value.state_dict()"),
+        ({1}, "set", "sorted(value)"),
+        (b"x", "bytes", "value.hex()"),
+        (torch.float32, "torch.dtype", "str(value)"),
+        (torch.Size([1]), "torch.Size", "plain type"),
+        (namedtuple("Pair", "a b")(1, 2), "Pair", "plain type"),
+        (datetime.timedelta(1), "datetime.timedelta", "data"),
+        (1j, "complex", "data"),
+        (torch.zeros(2, device="meta"), "Tensor", "meta"),
+        (torch.eye(2).to_sparse(), "Tensor", "to_dense()"),
+        (torch.nn.UninitializedParameter(), "UninitializedParameter", "plain tensor"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_what_is_not_data_is_refused_with_its_path(value: Any, kind: str, advice: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        split({"state": [0, {3: (value,)}]}, "optimizers")
+    message = str(caught.value)
+    assert message.startswith("cannot store optimizers['state'][1][3][0]: it is a ")
+    assert kind in message
+    assert advice in message
+
+
+def test_all_refusals_are_reported_at_once() -> None:
+    with pytest.raises(CheckpointError, match=r"cannot store 2 fields[\s\S]*x\['a'\][\s\S]*x\['b'\]\[0\]"):
+        split({"a": {1}, "b": [len]}, "x")
+
+
+def test_keys_that_are_not_data_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"x\['a'\]: it is a dict with the key <Color.RED: 1>"):
+        split({"a": {Color.RED: 1}}, "x")
+
+
+def test_nesting_is_bounded_and_cycles_are_found(assert_same: Same) -> None:
+    cycle: list[Any] = []
+    cycle += [cycle, cycle]
+    with pytest.raises(CheckpointError, match="contains itself"):
+        split(cycle, "x")
+    deep: Any = 0
+    for _ in range(MAX_DEPTH):
+        deep = {1: deep}
+    assert_same(deep, round_trip(deep))
+    with pytest.raises(CheckpointError, match="levels deep"):
+        split([deep], "x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"$new": 1}',
+        '{"$tuple": 1}',
+        '{"$tuple": [], "a": 1}',
+        '{"a": 1, "$tuple": []}',
+        '{"$items": [[1]]}',
+        '{"$items": [[[1], 2]]}',
+        '{"$items": [[1, 2], [1.0, 3]]}',
+        '{"$counter": {}}',
+        '{"$float": "1.0"}',
+        '{"$int": "12"}',
+        '{"$int": 12}',
+        '{"$tensor": "w"}',
+        '{"$tensor": "w", "dtype": "object", "shape": []}',
+        '{"$tensor": "w", "dtype": "float32", "shape": [-1]}',
+        '{"$tensor": "w", "dtype": ["float32"], "shape": [true]}',
+        '{"$tensor": "w", "dtype": "float32", "shape": [], "x": 1}',
+        "NaN",
+        '{"a": Infinity}',
+        "[" * 100_000,
+        "[" * 200 + "]" * 200,
+        "1" * 10_000,
+        "\x80",
+        "",
+    ],
+    ids=lambda text: text[:30],
+)
+def test_json_that_we_do_not_write_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError):
+        join(from_json(text.encode("latin-1"), "x"), lambda info: info, "x")

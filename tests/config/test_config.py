@@ -1,0 +1,315 @@
+"""Configuration files become trees that know their lines; trees are laid over each other; values fit annotations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from trainer.config.files import read_file, to_yaml
+from trainer.config.tree import Diagnostics, Node, canonical, dotted, from_override, holds_class, is_index, merge
+from trainer.config.types import TypeMismatchError, allowed, parameters_of, validate
+
+NAMES = {"yaml": "YAML", "json": "JSON", "toml": "TOML"}
+
+
+def read(text: str, name: str = "run.yaml") -> tuple[Any, list[str]]:
+    """What a file with this text holds, and the problems with it."""
+    Path(name).write_text(text, encoding="utf-8")
+    findings = Diagnostics()
+    tree = read_file(name, findings)
+    return (tree.plain() if tree else None), [str(problem) for problem in findings.problems]
+
+
+def lines(node: Node, place: tuple[Any, ...] = ()) -> dict[str, int | None]:
+    """The line of every value by its place."""
+    found = {dotted(place): node.source.line} if place else {}
+    children = node.value if isinstance(node.value, dict) else {}
+    if isinstance(node.value, list):
+        children = dict(enumerate(node.value))
+    for key, child in children.items():
+        found.update(lines(child, (*place, key)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1E5", 100000.0),
+        ("1_000", 1000),
+        ("010", 10),
+        ("0x10", 16),
+        ("-3", -3),
+        (".5", 0.5),
+        ("3.", 3.0),
+        (".inf", float("inf")),
+        ("true", True),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("~", None),
+        ("", None),
+        ("'3'", "3"),
+        ("10:00:00:00", "10:00:00:00"),
+        ("2024-01-01", "2024-01-01"),
+        ("1.2.3", "1.2.3"),
+        ("e5", "e5"),
+        ("[1, a, null]", [1, "a", None]),
+        ("{0: 1}", {0: 1}),
+    ],
+)
+def test_scalars_are_those_of_yaml_1_2_and_survive_a_round_trip(text: str, value: Any) -> None:
+    assert read(f"x: {text}\n") == ({"x": value}, [])
+    assert read(to_yaml({"x": value})) == ({"x": value}, [])
+
+
+def test_every_value_knows_its_line_in_every_format() -> None:
+    Path("run.yaml").write_text(
+        "module:\n  init_args:\n    lr: 1\n\ntrainer:\n  callbacks:\n  - A\n  - class_path: B\n"
+    )
+    Path("run.json").write_text(
+        '{\n"module": {\n\t"init_args": {\n"lr": 1}},\n"trainer": {\n"callbacks": [\n"A",\n{"class_path": "\\u00e4"}]}}'
+    )
+    Path("run.toml").write_text(
+        '[module.init_args]\nlr = 1\n\n[trainer]\nmax_epochs = 3\nprecision = "32-true"\n'
+        '[[trainer.callbacks]]\nclass_path = "A"\n[trainer.callbacks.init_args]\nx = 1\n'
+        '[[trainer.callbacks]]\nclass_path = "B"\ninit_args = {y = 2}\n'
+    )
+    findings = Diagnostics()
+    trees = {suffix: read_file(f"run.{suffix}", findings) for suffix in NAMES}
+    assert findings.problems == []
+    assert lines(trees["yaml"]) == {  # type: ignore[arg-type]
+        "module": 1,
+        "module.init_args": 2,
+        "module.init_args.lr": 3,
+        "trainer": 5,
+        "trainer.callbacks": 6,
+        "trainer.callbacks.0": 7,
+        "trainer.callbacks.1": 8,
+        "trainer.callbacks.1.class_path": 8,
+    }
+    assert lines(trees["json"])["module.init_args.lr"] == 4  # type: ignore[arg-type]
+    assert lines(trees["json"])["trainer.callbacks.1"] == 8  # type: ignore[arg-type]
+    assert trees["json"].plain()["trainer"]["callbacks"][1] == {"class_path": "ä"}  # type: ignore[union-attr]
+    toml = lines(trees["toml"])  # type: ignore[arg-type]
+    assert toml["module.init_args.lr"] == 2
+    assert (toml["trainer"], toml["trainer.max_epochs"], toml["trainer.precision"]) == (4, 5, 6)
+    assert (toml["trainer.callbacks.0"], toml["trainer.callbacks.0.init_args.x"]) == (7, 10)
+    assert (toml["trainer.callbacks.1"], toml["trainer.callbacks.1.init_args.y"]) == (11, 13)
+
+
+def test_json_is_read_as_json() -> None:
+    data = {"a": [1, 2.5, True, None, "1e-3", "\u00e9\U0001f600", "x/y"], "b": {"c": ""}, "d": 1e-7}
+    assert read(json.dumps(data), "run.json") == (data, [])
+    assert read(json.dumps(data, indent="\t"), "run.json") == (data, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("run.yaml", "a: 1\nb: [1\nc: 2\n", "run.yaml:3: not valid YAML: while parsing a flow sequence expected"),
+        ("run.yaml", "a:\n\tb: 1\n", "run.yaml:2: not valid YAML"),
+        ("run.yaml", "a:\n\tb: 1\n", "Indent with spaces, not tabs"),
+        ("run.yaml", "a: 1\n b: 2\n", "run.yaml:2: not valid YAML: mapping values are not allowed here"),
+        ("run.yaml", "a: *b\n", "run.yaml:1: not valid YAML: found undefined alias"),
+        ("run.yaml", "a: 1\n---\nb: 2\n", "run.yaml:2: not valid YAML"),
+        ("run.yaml", "a: 1\nb: \x07\n", "run.yaml:2: not valid YAML: special characters are not allowed"),
+        ("run.yaml", "a: 1\nb: 2\na: 3\n", "run.yaml:3: key 'a' is given twice, at lines 1 and 3. Keep one."),
+        ("run.yaml", "x:\n  a: &a [*a]\n", "run.yaml:2: this value contains itself"),
+        (
+            "run.yaml",
+            "x: !!python/object:os.system 3\n",
+            "run.yaml:1: the tag 'tag:yaml.org,2002:python/object:os.system'",
+        ),
+        ("run.yaml", "? [a]\n: 3\n", "run.yaml:1: a key must be a name"),
+        ("run.yaml", "", "run.yaml: the file is empty; a configuration has the keys module, data, trainer, ckpt_path."),
+        ("run.yaml", "\n# only this\n", "run.yaml: the file is empty"),
+        ("run.yaml", "\n- a\n", "run.yaml:2: this is not a mapping of names to values"),
+        ("run.json", "", "run.json: the file is empty"),
+        ("run.json", '{"a": 1,\n"b" 2}', "run.json:2: not valid JSON: Expecting ':' delimiter (column 5)."),
+        ("run.json", '{"a": 1,\n"a": 2}', "run.json:2: key 'a' is given twice, at lines 1 and 2. Keep one."),
+        ("run.toml", "a = 1\nb = \n", "run.toml:2: not valid TOML: Invalid value (column 5)."),
+        ("run.toml", "a = 1\na = 2\n", "run.toml:2: not valid TOML: Cannot overwrite a value"),
+        (
+            "run.ini",
+            "a = 1\n",
+            "run.ini: cannot tell what kind of file this is from '.ini'; allowed: .yaml, .yml, .json",
+        ),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(name: str, text: str, expected: str) -> None:
+    value, problems = read(text, name)
+    assert value is None
+    assert len(problems) == 1
+    assert expected in problems[0]
+
+
+def test_a_missing_file_is_named_with_one_that_is_there() -> None:
+    Path("run.yaml").write_text("a: 1\n")
+    findings = Diagnostics()
+    assert read_file("run.yml", findings) is None
+    assert str(findings.problems[0]) == f"run.yml: there is no such file in {Path.cwd()}. Did you mean 'run.yaml'?"
+
+
+def test_yaml_anchors_and_merge_keys_work() -> None:
+    text = "base: &base {lr: 1, width: 2}\nmore:\n  <<: *base\n  lr: 3\n"
+    assert read(text)[0]["more"] == {"width": 2, "lr": 3}
+
+
+# -- laying over ------------------------------------------------------------------------------------------------------
+
+
+def tree_of(text: str) -> Node:
+    Path("tree.yaml").write_text(text)
+    findings = Diagnostics()
+    tree = read_file("tree.yaml", findings)
+    assert tree is not None
+    tree = canonical(tree, findings)
+    assert findings.problems == []
+    return tree
+
+
+def merged(*texts: str) -> tuple[Any, list[str], list[str]]:
+    findings = Diagnostics()
+    result = tree_of(texts[0])
+    for text in texts[1:]:
+        result = merge(result, tree_of(text), findings)
+    return result.plain(), [str(problem) for problem in findings.problems], findings.notes
+
+
+@pytest.mark.parametrize(
+    "short",
+    [
+        "module: a.B",
+        "module: {class_path: a.B}",
+        "module: {class_path: a.B, init_args: }",
+        "module: {class_path: a.B, init_args: {}}",
+    ],
+)
+def test_short_forms_of_a_class(short: str) -> None:
+    assert tree_of(short).plain() == {"module": {"class_path": "a.B"}}
+
+
+def test_short_forms_in_the_trainer() -> None:
+    tree = tree_of("trainer: {strategy: {name: ddp, x: 1}, callbacks: {class_path: A, y: 1}, logger: B}")
+    assert tree.plain()["trainer"] == {
+        "strategy": {"class_path": "ddp", "init_args": {"x": 1}},
+        "callbacks": [{"class_path": "A", "init_args": {"y": 1}}],
+        "logger": {"class_path": "B"},
+    }
+    assert tree_of("trainer: {logger: [A, B], callbacks: null}").plain()["trainer"] == {
+        "logger": [{"class_path": "A"}, {"class_path": "B"}],
+        "callbacks": None,
+    }
+    assert tree_of("trainer: {logger: false}").plain() == {"trainer": {"logger": False}}
+
+
+def test_mappings_are_merged_deeply_and_lists_replaced() -> None:
+    first = "module: {class_path: a.B, init_args: {x: 1, y: {p: 1, q: 2}, z: [1, 2]}}"
+    second = "module: {init_args: {y: {q: 3}, z: [3]}}\ntrainer: {max_epochs: 1}"
+    assert merged(first, second) == (
+        {
+            "module": {"class_path": "a.B", "init_args": {"x": 1, "y": {"p": 1, "q": 3}, "z": [3]}},
+            "trainer": {"max_epochs": 1},
+        },
+        [],
+        [],
+    )
+
+
+def test_another_class_starts_from_its_own_defaults_and_that_is_said() -> None:
+    value, _, notes = merged("module: {class_path: a.B, init_args: {x: 1}}", "module: c.D")
+    assert value == {"module": {"class_path": "c.D"}}
+    assert notes == [
+        "tree.yaml:1: module is now c.D; the arguments given to a.B at tree.yaml:1 are left out.",
+    ]
+
+
+def test_the_same_class_keeps_its_arguments() -> None:
+    value, _, notes = merged("module: {class_path: /there:a.B, init_args: {x: 1}}", "module: a.B")
+    assert value == {"module": {"class_path": "a.B", "init_args": {"x": 1}}}
+    assert notes == []
+
+
+def test_numbers_change_elements_of_a_list() -> None:
+    callbacks = "trainer: {callbacks: [{class_path: A, x: 1}, B]}"
+    value, _, _ = merged(callbacks, "trainer: {callbacks: {0: {x: 2}}}")
+    assert value["trainer"]["callbacks"] == [{"class_path": "A", "init_args": {"x": 2}}, {"class_path": "B"}]
+    _, problems, _ = merged(callbacks, "trainer: {callbacks: {2: {x: 2}}}")
+    assert problems == [
+        "tree.yaml:1: trainer.callbacks.2: there is no such element; trainer.callbacks has 2, numbered 0 to 1."
+    ]
+
+
+def test_an_override_is_a_tree_of_one_value() -> None:
+    assert from_override("a.b.c", tree_of("x: 1").value["x"]).plain() == {"a": {"b": {"c": 1}}}  # type: ignore[index]
+    assert holds_class(("trainer", "callbacks", "0"))
+    assert not holds_class(("trainer", "callbacks"))
+    assert [is_index(key) for key in (0, "0", "a", True, -1)] == [True, True, False, False, False]
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        (3, int, 3),
+        (1, float, 1.0),
+        ([1, 2], tuple[int, ...], (1, 2)),
+        (["a"], Sequence[str], ["a"]),
+        ("a/b", Path, Path("a/b")),
+        ("a", Literal["a", "b"], "a"),
+        ({0: 8}, dict[int, int], {0: 8}),
+        (None, int | None, None),
+        (True, bool | int, True),
+        (1, int | float, 1),
+        (1.0, int | float, 1.0),
+        ({"x": [1]}, Any, {"x": [1]}),
+    ],
+)
+def test_values_that_fit(value: Any, annotation: Any, expected: Any) -> None:
+    result = validate(value, annotation)
+    assert result == expected
+    assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "words"),
+    [
+        (2.5, int, "an integer"),
+        (2.0, int, "an integer"),
+        ("3", int, "an integer"),
+        (True, int, "an integer"),
+        (True, float, "a number"),
+        ("1e-3", float, "a number"),
+        (1, bool, "true or false"),
+        (3, str, "text"),
+        (2.5, int | None, "an integer or null"),
+        ("x", int | float, "a number"),
+        ("c", Literal["a", "b"], '"a" or "b"'),
+        ([1, "a"], list[int] | str, "a list of integers or text"),
+        ({"a": 1}, dict[str, str] | None, "a mapping of texts to texts or null"),
+    ],
+)
+def test_values_that_do_not_fit(value: Any, annotation: Any, words: str) -> None:
+    with pytest.raises(TypeMismatchError):
+        validate(value, annotation)
+    assert allowed(annotation, lambda cls: cls.__name__) == words
+
+
+def test_parameters_without_a_usable_annotation_take_anything() -> None:
+    class Odd:
+        def __init__(self, a, b: NotDefined = 1, *args, c: int, **kwargs) -> None:  # type: ignore # noqa: F821
+            pass
+
+    parameters = parameters_of(Odd)
+    assert {name: (p.annotation, p.required) for name, p in parameters.named.items()} == {
+        "a": (Any, True),
+        "b": (Any, False),
+        "c": (int, True),
+    }
+    assert parameters.open

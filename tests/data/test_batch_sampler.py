@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from trainer.data.batch_sampler import DistributedBatchSampler
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def stream_of(loader: DataLoader[Any], rank: int = 0, world: int = 1, **options: Any) -> DistributedBatchSampler:
+    options = {"seed": 1, "training": True, **options}
+    return DistributedBatchSampler(loader, rank=rank, world_size=world, **options)
+
+
+def read(stream: DistributedBatchSampler, epoch: int = 0, start: int = 0) -> list[tuple[list[int], int, int | None]]:
+    stream.seek(epoch, start)
+    batches = list(stream)
+    assert len(batches) == len(stream.counts)
+    return [(batch, *count) for batch, count in zip(batches, stream.counts, strict=True)]
+
+
+def shapes() -> Iterator[tuple[int, int, int]]:
+    return ((n, size, world) for n in range(1, 24) for size in range(1, 6) for world in range(1, 5))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_evaluation_counts_every_sample_once(shuffle: bool, drawn: bool) -> None:
+    for n, size, world in shapes():
+        sampler = SubsetRandomSampler(range(n)) if drawn else None
+        loader = DataLoader(Numbers(n), size, shuffle=shuffle and not drawn, sampler=sampler)
+        streams = [stream_of(loader, r, world, training=False) for r in range(world)]
+        ranks = [read(stream) for stream in streams]
+        assert sorted(i for rank in ranks for batch, _, _ in rank for i in batch) == list(range(n))
+        assert all(own == len(batch) > 0 for rank in ranks for batch, own, _ in rank)
+        assert [stream.num_local_batches() for stream in streams] == [len(rank) for rank in ranks]
+        assert {stream.num_global_batches for stream in streams} == {max(map(len, ranks))}
+        assert streams[0].samples_in(streams[0].num_global_batches or 0) == n
+        for k in range(max(map(len, ranks))):
+            present = [rank[k] for rank in ranks if k < len(rank)]
+            assert {total for _, _, total in present} == {sum(own for _, own, _ in present)}
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_training_forms_the_global_batches_of_one_process(drop_last: bool, drawn: bool) -> None:
+    for n, size, world in shapes():
+
+        def loader(size: int, n: int = n) -> DataLoader[Any]:
+            if drawn:
+                return DataLoader(Numbers(n), size, sampler=SubsetRandomSampler(range(n)), drop_last=drop_last)
+            return DataLoader(Numbers(n), size, shuffle=True, drop_last=drop_last)
+
+        streams = [stream_of(loader(size), r, world) for r in range(world)]
+        ranks = [read(stream, epoch=3) for stream in streams]
+        alone = read(stream_of(loader(size * world)), epoch=3)
+        assert (
+            {len(rank) for rank in ranks}
+            == {len(alone)}
+            == {streams[0].num_global_batches}
+            == {streams[-1].num_local_batches()}
+        )
+        for k, (whole, _, total) in enumerate(alone):
+            assert [i for rank in ranks for i in rank[k][0][: rank[k][1]]] == whole
+            for rank in ranks:
+                batch, own, same = rank[k]
+                assert same == total == len(whole)
+                assert (own, batch) == (0, whole[:1]) if own == 0 else own == len(batch)
+        assert streams[0].samples_in(len(alone)) == sum(len(whole) for whole, _, _ in alone)
+        if drop_last:
+            assert len(alone) == n // (size * world)
+
+
+def test_last_short_batch_is_split_evenly() -> None:
+    loader = DataLoader(Numbers(11), 4)
+    assert [read(stream_of(loader, r, 2))[-1] for r in range(2)] == [([8], 1, 3), ([9, 10], 2, 3)]
+    loader = DataLoader(Numbers(9), 4)
+    assert [read(stream_of(loader, r, 2))[-1] for r in range(2)] == [([8], 0, 1), ([8], 1, 1)]
+    assert [len(read(stream_of(loader, r, 2, training=False))) for r in range(2)] == [1, 2]
+
+
+def test_drop_last_in_evaluation_drops_the_same_on_any_number_of_processes() -> None:
+    for n, size, world in shapes():
+        loader = DataLoader(Numbers(n), size, shuffle=True, drop_last=True)
+        streams = [stream_of(loader, r, world, training=False) for r in range(world)]
+        ranks = [read(stream) for stream in streams]
+        alone = read(stream_of(loader, training=False))
+        assert sorted(b for rank in ranks for b, _, _ in rank) == sorted(batch for batch, _, _ in alone)
+        assert [stream.num_local_batches() for stream in streams] == [len(rank) for rank in ranks]
+        assert streams[0].num_global_batches == len(ranks[0])
+
+
+class Own(Sampler[int]):
+    """Draws from all three global generators and from its own, and wants the epoch."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epoch = -1
+        self.generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.n):
+            drawn = random.randrange(97) + int(np.random.randint(97)) + int(torch.randint(97, ()))
+            yield (drawn + int(torch.randint(97, (), generator=self.generator)) + self.epoch) % 1000
+
+
+class OwnBatches(Sampler[list[int]]):
+    """Batches of unequal sizes, in random order."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        edges = np.cumsum([0, *sizes])
+        self.batches = [list(range(low, high)) for low, high in pairwise(edges)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.batches[i] for i in torch.randperm(len(self.batches)).tolist())
+
+
+DATA = Numbers(23)
+LOADERS: dict[str, DataLoader[Any]] = {
+    "sequential": DataLoader(DATA, 4),
+    "shuffled": DataLoader(DATA, 4, shuffle=True),
+    "drop_last": DataLoader(DATA, 4, shuffle=True, drop_last=True),
+    "replacement": DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)),
+    "num_samples": DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=50)),
+    "weighted": DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 11 + [0.0] * 12, 30)),
+    "weighted_generator": DataLoader(
+        DATA, 4, sampler=WeightedRandomSampler([1.0] * 23, 30, generator=torch.Generator())
+    ),
+    "subset": DataLoader(DATA, 4, sampler=SubsetRandomSampler([5, 3, 8, 13, 21, 2, 1])),
+    "own": DataLoader(DATA, 4, sampler=Own(30)),
+    "list": DataLoader(DATA, 4, sampler=[4, 3, 2, 1, 0]),
+    "torch_batches": DataLoader(DATA, batch_sampler=BatchSampler(Own(30), 4, True)),
+    "own_batches": DataLoader(DATA, batch_sampler=OwnBatches([3, 1, 4, 1, 5, 2, 6])),
+    "distributed": DataLoader(DATA, 4, sampler=DistributedSampler(DATA, num_replicas=2, rank=1)),
+    "distributed_plain": DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1, shuffle=False)),
+    "no_batches": DataLoader(DATA, batch_size=None, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_resume_at_every_start_gives_the_tail(name: str, training: bool) -> None:
+    for world in (1, 2, 3):
+        for rank in range(world):
+            stream = stream_of(LOADERS[name], rank, world, training=training)
+            for epoch in (0, 2):
+                whole = read(stream, epoch)
+                assert stream.num_local_batches() == len(whole)
+                for start in range(len(whole) + 2):
+                    again = stream_of(LOADERS[name], rank, world, training=training)
+                    assert read(again, epoch, start) == whole[start:]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_order_is_a_function_of_seed_and_epoch(name: str) -> None:
+    def order(seed: int, epoch: int) -> list[Any]:
+        return [batch for batch, _, _ in read(stream_of(LOADERS[name], seed=seed), epoch)]
+
+    expected = order(1, 0)
+    torch.manual_seed(123)
+    assert order(1, 0) == expected
+    fixed = name in ("sequential", "list", "distributed_plain")
+    assert (order(1, 1) == expected) == fixed
+    assert (order(2, 0) == expected) == fixed
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_global_generators_are_left_alone(name: str) -> None:
+    sampler: Any = LOADERS[name].sampler
+    own = getattr(sampler, "generator", None)
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    generator = own.get_state().tolist() if own is not None else None
+    for _ in read(stream_of(LOADERS[name])):
+        after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+        assert after == before
+    if own is not None:
+        assert own.get_state().tolist() == generator
+
+
+def test_drawing_in_chunks_keeps_the_private_numbers() -> None:
+    """More items than one chunk, with the global generators used in between."""
+    loader = DataLoader(Numbers(1000), 3, sampler=Own(9000))
+    quiet = read(stream_of(loader))
+    stream = stream_of(loader)
+    noisy = []
+    for batch in stream:
+        torch.rand(1)
+        random.random()
+        noisy.append(batch)
+    assert noisy == [batch for batch, _, _ in quiet]
+    resumed = stream_of(loader)
+    assert read(resumed, 0, 2990) == quiet[2990:]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("training", [True, False])
+def test_own_batches_are_kept_whole(world: int, training: bool) -> None:
+    loader = LOADERS["own_batches"]
+    every = [batch for batch, _, _ in read(stream_of(loader))]
+    streams = [stream_of(loader, r, world, training=training) for r in range(world)]
+    ranks = [read(stream) for stream in streams]
+    num_global_batches = -(-7 // world)
+    assert streams[0].num_global_batches == num_global_batches
+    for k in range(num_global_batches):
+        here = every[k * world : (k + 1) * world]
+        total = sum(map(len, here))
+        for rank in range(world):
+            if rank < len(here):
+                assert ranks[rank][k] == (here[rank], len(here[rank]), total)
+            elif training:
+                assert ranks[rank][k] == (here[0], 0, total)
+            else:
+                assert len(ranks[rank]) == k
+    assert streams[0].samples_in(1) is None
+
+
+class Sharding(DistributedSampler[Any]):
+    pass
+
+
+def test_a_sampler_that_shards_is_left_to_it() -> None:
+    ranks = []
+    for rank in range(2):
+        loader = DataLoader(DATA, 4, sampler=Sharding(DATA, 2, rank, shuffle=True))
+        stream = stream_of(loader, rank, 2)
+        assert stream.shards_itself
+        ranks.append(read(stream, epoch=1))
+        assert stream.num_global_batches == len(ranks[-1]) == 3
+    assert {i for rank in ranks for batch, _, _ in rank for i in batch} == set(range(23))
+    assert all((own, total) == (len(batch), None) for rank in ranks for batch, own, total in rank)
+    nested = DataLoader(DATA, batch_sampler=_Wrapping(DistributedSampler(DATA, 2, 1)))
+    assert stream_of(nested, 1, 2).shards_itself
+    assert not stream_of(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)), 1, 2).shards_itself
+
+
+class _Wrapping(Sampler[list[int]]):
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([index] for index in self.sampler)
+
+
+def test_shuffle_override() -> None:
+    sequential = [list(range(low, min(low + 4, 23))) for low in range(0, 23, 4)]
+    for name in ("shuffled", "sequential", "distributed"):
+        stream = stream_of(LOADERS[name], shuffle=False)
+        assert [batch for batch, _, _ in read(stream, 5)] == sequential
+    assert [batch for batch, _, _ in read(stream_of(LOADERS["sequential"], shuffle=True), 5)] != sequential
+    stream = stream_of(LOADERS["subset"], shuffle=False)
+    assert read(stream, 5) == read(stream, 0) == read(stream_of(LOADERS["subset"]), 0)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_set_epoch_is_called(nested: bool) -> None:
+    own = Own(8)
+    sampler: Any = {"batch_sampler": _Wrapping(own)} if nested else {"sampler": own}
+    for epoch in (4, 2):
+        read(stream_of(DataLoader(DATA, **sampler)), epoch)
+        assert own.epoch == epoch
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(23).tolist()
+
+
+def test_endless_sampler() -> None:
+    stream = stream_of(DataLoader(DATA, 4, sampler=Endless()), 1, 2)
+    assert stream.num_global_batches is None
+    assert stream.num_local_batches() is None
+    first = list(islice(iter(stream), 100))
+    stream.seek(0, 90)
+    assert list(islice(iter(stream), 10)) == first[90:]
+    stream.limit = 95
+    assert list(stream) == first[90:95]
+
+
+def test_sequential_starts_where_told_in_a_billion() -> None:
+    stream = stream_of(DataLoader(Numbers(10**9), 32, sampler=SequentialSampler(Numbers(10**9))), 1, 2)
+    stream.seek(0, 10**7)
+    assert next(iter(stream))[0] == 10**7 * 64 + 32

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from trainer.data.loader import Batch, BatchLoader, named_loaders
+from trainer.errors import ConfigError
+
+
+def loader_of(loader: Any, rank: int = 0, world: int = 1, **options: Any) -> BatchLoader:
+    options = {"seed": 1, "training": True, **options}
+    return BatchLoader(loader, rank=rank, world_size=world, **options)
+
+
+def values(batches: Iterator[Batch]) -> list[Any]:
+    return [batch.data.tolist() if isinstance(batch.data, torch.Tensor) else batch.data for batch in batches]
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.n):
+            self.read += 1
+            yield index
+
+
+class Subclass(DataLoader[Any]):
+    pass
+
+
+class Counter:
+    """A loader that knows where it is, like torchdata's StatefulDataLoader."""
+
+    def __init__(self, n: int = 5) -> None:
+        self.n = n
+        self.next = 0
+        self.calls: list[Any] = []
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.n:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.calls.append(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls.append(state)
+        self.next = state["next"]
+
+
+# -- plain loaders -----------------------------------------------------------------------------------------------------
+
+
+def test_batches_with_their_counts() -> None:
+    loader = DataLoader(Numbers(9), batch_size=4)
+    ranks = [list(loader_of(loader, r, 2).iterate(0)) for r in range(2)]
+    assert [(b.data.tolist(), b.samples, b.total) for b in ranks[0]] == [([0, 1, 2, 3], 4, 8), ([8], 0, 1)]
+    assert [(b.data.tolist(), b.samples, b.total) for b in ranks[1]] == [([4, 5, 6, 7], 4, 8), ([8], 1, 1)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("limit", [None, 1.0, 0.5, 1, 2, 100, 0])
+def test_lengths(training: bool, limit: int | float | None) -> None:
+    for n in (1, 2, 7, 8, 9, 24, 25):
+        for world in (1, 2, 3):
+            if limit == 0.5 and n <= 4 * world:
+                continue
+            loader = DataLoader(Numbers(n), batch_size=4, shuffle=True)
+            feeds = [loader_of(loader, r, world, training=training, limit=limit) for r in range(world)]
+            ranks = [list(feed.iterate(0)) for feed in feeds]
+            assert [feed.length for feed in feeds] == [len(rank) for rank in ranks]
+            assert {feed.max_length for feed in feeds} == {max(map(len, ranks))}
+            counted = sum(b.samples or 0 for rank in ranks for b in rank)
+            assert {feed.samples_per_epoch for feed in feeds} == {counted}
+            assert {feed.batch_size for feed in feeds} == {4}
+            assert [values(feeds[0].iterate(0, k)) for k in range(len(ranks[0]))] == [
+                values(iter(ranks[0][k:])) for k in range(len(ranks[0]))
+            ]
+            if training:
+                assert len({len(rank) for rank in ranks}) == 1
+
+
+def test_skipping_reads_no_sample() -> None:
+    data = Numbers(100)
+    feed = loader_of(DataLoader(data, batch_size=4, shuffle=True))
+    whole = values(feed.iterate(2))
+    data.read.clear()
+    assert values(feed.iterate(2, start=20)) == whole[20:]
+    assert data.read == [index for batch in whole[20:] for index in batch]
+
+
+def test_two_iterations_at_once_do_not_mix() -> None:
+    feed = loader_of(DataLoader(Numbers(10), batch_size=4))
+    first = feed.iterate(0)
+    assert next(first).samples == 4
+    assert [batch.samples for batch in feed.iterate(0)] == [4, 4, 2]
+    assert [batch.samples for batch in first] == [4, 2]
+
+
+def test_the_global_generators_are_not_drawn_from() -> None:
+    loader = DataLoader(Numbers(50), batch_size=4, shuffle=True, num_workers=1)
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    before = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    assert len(list(loader_of(loader).iterate(0))) == 13
+    assert (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_options_of_the_loader_are_kept() -> None:
+    def pair(samples: list[int]) -> tuple[str, list[int]]:
+        return "mine", samples
+
+    assert values(loader_of(DataLoader(Numbers(3), batch_size=2, collate_fn=pair)).iterate(0)) == [
+        ("mine", [0, 1]),
+        ("mine", [2]),
+    ]
+    made = DataLoader(
+        Numbers(8), batch_size=2, num_workers=1, prefetch_factor=3, timeout=20, multiprocessing_context="fork"
+    )
+    again = loader_of(made)._source._loader
+    for name in ("num_workers", "prefetch_factor", "timeout", "multiprocessing_context", "persistent_workers"):
+        assert getattr(again, name) == getattr(made, name)
+
+
+def test_without_automatic_batching_every_index_is_a_batch() -> None:
+    loader = DataLoader(Numbers(5), batch_size=None)
+    ranks = [list(loader_of(loader, r, 2).iterate(0)) for r in range(2)]
+    assert ranks[0] == [(0, 1, 2), (2, 1, 2), (4, 0, 1)]
+    assert ranks[1] == [(1, 1, 2), (3, 1, 2), (4, 1, 1)]
+    assert loader_of(loader).batch_size is None
+
+
+def test_notes_say_what_is_replaced_or_ignored() -> None:
+    data = Numbers(10)
+    assert loader_of(DataLoader(data, batch_size=2, shuffle=True)).note is None
+    distributed = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 0))
+    assert "DistributedSampler is replaced" in (loader_of(distributed).note or "")
+    generator = DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator())
+    assert "the order comes from the trainer's seed" in (loader_of(generator).note or "")
+    subset = DataLoader(data, batch_size=2, sampler=SubsetRandomSampler([1, 2]))
+    assert "SubsetRandomSampler gives the order of epoch 0" in (loader_of(subset, shuffle=False).note or "")
+    unordered = DataLoader(data, batch_size=2, in_order=False)
+    assert "in_order=False is ignored" in (loader_of(unordered).note or "")
+    assert all(loader_of(loader).exact for loader in (distributed, generator, subset, unordered))
+
+
+# -- everything else ---------------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_batches() -> None:
+    batches = [torch.tensor([float(i)]) for i in range(5)]
+    feed = loader_of(batches, limit=4)
+    assert (feed.length, feed.max_length, feed.exact, feed.note, feed.one_shot) == (4, 4, True, None, False)
+    assert values(feed.iterate(0)) == values(feed.iterate(1)) == [[0.0], [1.0], [2.0], [3.0]]
+    assert list(feed.iterate(0, 3)) == [(batches[3], None, None)]
+    assert list(feed.iterate(0, 4)) == []
+    assert "each process iterates the list itself" in (loader_of(batches, 0, 2).note or "")
+
+
+def test_an_iterable_dataset_is_used_as_it_is() -> None:
+    data = Stream(10)
+    feed = loader_of(DataLoader(data, batch_size=4))
+    assert (feed.length, feed.max_length, feed.exact, feed.samples_per_epoch) == (None, None, False, None)
+    assert feed.note == (
+        "the training loader: resume will not be exact: the DataLoader over Stream has no state_dict/load_state_dict, "
+        "so a resumed run reads the batches already used again and skips them."
+    )
+    assert values(feed.iterate(0)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert values(feed.iterate(0, 2)) == [[8, 9]]
+    assert loader_of(DataLoader(data, batch_size=4), training=False).note is None
+    assert loader_of(DataLoader(data, batch_size=4), limit=2).length == 2
+
+
+def test_the_limit_takes_nothing_more() -> None:
+    data = Stream(100)
+    feed = loader_of(iter(data), limit=3)
+    assert values(feed.iterate(0)) == [0, 1, 2]
+    assert data.read == 3
+    assert values(feed.iterate(1)) == [3, 4, 5]
+    assert values(feed.iterate(1, 3)) == []
+    assert data.read == 6
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 5])
+def test_a_shuffling_subclass_gives_the_same_order_after_a_restart(start: int) -> None:
+    loader = Subclass(Numbers(20), batch_size=4, shuffle=True)
+    torch.manual_seed(1)
+    feed = loader_of(loader)
+    whole = values(feed.iterate(0))
+    assert not feed.exact
+    torch.manual_seed(2)
+    before = torch.get_rng_state().tolist()
+    assert values(loader_of(loader).iterate(0, start)) == whole[start:]
+    assert torch.get_rng_state().tolist() == before
+    assert values(feed.iterate(1)) != whole
+
+
+def test_an_iterable_with_state_goes_on_by_itself() -> None:
+    feed = loader_of(Counter())
+    assert feed.exact
+    assert feed.note is None
+    batches = feed.iterate(0)
+    assert [next(batches).data, next(batches).data] == [0, 1]
+    state = feed.state_dict()
+
+    loader = Counter()
+    resumed = loader_of(loader)
+    resumed.load_state_dict(state)
+    assert values(resumed.iterate(0, start=2)) == [2, 3, 4]
+    assert loader.calls == [0, {"next": 2}]
+    assert values(resumed.iterate(1)) == [0, 1, 2, 3, 4]
+    # Without a state it is read up to the start.
+    assert values(loader_of(Counter()).iterate(0, start=2)) == [2, 3, 4]
+    assert loader_of(DataLoader(Numbers(3))).state_dict() == {}
+
+
+def test_a_state_of_the_end_of_an_epoch_means_the_next_epoch() -> None:
+    loader = Counter()
+    feed = loader_of(loader)
+    feed.load_state_dict({"loader": {"next": 5}})
+    assert values(feed.iterate(1)) == [0, 1, 2, 3, 4]
+
+
+def test_set_epoch_reaches_a_foreign_loaders_sampler() -> None:
+    data = Numbers(20)
+    sampler = DistributedSampler(data, 1, 0)
+    feed = loader_of(Subclass(data, batch_size=4, sampler=sampler))
+    assert values(feed.iterate(0)) != values(feed.iterate(1))
+    assert sampler.epoch == 1
+
+
+def test_a_generator_lasts_one_epoch() -> None:
+    feed = loader_of(i for i in range(3))
+    assert feed.one_shot
+    assert "the generator can be iterated only once" in (feed.note or "")
+    assert values(feed.iterate(0)) == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"the generator can be iterated only once.*e\.g\. a list or a DataLoader"):
+        list(feed.iterate(1))
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def empty_cases() -> dict[str, tuple[Any, str]]:
+    few = Numbers(5)
+    return {
+        "dataset": (DataLoader(Numbers(0)), "its dataset Numbers has length 0"),
+        "sampler": (DataLoader(few, sampler=SubsetRandomSampler([])), "its sampler SubsetRandomSampler has length 0"),
+        "batch_sampler": (DataLoader(few, batch_sampler=[]), "its sampler list has length 0"),
+        "drop_last": (
+            DataLoader(few, batch_size=4, drop_last=True),
+            r"drops all 5 samples, fewer than one batch of 8 \(batch_size 4 x 2 processes\)",
+        ),
+        "list": ([], "the list has length 0"),
+        "subclass": (Subclass(Numbers(0)), "the Subclass over Numbers has length 0"),
+    }
+
+
+@pytest.mark.parametrize("case", empty_cases())
+def test_an_empty_loader_is_refused_at_once(case: str) -> None:
+    loader, message = empty_cases()[case]
+    with pytest.raises(ConfigError, match=f"the training loader 'mine' has no batch: .*{message}"):
+        loader_of(loader, 1, 2, name="mine")
+    loader_of(loader, 1, 2, limit=0)
+
+
+def test_an_empty_stream_is_refused_when_it_is_read() -> None:
+    with pytest.raises(
+        ConfigError, match="the evaluation loader has no batch: the DataLoader over Stream yielded nothing"
+    ):
+        list(loader_of(DataLoader(Stream(0)), training=False).iterate(0))
+    # One of several processes may have nothing to evaluate.
+    assert list(loader_of(DataLoader(Stream(0)), 0, 2, training=False).iterate(0)) == []
+
+
+def test_a_fraction_needs_a_length_and_at_least_one_batch() -> None:
+    with pytest.raises(
+        ConfigError, match=r"limit 0\.5 is a fraction, but the training loader does not tell its length"
+    ):
+        loader_of(DataLoader(Stream(5)), limit=0.5)
+    with pytest.raises(ConfigError, match=r"limit 0\.1 of the 4 batches of the training loader is less than one"):
+        loader_of(DataLoader(Numbers(4)), limit=0.1)
+    assert loader_of(DataLoader(Numbers(100)), limit=0.29).length == 29
+    assert loader_of(DataLoader(Stream(5)), limit=1.0).length is None
+    assert loader_of(DataLoader(Stream(5)), limit=0.0).length == 0
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda two: dict(zip("ab", two, strict=True))])
+def test_training_takes_one_loader(make: Any) -> None:
+    loaders = make([DataLoader(Numbers(3)), DataLoader(Numbers(3))])
+    with pytest.raises(ConfigError, match=r"of 2 loaders; it must be one\. Join the datasets with .*ConcatDataset"):
+        loader_of(loaders)
+
+
+def test_what_cannot_be_iterated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the training loader is a int, which cannot be iterated"):
+        loader_of(5)
+    with pytest.raises(ConfigError, match="the training loader is None"):
+        loader_of(None)
+
+
+def test_named_loaders() -> None:
+    one, two = DataLoader(Numbers(3)), DataLoader(Numbers(4))
+    assert named_loaders(None) == {}
+    assert named_loaders(one) == {"": one}
+    assert named_loaders([one, two]) == named_loaders((one, two)) == {"0": one, "1": two}
+    assert named_loaders({"a": one, "b": two}) == {"a": one, "b": two}
+    assert named_loaders([Counter(), Counter()]).keys() == {"0", "1"}
+    for batches in (
+        [torch.zeros(2), torch.zeros(2)],
+        [(torch.zeros(2), torch.zeros(2))],
+        [{"x": torch.zeros(2)}],
+        [[torch.zeros(2)], [torch.zeros(2)]],
+        [np.zeros(2)],
+        [],
+    ):
+        assert named_loaders(batches) == {"": batches}
+
+
+def test_tensor_dataset_batches_equal_the_loaders() -> None:
+    data = TensorDataset(torch.arange(10.0), torch.arange(10))
+    loader = DataLoader(data, batch_size=3)
+    for mine, theirs in zip(loader_of(loader).iterate(0), loader, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.data, theirs, strict=True))

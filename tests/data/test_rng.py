@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainer.data import rng as randomness
+from trainer.data.loader import BatchLoader
+from trainer.data.rng import HiddenRandom, SetAside
+
+
+class Noisy(Dataset[Any]):
+    """Each sample with a random number of every generator; `random` is drawn from for some samples only."""
+
+    def __init__(self, rare: bool = False) -> None:
+        self.rare = rare
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return 27
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        self.loaded.append(index)
+        drawn = random.gauss(0, 1) if index == 17 or not self.rare else 0.0
+        return index, float(torch.randn(())), float(np.random.normal()), drawn
+
+
+class NoisyBatches(Noisy):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def keep(samples: Any) -> Any:
+    return samples
+
+
+def mixed_up(samples: list[Any]) -> Any:
+    """A collate function that draws, too."""
+    return samples, random.random(), float(torch.rand(())), float(np.random.beta(0.5, 0.5))
+
+
+def read(data: Dataset[Any], workers: int = 0, world: int = 1, rank: int = 0, start: int = 0, **options: Any) -> Any:
+    per_sample = options.pop("seed_per_sample", False)
+    options = {"batch_size": 6 // world, "shuffle": True, "collate_fn": keep, **options}
+    loader = DataLoader(data, num_workers=workers, **options)
+    feed = BatchLoader(loader, rank=rank, world_size=world, seed=1, training=True, seed_per_sample=per_sample)
+    return [batch.data for batch in feed.iterate(3, start)]
+
+
+@pytest.fixture
+def numbers_of_the_model() -> Iterator[None]:
+    """What is drawn after the test is what would have been drawn without it."""
+    random.gauss(0, 1)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    yield
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index,union-attr]
+
+
+@pytest.mark.usefixtures("numbers_of_the_model")
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("collate", [keep, mixed_up])
+@pytest.mark.parametrize("kind", [Noisy, NoisyBatches])
+def test_no_workers_load_what_workers_load(kind: type[Noisy], collate: Any, per_sample: bool) -> None:
+    options = {"collate_fn": collate, "seed_per_sample": per_sample}
+    alone = read(kind(), 0, **options)
+    assert len(alone) == 5
+    for workers in (1, 2):
+        assert read(kind(), workers, **options) == alone
+    for start in (1, 4):
+        assert read(kind(), start=start, **options) == alone[start:]
+
+
+@pytest.mark.usefixtures("numbers_of_the_model")
+def test_the_first_batches_that_draw_from_numpy_or_random_are_loaded_again() -> None:
+    data = Noisy(rare=True)
+    batches = read(data)
+    assert batches == read(Noisy(rare=True), 1)
+    (rare,) = [batch for batch in batches if 17 in [sample[0] for sample in batch]]
+    # Every sample draws from numpy, sample 17 from random.
+    again = [batches[0], rare]
+    assert rare is not batches[0]
+    expected = [sample[0] for batch in batches for sample in (batch * 2 if batch in again else batch)]
+    assert data.loaded == expected
+
+
+@pytest.mark.usefixtures("numbers_of_the_model")
+def test_single_samples_without_batches() -> None:
+    options = {"batch_size": None, "collate_fn": None}
+    assert read(Noisy(), 0, **options) == read(Noisy(), 1, **options)
+    options["seed_per_sample"] = True
+    assert read(Noisy(), 0, **options) == read(Noisy(), 1, **options)
+
+
+@pytest.mark.usefixtures("numbers_of_the_model")
+def test_an_error_puts_the_numbers_back() -> None:
+    class Broken(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            if len(self.loaded) == 20:
+                raise RuntimeError("broken sample")
+            return super().__getitem__(index)
+
+    with pytest.raises(RuntimeError, match="broken sample"):
+        read(Broken())
+
+
+@pytest.mark.parametrize("own_sampler", [False, True])
+def test_seeds_per_sample_are_the_same_on_any_number_of_processes(own_sampler: bool) -> None:
+    options: dict[str, Any] = {"seed_per_sample": True}
+    if own_sampler:
+        options |= {"shuffle": False, "sampler": [*range(21), *range(21)]}
+    one = sorted(sample for batch in read(Noisy(), **options) for sample in batch)
+    assert len({sample[1] for sample in one}) == len(one) == (42 if own_sampler else 27)
+    for world in (2, 3):
+        ranks = [read(Noisy(), 0, world, rank, **options) for rank in range(world)]
+        assert sorted(sample for batches in ranks for batch in batches for sample in batch) == one
+    # A seed per batch is another one on another process.
+    options["seed_per_sample"] = False
+    whole = {sample for batch in read(Noisy(), **options) for sample in batch}
+    assert not whole & {sample for batch in read(Noisy(), 0, 2, 1, **options) for sample in batch}
+
+
+def test_seeds_per_sample_in_batches_of_a_users_sampler() -> None:
+    batches = [[0, 1, 2], [3], [4, 5], [0, 1], [9]]
+    options: dict[str, Any] = {"batch_size": 1, "shuffle": False, "batch_sampler": batches, "seed_per_sample": True}
+    one = read(Noisy(), **options)
+    two = [read(Noisy(), 0, 2, rank, **options) for rank in (0, 1)]
+    assert [two[0][0], two[1][0], two[0][1], two[1][1], two[0][2]] == one
+    assert one[0][0] != one[3][0]
+
+
+def test_another_bit_generator_of_numpy_stays_in_place() -> None:
+    before = np.random.get_bit_generator()
+    mine = np.random.MT19937(7)
+    np.random.set_bit_generator(mine)
+    try:
+        state = mine.state["state"]["key"].tolist()
+        batches = read(Noisy())
+        assert np.random.get_bit_generator() is mine
+        assert mine.state["state"]["key"].tolist() == state
+    finally:
+        np.random.set_bit_generator(before)
+    assert read(Noisy()) == batches
+
+
+def test_the_models_numbers_do_not_depend_on_the_workers() -> None:
+    """Normals of numpy's old functions, too, which are made in pairs."""
+
+    def drawn(workers: int) -> list[float]:
+        np.random.seed(4)
+        feed = BatchLoader(DataLoader(Noisy(), 4, num_workers=workers), rank=0, world_size=1, seed=1, training=True)
+        return [float(np.random.normal()) for _ in feed.iterate(0)]
+
+    assert drawn(0) == drawn(1)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_state_of_random_is_read_and_put_back(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not found:
+        monkeypatch.setattr(randomness, "_place_of_words", lambda: None)
+    hidden = HiddenRandom()
+    assert (hidden._address is not None) == found
+    for draws in (0, 1, 311, 312, 700):
+        for _ in range(draws):
+            random.random()
+        random.gauss(0, 1)
+        state = random.getstate()
+        hidden.remember()
+        assert not hidden.has_changed()
+        assert random.getstate() == state
+        following = [random.gauss(0, 1) for _ in range(3)]
+        assert hidden.has_changed()
+        hidden.put_back()
+        assert random.getstate() == state
+        assert not hidden.has_changed()
+        assert [random.gauss(0, 1) for _ in range(3)] == following
+    # Drawn from, but not from its words: the second normal of a pair was waiting.
+    random.seed(1)
+    random.gauss(0, 1)
+    hidden.remember()
+    random.gauss(0, 1)
+    assert hidden.has_changed()
+    # All words once: the index is the same again.
+    hidden.remember()
+    random.getrandbits(624 * 32)
+    assert hidden.has_changed()
+
+
+@pytest.mark.parametrize("words", [1, 624, 1248])
+def test_drawing_from_the_numpy_that_was_set_aside_is_seen(words: int) -> None:
+    aside = SetAside()
+    with aside:
+        torch.rand(())
+    assert not aside.numpy_was_used()
+    with aside:
+        np.random.bytes(4 * words)
+    assert aside.numpy_was_used()
+
+
+def test_seeding_the_numpy_that_was_set_aside_is_seen() -> None:
+    aside = SetAside()
+    with aside:
+        np.random.seed(0)
+    assert aside.numpy_was_used()
+
+
+def test_set_aside_can_be_entered_again() -> None:
+    aside = SetAside()
+    state = torch.get_rng_state()
+    for _ in range(3):
+        with aside:
+            torch.manual_seed(5)
+            np.random.seed(5)
+        assert torch.equal(torch.get_rng_state(), state)

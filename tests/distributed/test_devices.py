@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.distributed.devices import choose_accelerator, parse_devices
+from trainer.errors import ConfigError
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says what this machine has."""
+
+    def say(cuda: int = 0, mps: bool = False) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("asked", "cuda", "mps", "device_type", "reason"),
+    [
+        ("auto", 0, False, "cpu", "auto: no CUDA device found, no MPS"),
+        ("auto", 2, True, "cuda", "auto: 2 CUDA devices found"),
+        ("auto", 0, True, "mps", "auto: Apple GPU (MPS) found"),
+        ("gpu", 1, False, "cuda", "gpu: 1 CUDA device found"),
+        ("gpu", 0, True, "mps", "gpu: Apple GPU (MPS) found"),
+        ("cuda", 1, True, "cuda", "cuda: 1 CUDA device found"),
+        ("mps", 1, True, "mps", "mps: Apple GPU (MPS) found"),
+        ("cpu", 1, True, "cpu", "cpu: as asked"),
+    ],
+)
+def test_accelerator(found: Any, asked: str, cuda: int, mps: bool, device_type: str, reason: str) -> None:
+    found(cuda, mps)
+    assert choose_accelerator(asked) == (device_type, reason)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("cuda", "accelerator='cuda', but: no CUDA device found. Use accelerator='auto' or 'cpu'."),
+        ("gpu", "accelerator='gpu', but: no CUDA device found, no MPS."),
+        ("mps", "accelerator='mps', but: no MPS."),
+        ("tpu", "accelerator='tpu', but torch_tpu is not installed"),
+        ("cudaa", "unknown accelerator 'cudaa'. Did you mean 'cuda'?"),
+    ],
+)
+def test_accelerator_that_is_not_there(found: Any, asked: str, message: str) -> None:
+    found()
+    with pytest.raises(ConfigError) as error:
+        choose_accelerator(asked)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "device_type", "count", "ids"),
+    [
+        ("auto", "cpu", 1, None),
+        ("auto", "cuda", 4, None),
+        ("auto", "mps", 1, None),
+        (2, "cpu", 2, None),
+        ("2", "cpu", 2, None),
+        (3, "cuda", 3, None),
+        (-1, "cuda", 4, None),
+        ("-1", "cuda", 4, None),
+        ([2, 0], "cuda", 2, [2, 0]),
+        ((1,), "cuda", 1, [1]),
+        ("0, 3", "cuda", 2, [0, 3]),
+        ("1,", "cuda", 1, [1]),
+        (1, "mps", 1, None),
+        ([0], "mps", 1, [0]),
+    ],
+)
+def test_devices(found: Any, devices: Any, device_type: str, count: int, ids: list[int] | None) -> None:
+    found(cuda=4)
+    assert parse_devices(devices, device_type)[:2] == (count, ids)
+
+
+@pytest.mark.parametrize(
+    ("devices", "device_type", "message"),
+    [
+        (0, "cpu", "devices=0: at least one"),
+        (-2, "cuda", "devices=-2: at least one"),
+        (5, "cuda", r"devices=5, but 4 CUDA devices can be seen \(numbers 0 to 3\)"),
+        ([0, 4], "cuda", r"devices=\[0, 4\], but 4 CUDA devices"),
+        ([-1], "cuda", r"devices=\[-1\], but 4"),
+        ([1, 1], "cuda", "names a device twice"),
+        ("1,1", "cuda", "names a device twice"),
+        ([], "cuda", "at least one"),
+        (2, "mps", "there is one MPS device"),
+        ([1], "mps", "there is one MPS device"),
+        (-1, "cpu", "devices=-1 means all GPUs"),
+        ([0, 1], "cpu", "cpu processes have no numbers. Say how many, such as devices=2"),
+        ("two", "cpu", "devices='two' cannot be read. Allowed: 'auto', a number"),
+        ("", "cpu", "cannot be read"),
+        (True, "cpu", "devices=True cannot be read"),
+        (1.0, "cpu", "devices=1.0 cannot be read"),
+        ([True], "cuda", "cannot be read"),
+        (None, "cpu", "devices=None cannot be read"),
+    ],
+)
+def test_bad_devices(found: Any, devices: Any, device_type: str, message: str) -> None:
+    found(cuda=4)
+    with pytest.raises(ConfigError, match=message):
+        parse_devices(devices, device_type)

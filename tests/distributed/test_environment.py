@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import os
+import pty
+import sys
+
+import pytest
+
+from tests.helpers.processes import ROOT
+from trainer import Trainer
+from trainer.distributed.environment import SOURCES, Environment, detect_environment
+from trainer.errors import ConfigError
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+# As Slurm 22.05 sets them (its allocation's first, then what srun adds for a task).
+ALLOCATION = {"SLURM_JOB_ID": "74", "SLURM_NTASKS": "5", "SLURM_JOB_NODELIST": "node[08-10]"}
+BATCH = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASK_PID": "3023"}
+SRUN = {
+    **ALLOCATION,
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "node[08-10]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+MVAPICH = {name.replace("OMPI_", "MV2_"): value for name, value in OPEN_MPI.items()}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "29500"}
+KUBEFLOW = {
+    "PET_NNODES": "4",
+    "PET_NPROC_PER_NODE": "1",
+    "RANK": "2",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}
+
+
+def test_nothing_set_is_a_single_process() -> None:
+    assert detect_environment({}) == Environment(0, 0, 1, 1, 0, 1, "single process", 0)
+
+
+def test_master_address_alone_means_nothing() -> None:
+    assert detect_environment({"MASTER_ADDR": "a", "MASTER_PORT": "1"}).source == "single process"
+
+
+def test_torchrun() -> None:
+    assert detect_environment(TORCHRUN) == Environment(5, 1, 8, 4, 1, 2, "torchrun", 2, "localhost", 29500)
+
+
+def test_nodes_are_counted_where_nobody_says() -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = detect_environment({name: TORCHRUN[name] for name in names})
+    assert (environment.node_rank, environment.num_nodes, environment.restart_count) == (1, 2, 0)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+def test_partial_variables_are_named(missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"but not {missing}. Start with torchrun"):
+        detect_environment({name: value for name, value in TORCHRUN.items() if name != missing})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"RANK": "8"}, "RANK=8 must be smaller than WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 must be smaller than LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE=16 must not be larger than WORLD_SIZE=8"),
+        ({"RANK": "one"}, "RANK='one' is not a whole number"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1' is not a whole number"),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is not"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port: give all processes the same one from 1 to 65535"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
+        ({"GROUP_RANK": "2"}, "GROUP_RANK=2 must be smaller than GROUP_WORLD_SIZE=2"),
+        ({"GROUP_RANK": "", "NODE_RANK": "3"}, "NODE_RANK=3 must be smaller than GROUP_WORLD_SIZE=2"),
+        ({"GROUP_WORLD_SIZE": "0"}, "GROUP_WORLD_SIZE=0 must be from 1 to WORLD_SIZE=8"),
+        ({"RANK": "0"}, "LOCAL_RANK=1 must not be larger than RANK=0"),
+        ({"RANK": "9", "LOCAL_RANK": "9"}, r"2 problems in the environment:\n  - RANK=9 .*\n  - LOCAL_RANK=9"),
+    ],
+)
+def test_contradictions_are_named(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        detect_environment({**TORCHRUN, **changed})
+
+
+@pytest.mark.parametrize("zero", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_no_processes_at_all(zero: str) -> None:
+    with pytest.raises(ConfigError, match=f"{zero}=0"):
+        detect_environment({**TORCHRUN, zero: "0"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "source", "place"),
+    [
+        (SRUN, "Slurm", (3, 1, 5, 2, 1, 3, "node08")),
+        ({**SRUN, "MASTER_ADDR": "10.0.0.7"}, "Slurm", (3, 1, 5, 2, 1, 3, "10.0.0.7")),
+        (OPEN_MPI, "mpirun (Open MPI)", (3, 1, 4, 2, 1, 2, "node1")),
+        (MVAPICH, "mpirun (MVAPICH)", (3, 1, 4, 2, 1, 2, "node1")),
+        (HYDRA, "mpirun (PMI)", (1, 1, 2, 2, 0, 1, "127.0.0.1")),
+        (KUBEFLOW, "Kubeflow", (2, 0, 4, 1, 2, 4, "job-master-0")),
+        ({**TORCHRUN, "RAY_JOB_ID": "0100"}, "Ray Train", (5, 1, 8, 4, 1, 2, "localhost")),
+        # Whoever is nearest to the process decides: torchrun in a step of srun, mpirun in an allocation.
+        ({**TORCHRUN, **SRUN}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
+        ({**BATCH, **OPEN_MPI}, "mpirun (Open MPI)", (3, 1, 4, 2, 1, 2, "node1")),
+        ({**TORCHRUN, "RAY_JOB_ID": "0100", "TORCHELASTIC_RUN_ID": "x"}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
+    ],
+)
+def test_who_decides(variables: dict[str, str], source: str, place: tuple[object, ...]) -> None:
+    found = detect_environment(variables)
+    numbers = (found.rank, found.local_rank, found.world_size, found.local_world_size, found.node_rank, found.num_nodes)
+    assert (found.source, (*numbers, found.master_addr)) == (source, place)
+    # Libraries read the same place from torchrun's variables, and so do we the next time.
+    variables = dict(variables)
+    found.export(variables)
+    again = detect_environment(variables)
+    assert (again.rank, again.num_nodes, again.source, again.master_port) == (
+        found.rank,
+        found.num_nodes,
+        found.source,
+        found.master_port,
+    )
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        ALLOCATION,  # the shell of salloc
+        BATCH,  # python in the batch script itself
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun -n1, also with --pty bash
+        {**SRUN, "SLURM_STEP_ID": "4294967290"},  # salloc with an interactive step
+        {"OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"},
+        {"RAY_JOB_ID": "0100"},
+    ],
+)
+def test_what_is_not_one_of_several_processes(variables: dict[str, str]) -> None:
+    assert detect_environment(variables).source == "single process"
+
+
+def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `srun -n5 --pty bash` a program is alone; what such a shell starts with srun is not."""
+    code = "from trainer.distributed.environment import detect_environment as d; print('source:', d().source)"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update({**SRUN, "SLURM_PTY_PORT": "35673", "PYTHONPATH": str(ROOT)})
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    said = b""
+    while b"source:" not in said or not said.endswith(b"\n"):
+        said += os.read(terminal, 1000)
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    assert "source: single process" in said.decode()
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert detect_environment({**SRUN, "SLURM_PTY_PORT": "35673"}).source == "Slurm"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({**SRUN, "WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set, but Slurm says 5. Unset WORLD_SIZE"),
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "5"}, "RANK=0 is set, but Slurm says 3"),
+        ({**OPEN_MPI, "LOCAL_RANK": "0"}, r"LOCAL_RANK=0 is set, but mpirun \(Open MPI\) says 1"),
+        ({**SRUN, "SLURM_PROCID": "5"}, "SLURM_PROCID=5 must be smaller than SLURM_STEP_NUM_TASKS=5"),
+        ({**SRUN, "SLURM_PROCID": "4"}, "not in the order of the nodes. Start with srun --distribution=block"),
+        ({**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' is not a whole number"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "do not fit SLURM_STEP_TASKS_PER_NODE"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "node[1-"}, r"list of nodes 'node\[1-' .* Set MASTER_ADDR to the first"),
+        (
+            {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "4"},
+            "OMPI_COMM_WORLD_RANK=4 must be smaller than OMPI_COMM_WORLD_SIZE=4",
+        ),
+        ({**OPEN_MPI, "MASTER_ADDR": ""}, "started 4 processes, 2 of them here, and MASTER_ADDR is not set"),
+        ({"PET_NNODES": "4", "PET_NODE_RANK": "1"}, "this pod is one of several, and nothing says which"),
+        ({**KUBEFLOW, "WORLD_SIZE": "32"}, "several processes in each pod: start with `trainer launch`"),
+        ({**KUBEFLOW, "PET_NNODES": "many"}, "PET_NNODES='many' is neither a number nor MIN:MAX"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x1000000000000)"}, r"do not fit .*=2\(x1000000000000\)"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "0(x999999)"}, r"do not fit .*=0\(x999999\)"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "9" * 5000}, "do not fit"),
+        ({**SRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**OPEN_MPI, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**KUBEFLOW, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**KUBEFLOW, "MASTER_PORT": ""}, "PET_NNODES=4 is set, but not MASTER_PORT"),
+    ],
+)
+def test_sources_that_contradict_themselves_or_torchruns_variables(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        detect_environment(variables)
+
+
+def test_some_of_torchruns_variables_may_say_the_same() -> None:
+    assert detect_environment({**SRUN, "RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1"}).source == "Slurm"
+
+
+def test_all_processes_of_a_step_have_one_port_and_other_steps_another() -> None:
+    ports = {
+        (step, rank): detect_environment(
+            {**SRUN, "SLURM_STEP_ID": step, "SLURM_PROCID": rank, "SLURM_LOCALID": str(int(rank) % 2)}
+        ).master_port
+        for step in "01"
+        for rank in "23"
+    }
+    assert ports["0", "2"] == ports["0", "3"] != ports["1", "2"] == ports["1", "3"]
+    assert all(20000 <= port < 30000 for port in ports.values())
+    assert detect_environment({**SRUN, "MASTER_PORT": "29500"}).master_port == 29500
+
+
+def test_every_source_says_when_it_decides() -> None:
+    assert len({source.name for source in SOURCES}) == len(SOURCES) == 7
+    assert all(source.decides and source.variables for source in SOURCES)
+
+
+NO_LOCAL = "MPI_LOCALRANKID or PMI_LOCAL_RANK, MPI_LOCALNRANKS or PMI_LOCAL_SIZE: one of 2 processes"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, f"PMI_RANK=0, PMI_SIZE=2 set, but not {NO_LOCAL}"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "WORLD_SIZE": "1"}, f"PMI_RANK=1, PMI_SIZE=2 set, but not {NO_LOCAL}"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+            r"but not OMPI_COMM_WORLD_LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_SIZE: .* Start with mpirun \(Open MPI\).* "
+            r"\(unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE\)",
+        ),
+        ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE=4 set, but not MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_LOCAL"),
+        ({name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")}, "but not MPI_LOCALNRANKS or"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE='x' is not a whole number"),
+        # In a batch script, where Slurm has set nothing of this.
+        ({**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"}, f"but not {NO_LOCAL}"),
+    ],
+)
+def test_mpiruns_variables_without_the_local_ones(variables: dict[str, str], message: str) -> None:
+    """Each process would take itself for the only one, and train by itself."""
+    with pytest.raises(ConfigError, match=message):
+        detect_environment(variables)
+
+
+def test_mpiruns_variables_without_the_local_ones_where_another_decides() -> None:
+    """`srun --mpi=pmi2` sets them, and an interactive shell of Slurm inherits them."""
+    pmi = {"PMI_RANK": "3", "PMI_SIZE": "5"}
+    assert detect_environment({**SRUN, **pmi}).source == "Slurm"
+    assert detect_environment({**TORCHRUN, **pmi}).source == "torchrun"
+    assert detect_environment({**SRUN, **pmi, "SLURM_STEP_ID": "4294967290"}).source == "single process"
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "", "PMI_SIZE": ""},
+        {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""},
+        dict.fromkeys((*TORCHRUN, *SRUN, *OPEN_MPI, *KUBEFLOW, "RAY_JOB_ID", "TORCHELASTIC_RUN_ID"), ""),
+        # As Kubeflow sets them in the only pod of a job, of now and of former times.
+        {**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23456"},
+    ],
+)
+def test_a_size_of_one_and_empty_variables_are_a_single_process(variables: dict[str, str]) -> None:
+    assert detect_environment(variables).source == "single process"
+
+
+@pytest.mark.parametrize("changed", [{"RANK": "1"}, {"WORLD_SIZE": "8"}, {"LOCAL_RANK": "0"}])
+def test_the_only_pod_says_nothing_else(changed: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"set, but not .*LOCAL_WORLD_SIZE. Start with torchrun"):
+        detect_environment({**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1", **changed})
+
+
+def test_empty_variables_do_not_contradict_another_source() -> None:
+    assert detect_environment({**SRUN, "RANK": "", "WORLD_SIZE": "", "SLURM_PTY_PORT": ""}).source == "Slurm"
+
+
+def test_the_number_of_machines_has_to_be_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    message = "num_nodes=3, but the number of machines on which torchrun started processes is 2: leave num_nodes out"
+    with pytest.raises(ConfigError, match=message):
+        Trainer(accelerator="cpu", num_nodes=3)
+    assert [Trainer(accelerator="cpu", num_nodes=given).plan.num_processes for given in (1, 2)] == [8, 8]

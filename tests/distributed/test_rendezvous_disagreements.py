@@ -1,0 +1,89 @@
+"""Processes started by hand that do not fit each other: told on all of them, instead of waited for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from tests.helpers.processes import start_python
+from trainer.distributed.environment import Environment
+from trainer.distributed.rendezvous import free_port, join_store
+from trainer.testing.processes import Result
+
+# Half an hour, as a run has it: a process that waits for it is killed by the test.
+JOIN = """
+import os
+from datetime import timedelta
+from trainer.errors import ConfigError
+from trainer.distributed.environment import detect_environment
+from trainer.distributed.rendezvous import join_store
+
+try:
+    place = detect_environment()
+    store = join_store(place, timedelta(seconds=1800))
+    store.set(f"here/{place.rank}", "1")
+    store.wait([f"here/{rank}" for rank in range(place.world_size)])
+except ConfigError as error:
+    print("refused:", error)
+else:
+    print("joined")
+    store.add("left", 1)
+    while place.rank == 0 and store.add("left", 0) < place.world_size:
+        pass
+"""
+
+
+def join(*places: tuple[int, int]) -> list[Result]:
+    """Start a process for each rank and world size, and wait until all have ended."""
+    port = str(free_port())
+    started = [
+        start_python(
+            JOIN,
+            env={
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            },
+        )
+        for rank, size in places
+    ]
+    return [one.wait(120).check() for one in started]
+
+
+def test_processes_that_agree_join() -> None:
+    assert [one.stdout.strip() for one in join((0, 3), (1, 3), (2, 3))] == ["joined"] * 3
+
+
+@pytest.mark.parametrize("places", [((0, 2), (1, 3)), ((0, 3), (1, 2))])
+def test_world_sizes_that_differ_are_told_on_all(places: tuple[tuple[int, int], ...]) -> None:
+    for one in join(*places):
+        assert "refused: the processes do not agree how many they are" in one.stdout
+        for rank, size in places:
+            assert f"rank {rank} has WORLD_SIZE={size}" in one.stdout
+
+
+@pytest.mark.parametrize("places", [((0, 3), (1, 3), (1, 3)), ((0, 2), (0, 2))])
+def test_a_rank_that_is_there_twice_is_told_on_all(places: tuple[tuple[int, int], ...]) -> None:
+    twice = places[-1][0]
+    for one in join(*places):
+        assert f"refused: rank {twice} is there twice: process " in one.stdout
+        assert f"both have RANK={twice}. Give each process a RANK of its own" in one.stdout
+
+
+def test_whoever_comes_late_does_not_stop_those_that_have_met() -> None:
+    """Also: a process that joins again is not taken for a second one."""
+    port = free_port()
+    place = Environment(0, 0, 1, 1, 0, 1, "torchrun", 0, "127.0.0.1", port)
+    first = join_store(place, timedelta(seconds=30))
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    late = start_python(JOIN, env={**env, "MASTER_PORT": str(port)}).wait(120).check()
+    assert "refused: rank 0 is there twice" in late.stdout
+    assert "If they are of two runs, give one of these another MASTER_PORT" in late.stdout
+    again = join_store(place, timedelta(seconds=30))
+    first.set("key", "1")
+    again.set("key", "2")
+    assert (first.get("key"), again.get("key")) == (b"1", b"2")

@@ -1,0 +1,80 @@
+"""A collective that only some processes call is told, on the spot."""
+
+from __future__ import annotations
+
+from tests.helpers.processes import Running, start_python
+
+SCRIPT = """
+import os
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import ModelCheckpoint
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Wrong(Callback):
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == 3:
+            CALLS[sys.argv[2]](trainer)
+    def on_fit_start(self, trainer, module):
+        assert trainer.global_rank == trainer.rank == trainer.local_rank == int(os.environ.get("LOCAL_RANK", 0))
+    def on_fit_end(self, trainer, module):
+        if sys.argv[2] == "at the end" and trainer.rank == 1:
+            trainer.full_state_dict()
+
+CALLS = {
+    "rank 0 saves": lambda t: t.is_global_zero and t.save_checkpoint("by hand"),
+    "another call": lambda t: t.read_metrics() if t.rank else t.save_checkpoint("by hand"),
+    "rank 0 reads": lambda t: t.is_global_zero and t.read_metrics(),
+    "at the end": lambda t: None,
+    "other samples": lambda t: None,
+    "late": lambda t: (t.rank and __import__("time").sleep(3), t.read_metrics(), t.save_checkpoint("by hand")),
+}
+samples = 64 + (int(os.environ.get("RANK", 0)) if sys.argv[2] == "other samples" else 0)
+data = DataLoader(TensorDataset(torch.ones(samples, 4)), 4)
+trainer = Trainer(
+    strategy=sys.argv[1], devices=2, accelerator="cpu", max_steps=6, logger=False,
+    callbacks=[Wrong(), ModelCheckpoint(every_n_train_steps=3)] if sys.argv[2] == "rank 0 reads" else Wrong(),
+    enable_checkpointing=sys.argv[2] == "rank 0 reads", enable_progress_bar=False, enable_model_summary=False,
+    watchdog_seconds=100,
+)
+trainer.fit(Net(), data)
+print("done")
+"""
+
+TOLD = {
+    ("fsdp", "rank 0 saves"): ("rank 0 calls save_checkpoint (in ", "<lambda>), and rank 1 has gone on without"),
+    ("ddp", "rank 0 saves"): ("rank 0 calls save_checkpoint (in ", "<lambda>), and rank 1 has gone on without"),
+    ("ddp", "another call"): (" calls read_metrics (in ", " calls save_checkpoint (in "),
+    # Rank 1 meets it with a call of the same name, which belongs to another callback.
+    ("ddp", "rank 0 reads"): (" calls read_metrics (in checkpoint.py, ", ", <lambda>)"),
+    ("ddp", "other samples"): ("the training loader has 64 samples in an epoch on rank 0, and 65 on rank 1",),
+    ("ddp", "at the end"): ("rank 1 calls full_state_dict (in ", "on_fit_end), and rank 0 has gone on without"),
+}
+
+
+def test_a_call_on_some_processes_is_told() -> None:
+    """All at once, because each takes a start of two processes; and one in which a process is only late."""
+    running: dict[tuple[str, str], Running] = {key: start_python(SCRIPT, *key) for key in [*TOLD, ("ddp", "late")]}
+    try:
+        results = {key: one.wait(200) for key, one in running.items()}
+    finally:
+        for one in running.values():
+            one.kill()
+    for key, words in TOLD.items():
+        result = results[key].check(1)
+        assert all(one in result.stderr for one in words), result.stderr
+        assert "has been no progress" not in result.stderr
+        assert result.stderr.count("Traceback (most recent call last)") == 1, result.stderr
+    assert results["ddp", "late"].check(0).stdout.count("done") == 2

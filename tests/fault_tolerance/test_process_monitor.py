@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.processes import run_python
+from trainer.fault_tolerance.stop import StopCoordinator
+
+SCRIPT = """
+import sys
+from tests.fault_tolerance.test_process_monitor import end
+end(sys.argv[1])
+"""
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+
+
+def end(how: str) -> None:
+    """Rank 1 ends without an error, while rank 0 is busy with something that never comes to a boundary."""
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
+    switch = StopCoordinator(store, rank, 2, interval=0.05)
+    switch.install()
+    time.sleep(0.5)
+    if rank == 1:
+        if how == "done":
+            switch.done()
+        os._exit(0)
+    time.sleep(8)
+    print("rank 0 came through", flush=True)
+
+
+def test_a_process_that_vanishes_ends_the_others() -> None:
+    began = time.monotonic()
+    result = run_python(SCRIPT, "vanish", nproc=2).check(1)
+    assert "rank 1 of 2 is gone: it ended without an error of its own" in result.stderr
+    assert "rank 0 stops because rank 1 is gone" in result.stderr
+    assert "came through" not in result.stdout
+    assert time.monotonic() - began < 60
+
+
+def test_a_process_that_is_done_is_not_missed() -> None:
+    assert "came through" in run_python(SCRIPT, "done", nproc=2).check(0).stdout

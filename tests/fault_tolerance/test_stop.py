@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.processes import alive, descendants, run_distributed, wait_until
+from trainer.distributed.environment import detect_environment
+from trainer.errors import TrainerError
+from trainer.fault_tolerance.failure import report_failure
+from trainer.fault_tolerance.stop import StopCoordinator, exit_code, ignore_signals_in_worker
+
+# -- one process ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def switch() -> Any:
+    switch = StopCoordinator(None)
+    switch.install()
+    yield switch
+    switch.uninstall()
+
+
+def test_nothing_requested(switch: StopCoordinator) -> None:
+    assert [switch.check(step) for step in range(3)] == [None] * 3
+    assert not switch.requested
+    assert switch.finish(3) is None
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_signal_stops_at_the_next_boundary(switch: StopCoordinator, name: str) -> None:
+    assert switch.check(0) is None
+    signal.raise_signal(signal.Signals[name])
+    assert switch.requested
+    assert switch.check(1) == name
+    assert switch.finish(1) == name
+
+
+def test_second_interrupt_ends_at_once(switch: StopCoordinator, capfd: pytest.CaptureFixture[str]) -> None:
+    signal.raise_signal(signal.SIGINT)
+    assert "Ctrl-C again stops at once" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_repeated_sigterm_is_one(switch: StopCoordinator) -> None:
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    assert switch.check(1) == "SIGTERM"
+
+
+def test_request_in_words_and_at_the_end(switch: StopCoordinator) -> None:
+    switch.request("val_loss did not improve")
+    switch.request("max_time is over")
+    assert switch.finish(4) == "val_loss did not improve"
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    switch = StopCoordinator(None)
+    switch.install()
+    assert signal.getsignal(signal.SIGINT) not in before
+    switch.uninstall()
+    switch.uninstall()
+    assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == before
+
+
+def test_ignored_signals_stay_ignored_and_a_later_handler_stays() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    switch = StopCoordinator(None)
+    try:
+        switch.install()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+        switch.uninstall()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert interrupt is not None
+
+
+def test_install_outside_the_main_thread_takes_no_signals() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    switch = StopCoordinator(None)
+    thread = threading.Thread(target=switch.install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is before
+    switch.request("enough")
+    assert switch.check(1) == "enough"
+
+
+def test_exit_codes() -> None:
+    assert [exit_code(reason) for reason in ("SIGINT", "SIGTERM", "max_time is over", None)] == [130, 143, 0, 0]
+
+
+# -- several processes ---------------------------------------------------------------------------------------------
+
+
+def join() -> tuple[int, int, dist.Store]:
+    environment = detect_environment()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return environment.rank, environment.world_size, dist.distributed_c10d._get_default_store()
+
+
+def train(switch: StopCoordinator, max_steps: int, during: Any = None, coupled: bool = True) -> tuple[int, str | None]:
+    """A loop whose steps need all ranks; `during(step)` is work of this rank alone. (steps done, reason)"""
+    step, tensor = 0, torch.ones(1)
+    reason = switch.check(step)
+    while reason is None and step < max_steps:
+        if during is not None:
+            during(step)
+        if coupled:
+            dist.all_reduce(tensor)
+        step += 1
+        reason = switch.check(step)
+    return step, switch.finish(step)
+
+
+def rounds_of_requests(rounds: int, how: str) -> list[tuple[int, str | None]]:
+    rank, world_size, store = join()
+    common, mine = random.Random(1), random.Random(100 + rank)
+    ended = []
+    for number in range(rounds):
+        victim, delay, max_steps = common.randrange(world_size), common.random() * 0.15, common.choice([5, 40, 10**6])
+        switch = StopCoordinator(store, rank, world_size, interval=0.02)
+        switch.install()
+        act = {
+            "signal": lambda: os.kill(os.getpid(), signal.SIGTERM),
+            "request": lambda switch=switch, number=number: switch.request(f"wish {number}"),
+        }[how]
+        everybody = number % 5 == 4  # torchrun sends its signal to all
+        timer = threading.Timer(delay + (mine.random() * 0.05 if everybody else 0), act)
+        if rank == victim or everybody:
+            timer.start()
+        ended.append(train(switch, max_steps, lambda step: time.sleep(mine.random() * 0.004)))
+        timer.cancel()
+        if timer.ident is not None:
+            timer.join()
+        dist.barrier()
+        switch.uninstall()
+    return ended
+
+
+@pytest.mark.parametrize(("world_size", "how"), [(2, "signal"), (3, "request")])
+def test_a_wish_at_any_moment_stops_all_at_the_same_step(world_size: int, how: str) -> None:
+    ended = run_distributed(rounds_of_requests, world_size, 30, how)
+    assert all(ranks == ended[0] for ranks in ended), ended
+    stopped = [(step, reason) for step, reason in ended[0] if reason is not None]
+    assert len(stopped) >= 10
+    assert all(step < 10**6 for step, _ in ended[0])
+
+
+def all_ask_at_once(rounds: int) -> list[tuple[int, str | None]]:
+    rank, world_size, store = join()
+    mine = random.Random(rank)
+    ended = []
+    for number in range(rounds):
+        switch = StopCoordinator(store, rank, world_size, interval=0.001)
+        switch.install()
+
+        def at_step(step: int, number: int = number, switch: StopCoordinator = switch) -> None:
+            time.sleep(mine.random() * 0.002)
+            if step == number:
+                switch.request("early stopping")
+                time.sleep(mine.random() * 0.01)
+
+        ended.append(train(switch, 100, at_step, coupled=number % 2 == 0))
+        switch.uninstall()
+    return ended
+
+
+def test_all_asking_in_one_step_stop_after_that_very_step() -> None:
+    for ended in run_distributed(all_ask_at_once, 2, 20):
+        assert ended == [(number + 1, "early stopping") for number in range(20)]
+
+
+def uncoupled(slow: float) -> tuple[int, str | None]:
+    """Ranks that never wait for each other in a step are far apart when the signal comes."""
+    rank, world_size, store = join()
+    switch = StopCoordinator(store, rank, world_size, interval=0.02)
+    switch.install()
+    threading.Timer(0.3, lambda: rank == 0 and switch.request("x")).start()
+    return train(switch, 10**6, lambda step: time.sleep(slow if rank == 0 else slow / 10), coupled=False)
+
+
+def test_the_one_behind_catches_up() -> None:
+    first, second = run_distributed(uncoupled, 2, 0.01)
+    assert first == second
+    assert first[1] == "x"
+
+
+def at_the_end(rounds: int) -> list[tuple[int, str | None]]:
+    rank, world_size, store = join()
+    mine = random.Random(rank)
+    ended = []
+    for number in range(rounds):
+        switch = StopCoordinator(store, rank, world_size, interval=0.005)
+        switch.install()
+        if rank == number % world_size:
+            threading.Timer(0.02 * mine.random(), switch.request, ["late"]).start()
+        step = 0
+        while switch.check(step) is None and step < 3:
+            step += 1
+        time.sleep(0.02 * mine.random())
+        reason = switch.finish(step)
+        ended.append((step if reason is None else -1, reason))
+        time.sleep(0.03)
+        switch.uninstall()
+    return ended
+
+
+def test_a_wish_at_the_very_end_is_known_to_all_or_to_none() -> None:
+    first, second = run_distributed(at_the_end, 2, 25)
+    assert first == second
+    assert {reason for _, reason in first} == {None, "late"}
+
+
+def the_others_fail(how: str) -> str:
+    rank, world_size, store = join()
+    switch = StopCoordinator(store, rank, world_size, interval=0.02, timeout=0.5)
+    if rank == 1 and how == "silent":
+        time.sleep(2)
+        return ""
+    switch.install()
+    if rank == 1:
+        report_failure(switch.store, rank, world_size, ValueError("x"))
+        time.sleep(2)
+        return ""
+    if how == "silent":
+        switch.request("x")
+    with pytest.raises(TrainerError) as error:
+        train(switch, 10**6, lambda step: time.sleep(0.001), coupled=False)
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    assert "no answer from rank 1 in 0 s" in run_distributed(the_others_fail, 2, "silent")[0]
+
+
+def test_a_rank_that_failed_is_named_though_nobody_asked_to_stop() -> None:
+    message, _ = run_distributed(the_others_fail, 2, "failed")
+    assert "lost the other processes at step" in message
+    assert "rank 1 failed" in message
+
+
+# -- data workers --------------------------------------------------------------------------------------------------
+
+
+class Slow(Dataset[int]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.01)
+        return index
+
+
+def test_data_workers_outlive_the_signals_but_obey_their_process() -> None:
+    loader = DataLoader(Slow(), batch_size=4, num_workers=1, worker_init_fn=lambda _: ignore_signals_in_worker())
+    batches = iter(loader)
+    seen = next(batches).tolist()
+    (worker,) = descendants(os.getpid())
+    # Not from its parent: by way of another process, as torchrun's would come.
+    for name in ("INT", "TERM", "TERM"):
+        os.system(f"kill -{name} {worker}")
+    for batch in batches:
+        seen += batch.tolist()
+    assert seen == list(range(64))
+    batches = iter(loader)
+    next(batches)
+    (worker,) = [pid for pid in descendants(os.getpid()) if pid != worker and alive(pid)]
+    batches._shutdown_workers = lambda: None  # type: ignore[union-attr]
+    os.kill(worker, signal.SIGTERM)
+    wait_until(lambda: not alive(worker), 30)

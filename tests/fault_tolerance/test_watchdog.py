@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.processes import run_python
+from trainer.fault_tolerance.watchdog import Watchdog, stacks
+
+SCRIPT = """
+import sys, time
+from tests.fault_tolerance.test_watchdog import watched
+watched(sys.argv[1])
+"""
+
+
+def watched(how: str) -> None:
+    """One of two processes, with a limit of one second."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    watchdog = Watchdog()
+    watchdog.start(dist.PrefixStore("x", dist.distributed_c10d._get_default_store()), rank, 2, 1.0, lambda: 3)
+    watchdog.allow_slow = how == "patient"
+    for _ in range(30):
+        if how == "beating" or rank == 0:
+            watchdog.heartbeats += 1
+        time.sleep(0.1)
+    watchdog.stop()
+    watchdog.stop()
+    dist.barrier()
+    os.write(1, b"came through\n")  # whole, whatever the other process writes
+    dist.destroy_process_group()
+
+
+def two(how: str):  # type: ignore[no-untyped-def]
+    return run_python(SCRIPT, how, nproc=2)
+
+
+@pytest.mark.parametrize("how", ["beating", "patient"])
+def test_lets_alone_who_gets_on_or_may_take_long(how: str) -> None:
+    assert two(how).check(0).stdout == "came through\n" * 2
+
+
+def test_shows_all_stacks_and_who_is_behind() -> None:
+    errors = two("hanging").check(1).stderr
+    assert "the run hangs: no progress for 1 s (watchdog_seconds). rank 1 is behind.\n  rank 1: 3 steps done" in errors
+    for rank in (0, 1):
+        shown = errors[errors.index(f"rank {rank} of 2, ") :]
+        assert shown.splitlines()[1] == "  thread MainThread (most recent call last):"
+        assert ", in watched" in shown
+
+
+def test_single_processes_are_not_watched() -> None:
+    watchdog = Watchdog()
+    watchdog.start(None, 0, 1, 0.01, lambda: 0)
+    time.sleep(0.1)
+    watchdog.stop()
+
+
+def test_stacks_of_the_other_threads() -> None:
+    assert "test_watchdog" not in stacks()  # the calling thread's own
+    assert len(sys._current_frames()) >= 1
+
+
+def test_a_process_that_holds_the_lock_is_ended_too() -> None:
+    from tests.faults.test_kill_matrix import arguments
+    from tests.helpers.trouble import __file__ as script
+
+    run = {"root": "r", "how": "locked", "who": "1", "watchdog_seconds": 2.0}
+    errors = run_python(script, *arguments(run)).check(1).stderr
+    assert "Timeout (0:00:02" in errors  # rank 1, by faulthandler
+    assert "in trouble" in errors
+    assert "rank 1 did not answer" in errors or "rank 1 is gone" in errors  # whichever is noticed first

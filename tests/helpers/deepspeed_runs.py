@@ -1,0 +1,231 @@
+"""A small module with everything that is awkward for DeepSpeed, the loop of its strategies by hand, and torch's own."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import TrainModule
+from trainer.checkpoint.shards import Shard
+from trainer.precision import PRECISIONS
+from trainer.strategies import Strategy
+from trainer.strategies.deepspeed.strategy import (
+    DeepSpeedStage1Strategy,
+    DeepSpeedStage2OffloadStrategy,
+    DeepSpeedStage2Strategy,
+    DeepSpeedStage3OffloadStrategy,
+    DeepSpeedStage3Strategy,
+    DeepSpeedStrategy,
+)
+
+SMALL = {"zero_optimization": {"reduce_bucket_size": 1000}}
+# Without the threshold all parameters of a small module are kept whole, for being small.
+DIVIDE_ALL = {
+    "zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 40, "reduce_bucket_size": 1000}
+}
+ENGINES: dict[str, Callable[[], DeepSpeedStrategy]] = {
+    "1": DeepSpeedStage1Strategy,
+    "2": DeepSpeedStage2Strategy,
+    "3": lambda: DeepSpeedStage3Strategy(DIVIDE_ALL),
+    "3, small ones whole": lambda: DeepSpeedStage3Strategy(SMALL),
+    "2 offload": DeepSpeedStage2OffloadStrategy,
+    "3 offload": lambda: DeepSpeedStage3OffloadStrategy(DIVIDE_ALL),
+}
+WINDOWS = (3, 2, 1, 3, 2, 1)
+"""Micro-batches of each step: the last one of an epoch of six is shorter."""
+CLIP = 1.0
+
+
+class Net(TrainModule):
+    """Parameters of its own beside its layers, tied ones, frozen ones, a buffer, and sizes that do not divide by two.
+
+    late: layers are built in `configure_model`.
+    """
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.5))
+        if not late:
+            self.build()
+
+    def build(self) -> None:
+        self.first = nn.Linear(6, 7)
+        self.frozen = nn.Linear(7, 5, bias=False).requires_grad_(False)
+        self.last = nn.Linear(7, 3)
+        self.tied = nn.Linear(7, 3)
+        self.tied.weight = self.last.weight
+        self.register_buffer("shift", torch.arange(3.0))
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "first"):
+            self.build()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        together = self.last(hidden) + 0.1 * self.tied(hidden)
+        return together * self.scale + self.shift + 0.1 * self.frozen(hidden).sum(-1, keepdim=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        # The module's own parameter is used after its forward has given everything back.
+        return ((self(x) - y) ** 2).mean() + 0.01 * (self.scale**2).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return ((self(x) - y) ** 2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=0.02)
+
+
+def windows() -> list[list[Any]]:
+    """The global batches, by step and micro-batch."""
+    random = torch.Generator().manual_seed(1)
+
+    def batch() -> Any:
+        return torch.randn(4, 6, generator=random), 3 * torch.randn(4, 3, generator=random)
+
+    return [[batch() for _ in range(number)] for number in WINDOWS]
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of one process with torch alone, and the weights at the end."""
+    torch.manual_seed(0)
+    module = Net()
+    optimizer = module.configure_optimizers()
+    scheduler = schedule(optimizer)
+    losses = []
+    for window in windows():
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in window:
+            loss = module.training_step(batch, 0) / len(window)
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        optimizer.step()
+        scheduler.step()
+        losses.append(total)
+    return losses, {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+class Running:
+    """A module under a strategy, from its set-up on."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        precision: str = "32-true",
+        late: bool = False,
+        state: dict[str, Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.strategy = strategy
+        strategy.setup_environment("cpu", PRECISIONS[precision])
+        # Other ranks have other values: those of rank 0 count.
+        torch.manual_seed(seed + strategy.rank)
+        self.module = Net(late)
+        with strategy.init_context(self.module, will_load_checkpoint=state is not None):
+            self.module.configure_model()
+        self.begin(state)
+
+    def begin(self, state: dict[str, Any] | None = None) -> None:
+        """Set up for training, from a state of `state`, which the steps done so far belong to."""
+        strategy = self.strategy
+        strategy.setup_module(self.module, for_training=True)
+        if state is not None:
+            strategy.load_module_state(state["model"])
+        optimizer = self.module.configure_optimizers()
+        self.scheduler = schedule(optimizer)
+        (self.optimizer,) = strategy.setup_optimizers([optimizer], CLIP)
+        self.done = 0
+        if state is not None:
+            strategy.load_optimizer_state(self.optimizer, state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.done = state["done"]
+
+    def steps(self, number: int) -> list[float]:
+        """The losses of so many more steps, as the trainer's loop makes them."""
+        return [self.step(window) for window in windows()[self.done : self.done + number]]
+
+    def step(self, window: list[Any]) -> float:
+        strategy, rank, ranks = self.strategy, self.strategy.rank, self.strategy.world_size
+        self.optimizer.zero_grad()
+        total = torch.zeros(())
+        for position, (x, y) in enumerate(window):
+            mine = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
+            with strategy.gradient_sync(last=position == len(window) - 1):
+                loss = strategy.call("training_step", strategy.to_device((x[mine], y[mine])), 0)
+                # The share of this process in the mean over all samples, when the strategy divides by its processes.
+                loss = loss / len(window) * (strategy.gradient_average / ranks)
+                strategy.backward(loss)
+            total += loss.detach().float()
+        strategy.unscale(self.optimizer)
+        strategy.clip_gradients(self.optimizer, CLIP, "norm")
+        strategy.step(self.optimizer)
+        strategy.end_step()
+        self.scheduler.step()
+        self.done += 1
+        return float(strategy.sum(total)) / ranks
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint would hold, in whole tensors, on every process."""
+        return {
+            "model": whole(self.strategy, self.strategy.module_state()),
+            "optimizer": whole(self.strategy, self.strategy.optimizer_state(self.optimizer)),
+            "scheduler": self.scheduler.state_dict(),
+            "done": self.done,
+        }
+
+
+def whole(strategy: Strategy, state: Any) -> Any:
+    """A state with the parts of all processes put together; each element has to be there exactly once."""
+    if isinstance(state, dict):
+        return {name: whole(strategy, value) for name, value in state.items()}
+    if not isinstance(state, Shard):
+        return state.clone() if isinstance(state, torch.Tensor) else state
+    total = torch.full((math.prod(state.shape),), math.nan, dtype=state.local.dtype)
+    for shard in strategy.gather_objects(Shard(state.local.clone(), state.shape, state.extent)):
+        assert shard.shape == state.shape
+        assert shard.local.numel() == shard.extent.numel
+        part = shard.extent.take(total)
+        assert part.isnan().all()
+        part.copy_(shard.local.reshape(-1))
+    assert not total.isnan().any()
+    return total.view(state.shape)
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two states are not the same, bit for bit."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        names = {*one, *other}
+        if set(one) != names or set(other) != names:
+            return [f"{where}: names {set(one) ^ set(other)}"]
+        return [
+            found for name in sorted(names, key=str) for found in differences(one[name], other[name], f"{where}/{name}")
+        ]
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+        return [] if same else [f"{where}: {one.dtype} {tuple(one.shape)}, {other.dtype} {tuple(other.shape)}"]
+    return [] if one == other else [f"{where}: {one!r} and {other!r}"]
+
+
+def strictly() -> None:
+    """As under pytest: no warning is left over."""
+    warnings.simplefilter("error")
+
+
+def first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,118 @@
+"""Real processes for tests: scripts, torchrun, and one function on several ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainer.testing import processes
+from trainer.testing.processes import Result, Running, alive, clean_environment, descendants, wait_until
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+__all__ = [
+    "ROOT",
+    "Result",
+    "Running",
+    "alive",
+    "descendants",
+    "run_distributed",
+    "run_python",
+    "start_python",
+    "wait_until",
+]
+
+
+def start_python(source_or_path: str | Path, *args: str, env: Mapping[str, str] | None = None, **more: Any) -> Running:
+    """As `trainer.testing.start_python`; the script finds this repository."""
+    return processes.start_python(source_or_path, *args, env={**_path(), **(env or {})}, **more)
+
+
+def run_python(
+    source_or_path: str | Path, *args: str, env: Mapping[str, str] | None = None, timeout: float = 120, **more: Any
+) -> Result:
+    """As `trainer.testing.run_python`; the script finds this repository."""
+    return start_python(source_or_path, *args, env=env, **more).wait(timeout)
+
+
+def run_distributed(function: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = 120) -> list[Any]:
+    """Call a top-level function of a test module on `world_size` processes with torchrun's variables set.
+
+    The function joins the process group itself, if it wants one. Arguments and results are pickled.
+
+    Returns:
+        What each rank returned. The first failing rank's output fails the test.
+    """
+    from torch.distributed import TCPStore
+
+    # As under torchrun, the starting process holds the store, on a port that nobody else can take.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=Path.cwd()))
+    (folder / "call").write_bytes(pickle.dumps((function, args)))
+    code = f"from tests.helpers.processes import _one_rank; _one_rank({str(folder)!r})"
+    running = []
+    for rank in range(world_size):
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        env = clean_environment({**_path(), **{name: str(value) for name, value in place.items()}})
+        # The test's module is imported by name, from where pytest has imported it.
+        env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], *filter(None, sys.path)])
+        running.append(Running([sys.executable, "-c", code], Path.cwd(), env))
+    try:
+        _wait_for_all(running, timeout)
+    finally:
+        for one in running:
+            one.kill()
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def _wait_for_all(running: list[Running], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while any(one.process.poll() is None for one in running):
+        if any(one.process.poll() for one in running):
+            raise AssertionError(_failures(running))
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still running after {timeout} s\n" + "\n".join(map(str, running)))
+        time.sleep(0.02)
+    if any(one.process.poll() for one in running):
+        raise AssertionError(_failures(running))
+
+
+def _failures(running: list[Running]) -> str:
+    """The output of each process that failed: the first to end may only have followed another."""
+    deadline = time.monotonic() + 5
+    while any(one.process.poll() is None for one in running) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ended = [(rank, one) for rank, one in enumerate(running) if one.process.poll()]
+    return "\n".join(f"rank {rank} of {len(running)} ended with {one.process.poll()}\n{one}" for rank, one in ended)
+
+
+def _one_rank(folder: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    function, args = pickle.loads((Path(folder) / "call").read_bytes())
+    result = function(*args)
+    (Path(folder) / os.environ["RANK"]).write_bytes(pickle.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through Python's own exit: gloo's threads abort there now and then, which is not what such a test is about.
+    os._exit(0)
+
+
+def _path() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -1,0 +1,371 @@
+"""The runs of the resume matrix: broken at a named place, resumed, and compared with one that was never broken."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torchmetrics.classification
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.compare import QUIET
+from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import CSVLogger, ModelCheckpoint
+from trainer.testing import compare_runs
+
+SAMPLES, GLOBAL_BATCH, WINDOW, EPOCHS = 46, 8, 2, 2
+STEPS = 3 * EPOCHS
+"""An epoch has six micro-batches, the last one short, in three windows."""
+
+
+class Cell(NamedTuple):
+    """One way to train."""
+
+    optimizer: str = "adamw"
+    workers: int = 0
+    strategy: str = "auto"
+
+    def __str__(self) -> str:
+        return f"{self.optimizer}-{self.workers}workers"
+
+
+class StoragePath(NamedTuple):
+    """Where a run is broken: at a moment of the step, the epoch or the validation; and how."""
+
+    moment: str
+    when: int
+    """At which passing of the moment, from 1."""
+    how: str = "kill"
+    """"kill": nothing is saved any more; "stop": trainer.stop; "max_steps": the end of the run was there."""
+    every: int = 1
+    """Steps from checkpoint to checkpoint."""
+    resumes_at: tuple[int, ...] = ()
+    """The step with which the resumed run begins; several: that depends on when there is validation."""
+
+
+PLACES = {
+    "end of step": StoragePath("on_train_step_end", 1, "stop", every=2, resumes_at=(1,)),
+    "mid-epoch": StoragePath("on_train_batch_start", 3, resumes_at=(1,)),
+    "inside a window": StoragePath("on_before_backward", 4, resumes_at=(1,)),
+    "inside validation": StoragePath("on_validation_batch_end", 2, resumes_at=(2, 3)),
+    "epoch end": StoragePath("on_train_epoch_start", 2, resumes_at=(3,)),
+    "after the last batch": StoragePath("on_train_epoch_end", 1, resumes_at=(3,)),
+}
+MORE_PLACES = {
+    "steps after the last checkpoint": StoragePath("on_train_batch_start", 11, every=4, resumes_at=(4,)),
+    "max_steps": StoragePath("", 4, "max_steps", resumes_at=(4,)),
+}
+"""With `num_workers=0` only."""
+
+
+class Killed(BaseException):
+    """Ends a run as a kill would: what the run does about errors does not save anything."""
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise: of all three global generators, or always the same for each."""
+
+    def __init__(self, fixed: bool = False) -> None:
+        self.fixed = fixed
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(SAMPLES, 6, generator=generator)
+        self.y = (self.x.sum(1) > 0).long()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.fixed:
+            return self.x[index], self.y[index]
+        noise = torch.randn(6) * 0.1 + np.random.normal() * 0.1 + random.random() * 0.1
+        return self.x[index] + noise, self.y[index]
+
+
+class Classifier(TrainModule):
+    """Everything that a resume could forget."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.kind = optimizer
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(2)
+        self.listed = torchmetrics.CatMetric()
+        self.several = torchmetrics.MetricCollection(
+            [torchmetrics.classification.MulticlassPrecision(2), torchmetrics.classification.MulticlassRecall(2)]
+        )
+
+    def on_train_epoch_start(self) -> None:
+        self.log("epochs_begun", 1.0 + float(torch.rand(())), reduction="sum")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self.layers(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduction="max")
+        self.log("python", random.random() + np.random.rand(), on_step=False, on_epoch=True)
+        self.accuracy.update(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.listed.update(loss.detach())
+        self.several.update(logits, batch[1])
+        return loss
+
+    def on_train_step_end(self) -> None:
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("listed", self.listed.compute().mean())
+        self.listed.reset()
+        for name, value in self.several.compute().items():
+            self.log(name, value)
+        self.several.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+        self.log("val_loss", loss + 0.01 * torch.rand(()))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_hook", torch.rand(()).item())
+
+    def on_train_end(self) -> None:
+        self.log("end", float(self.trainer.global_step))
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "adamw":
+            optimizer = AdamW(self.parameters(), lr=0.02)
+            warm_up = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+            return [optimizer], [{"scheduler": warm_up, "interval": "step"}]
+        sgd = SGD(self.parameters(), lr=0.1, momentum=0.9)
+        plateau = ReduceLROnPlateau(sgd, patience=0)
+        return {"optimizer": sgd, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class Count(Callback):
+    """Counts what is wholly done."""
+
+    runs_last = True
+
+    def __init__(self) -> None:
+        self.steps = self.validations = 0
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.steps += 1
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self.validations += 1
+            trainer.log("validations", self.validations)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "validations": self.validations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.validations = state["steps"], state["validations"]
+
+
+class Begin(Callback):
+    """Remembers where the run has begun."""
+
+    step = -1
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.step = trainer.global_step
+
+
+class SaveFinal(Callback):
+    """Keeps the whole state at the very end."""
+
+    runs_last = True
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        trainer.save_checkpoint(Path(trainer.settings.default_root_dir) / "final")
+
+
+def break_at(place: StoragePath) -> Callback:
+    """A callback that breaks the run there."""
+    passed = 0
+
+    def pass_by(trainer: Trainer, *rest: Any) -> None:
+        nonlocal passed
+        if trainer.sanity_checking:
+            return
+        passed += 1
+        if passed == place.when and place.how == "stop":
+            trainer.stop("broken")
+        elif passed == place.when:
+            raise Killed
+
+    callback = Callback()
+    setattr(callback, place.moment, pass_by)
+    return callback
+
+
+def train(
+    cell: Cell,
+    folder: Path,
+    more: list[Callback],
+    every: int = 1,
+    module: TrainModule | None = None,
+    loader: Any = None,
+    **settings: Any,
+) -> int:
+    """Train, or go on. Returns the step at which this run began."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    begin = Begin()
+    trainer = Trainer(
+        **{
+            **QUIET,
+            "seed": 3,
+            "devices": world,
+            "strategy": "ddp" if world > 1 and cell.strategy == "auto" else cell.strategy,
+            "precision": "16-mixed" if cell.optimizer == "sgd" else "32-true",
+            "max_epochs": EPOCHS,
+            "accumulate_grad_batches": WINDOW,
+            "val_check_interval": 4 if cell.optimizer == "adamw" else 1.0,
+            "num_sanity_val_steps": 1 if cell.optimizer == "adamw" else 0,
+            "log_every_n_steps": 1 if cell.optimizer == "adamw" else 2,
+            "logger": CSVLogger(),
+            "enable_checkpointing": True,
+            "callbacks": [begin, Count(), *more, ModelCheckpoint(every_n_train_steps=every)],
+            "default_root_dir": folder,
+            **settings,
+        }
+    )
+    module = module or Classifier(cell.optimizer)
+    if (folder / "version_0").exists():
+        # A run that goes on knows nothing of the numbers of the one before.
+        random.seed()
+        np.random.seed()
+        torch.seed()
+    data = Augmented()
+    if loader is None:
+        loader = DataLoader(data, GLOBAL_BATCH // world, shuffle=True, num_workers=cell.workers)
+    trainer.fit(module, loader, DataLoader(data, 12 // world), ckpt_path="last")
+    return begin.step
+
+
+def broken_and_resumed(cell: Cell, place: StoragePath, folder: Path, **inputs: Any) -> int:
+    """Returns the step at which the resumed run began."""
+    made = {name: make() for name, make in inputs.items()}
+    if place.how == "max_steps":
+        train(cell, folder, [], max_steps=place.when, **made)
+    else:
+        try:
+            train(cell, folder, [break_at(place)], place.every, **made)
+        except Killed:
+            pass
+        else:
+            assert place.how == "stop", "the run has ended by itself"
+    return train(cell, folder, [SaveFinal()], place.every, **{name: make() for name, make in inputs.items()})
+
+
+def differences(whole: Path, resumed: Path) -> list[str]:
+    """What is not the same to the last bit."""
+    logs = [(folder / "version_0" / "metrics.csv").read_text() for folder in (whole, resumed)]
+    found = [] if logs[0] == logs[1] else ["metrics.csv:", *logs]
+    return compare_runs(whole / "final", resumed / "final") + found
+
+
+EVERY_CELL = tuple(Cell(optimizer, workers) for optimizer in ("adamw", "sgd") for workers in (0, 2))
+
+
+def matrix(folder: str, cells: tuple[Cell, ...] = EVERY_CELL) -> dict[str, list[str]]:
+    """Every cell at every place, in this process (with others, if there are several)."""
+    faulthandler.dump_traceback_later(250, exit=True)
+    found = {}
+    for cell in cells:
+        whole = Path(folder) / str(cell)
+        train(cell, whole, [SaveFinal()])
+        for name, place in {**PLACES, **(MORE_PLACES if cell.workers == 0 else {})}.items():
+            resumed = Path(folder) / f"{cell}-{name}"
+            begun = broken_and_resumed(cell, place, resumed)
+            wrong_step = [f"began at step {begun}"] if begun not in place.resumes_at else []
+            found[f"{cell}, {name}"] = wrong_step + differences(whole, resumed)
+        if cell.workers:
+            found[f"{cell.optimizer}: with and without workers"] = differences(
+                Path(folder) / str(cell._replace(workers=0)), whole
+            )
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+class Plain(Classifier):
+    """Nothing in it depends on how the global batch is cut."""
+
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.seen: list[float] = []
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.layers(batch[0]), batch[1]))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.seen += batch[0][:, 0].tolist() if self.trainer.training else []
+        return batch
+
+
+def plain(folder: str, micro_batch: int, window: int, stop_at: int | None = None) -> list[float]:
+    """A training that gives the same losses on any number of processes. Returns what this process has read."""
+    torch.manual_seed(5)
+    module = Plain()
+    loader = DataLoader(Augmented(), micro_batch, shuffle=True)
+    more: list[Callback] = [] if stop_at is None else [break_at(StoragePath("on_train_step_end", stop_at, "stop"))]
+    options = {"seed_per_sample": True, "accumulate_grad_batches": window, "val_check_interval": 1.0}
+    train(Cell(), Path(folder), more, module=module, loader=loader, **options)
+    return module.seen
+
+
+def plain_on_two(folder: str) -> dict[str, list[float]]:
+    """On two processes: the whole run, the second half of one that another number began, the first half of another."""
+    return {
+        "whole": plain(f"{folder}/two", 4, 2),
+        "one to two": plain(f"{folder}/one to two", 2, 4),
+        "two to one": plain(f"{folder}/two to one", 4, 2, stop_at=4),
+    }
+
+
+def stateful(folder: str) -> dict[str, list[str]]:
+    """The same as `matrix` for torchdata's loader, which keeps its own place; but not its workers' random numbers."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+    def make(workers: int) -> Any:
+        data = Augmented(fixed=workers > 0)
+        sampler = StatefulDistributedSampler(data, world, rank, seed=1)
+        return StatefulDataLoader(data, GLOBAL_BATCH // world, sampler=sampler, num_workers=workers)
+
+    found = {}
+    for workers in (0, 2):
+        whole = Path(folder) / f"stateful{workers}"
+        train(Cell(), whole, [SaveFinal()], loader=make(workers))
+        for name in ("inside a window", "inside validation", "epoch end"):
+            resumed = Path(folder) / f"stateful{workers}-{name}"
+            broken_and_resumed(Cell(), PLACES[name], resumed, loader=lambda workers=workers: make(workers))
+            found[f"StatefulDataLoader, {workers} workers, {name}"] = differences(whole, resumed)
+    return found
+
+
+def killed_for_good(folder: str, moment: str, step: int) -> None:
+    """Train; the last process is killed at this moment of the step after `step`; a negative one: it is not."""
+
+    def kill(trainer: Trainer, *rest: Any) -> None:
+        if trainer.global_step == step and trainer.rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    breaker = Callback()
+    setattr(breaker, moment, kill)
+    train(Cell(), Path(folder), [breaker, SaveFinal()])

@@ -1,0 +1,112 @@
+"""The ways to run that the suites over strategies compare, and starting each set of processes once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.helpers.compare import QUIET
+from tests.helpers.processes import run_distributed
+from trainer import Callback, Trainer, TrainModule
+from trainer.precision import PRECISIONS
+from trainer.strategies import STRATEGIES
+
+GLOBAL_MICRO_BATCH = 8
+"""Samples of a micro-batch over all processes, on any number of them."""
+TIMEOUT = 600.0
+"""Seconds for all ways of one start of processes."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A strategy with its options, on a number of processes."""
+
+    strategy: str
+    processes: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def engine(self) -> str:
+        """Ways with the same engine and number of processes share a start of processes."""
+        return self.strategy.split("_")[0] if self.strategy.startswith("deepspeed") else "torch"
+
+    @property
+    def micro_batch(self) -> int:
+        """Of one process."""
+        return GLOBAL_MICRO_BATCH // self.processes
+
+    def missing(self, precision: str = "32-true") -> str:
+        """Why it cannot run here; empty if it can."""
+        if self.strategy not in STRATEGIES:
+            return f"there is no strategy {self.strategy!r} in the table"
+        strategy = STRATEGIES[self.strategy](**dict(self.options))
+        return " ".join(strategy.problems(PRECISIONS[precision], "cpu", self.processes))
+
+    def trainer(self, **settings: Any) -> Trainer:
+        strategy = STRATEGIES[self.strategy](**dict(self.options))
+        return Trainer(strategy=strategy, devices=self.processes, accelerator="cpu", **{**QUIET, **settings})
+
+
+SINGLE = "single"
+DIVIDED = (("config", {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 1000}}),)
+"""ZeRO-3 would keep all weights of a small model whole."""
+
+WAYS = {
+    SINGLE: Way("single_device"),
+    "DDP x2": Way("ddp", 2),
+    "FSDP x2": Way("fsdp", 2),
+    "FSDP x2, SHARD_GRAD_OP": Way("fsdp", 2, (("sharding_strategy", "SHARD_GRAD_OP"),)),
+    "FSDP x2, CPU offload": Way("fsdp", 2, (("cpu_offload", True),)),
+    "FSDP x2, communicating always": Way("fsdp", 2, (("accumulate_unsharded", False),)),
+    "FSDP x4": Way("fsdp", 4),
+    "FSDP 2x2": Way("fsdp", 4, (("sharding_strategy", "HYBRID_SHARD"), ("device_mesh", (2, 2)))),
+    "ZeRO-1 x2": Way("deepspeed_stage_1", 2),
+    "ZeRO-2 x2": Way("deepspeed_stage_2", 2),
+    "ZeRO-3 x2": Way("deepspeed_stage_3", 2, DIVIDED),
+    "ZeRO-3 x1": Way("deepspeed_stage_3", 1, DIVIDED),
+    "ZeRO-2 x2, CPU offload": Way("deepspeed_stage_2_offload", 2),
+    "ZeRO-3 x2, CPU offload": Way("deepspeed_stage_3_offload", 2, DIVIDED),
+}
+"""Every way that a suite over strategies may ask for, by the name that it has in the docs."""
+
+
+class StepLosses(Callback):
+    """The loss of each step as the trainer tells it: over the whole window and all processes."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.losses.append(trainer.callback_metrics["loss"])
+
+
+def run_each(function: Callable[..., Any], names: Iterable[str], *args: Any) -> dict[str, list[Any]]:
+    """`function(name, *args)` for each way that can run here, on its processes: what each rank returned, by way.
+
+    Ways that share a set of processes run in it one after the other; `function` is on the top level of a module.
+    """
+    starts: dict[tuple[str, int], list[str]] = {}
+    for name in names:
+        if not WAYS[name].missing():
+            starts.setdefault((WAYS[name].engine, WAYS[name].processes), []).append(name)
+    results = {}
+    for (engine, processes), together in starts.items():
+        if processes == 1 and engine == "torch":
+            ranks = [one_after_the_other(function, together, args)]
+        else:
+            ranks = run_distributed(one_after_the_other, processes, function, together, args, timeout=TIMEOUT)
+        results.update({name: [rank[name] for rank in ranks] for name in together})
+    return results
+
+
+def one_after_the_other(function: Callable[..., Any], names: list[str], args: tuple[Any, ...]) -> dict[str, Any]:
+    return {name: function(name, *args) for name in names}
+
+
+def skip_if_missing(name: str, precision: str = "32-true") -> None:
+    """Skip the test with the reason, if this way cannot run here."""
+    if reason := WAYS[name].missing(precision):
+        pytest.skip(f"{name}: {reason}")

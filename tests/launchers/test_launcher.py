@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import ROOT, Running, alive, descendants, run_python, start_python, wait_until
+from trainer.errors import ConfigError
+from trainer.launchers.launcher import _exit_code, can_relaunch, die_with_parent, launch_processes
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals as on Linux and macOS")
+
+BEGIN = """
+import os, signal, sys, time
+from trainer.launchers.launcher import can_relaunch, die_with_parent, launch_processes
+
+if "RANK" not in os.environ:
+    print("parent", can_relaunch(), flush=True)
+    launch_processes(2)
+die_with_parent()
+rank = int(os.environ["RANK"])
+"""
+
+LOOP = (
+    BEGIN
+    + """
+import torch, torch.distributed as dist
+from trainer.fault_tolerance.stop import StopCoordinator, exit_code
+
+dist.init_process_group("gloo")
+switch = StopCoordinator(dist.distributed_c10d._get_default_store(), rank, 2)
+switch.install()
+step = 0
+while (reason := switch.check(step)) is None:
+    if step == 0:
+        print("training", flush=True)
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.01)
+    step += 1
+switch.finish(step)
+print("stopped at", step, flush=True)
+dist.barrier()
+switch.uninstall()
+dist.destroy_process_group()
+sys.exit(exit_code(reason))
+"""
+)
+
+DEAF = (
+    BEGIN
+    + """
+for name in ("SIGINT", "SIGTERM"):
+    signal.signal(signal.Signals[name], lambda *_: print("heard", flush=True))
+print("training", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+)
+
+
+def started(script: str, timeout: float = 90) -> tuple[Running, list[int]]:
+    running = start_python(script)
+    running.wait_for("training", count=2, timeout=timeout)
+    return running, descendants(running.pid)
+
+
+def all_gone(pids: list[int]) -> None:
+    wait_until(lambda: not any(alive(pid) for pid in pids), 30)
+
+
+def test_command_line_environment_and_output_are_the_same() -> None:
+    script = (
+        BEGIN
+        + """
+env = os.environ
+print("worker", rank, sys.argv[1:], env["LOCAL_RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], flush=True)
+print("threads", env["OMP_NUM_THREADS"], flush=True)
+print("error line", file=sys.stderr, flush=True)
+"""
+    )
+    result = run_python(script, "a b", "$$x ${local_rank}", env={"OMP_NUM_THREADS": "7"}).check(0)
+    assert sorted(result.stdout.splitlines()) == [
+        "parent None",
+        "threads 7",
+        "threads 7",
+        "worker 0 ['a b', '$$x ${local_rank}'] 0 2 2",
+        "worker 1 ['a b', '$$x ${local_rank}'] 1 2 2",
+    ]
+    assert result.stderr == "error line\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "stderr"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("raise ValueError('no such thing')", 1, "ValueError: no such thing"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_the_failing_process_decides_the_exit_code(end: str, code: int, stderr: str) -> None:
+    result = run_python(BEGIN + f"if rank == 1:\n    {end}\ntime.sleep(600)\n").check(code)
+    assert result.stderr.rstrip().endswith(stderr)
+    # No banner, no log lines of the agent: only what the process itself has said.
+    assert len(result.stderr.splitlines()) == {3: 0, 1: 4, 137: 1}[code], result.stderr
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_to_the_launcher_stops_all_at_one_step(name: str, code: int) -> None:
+    running, workers = started(LOOP)
+    running.send(signal.Signals[name])
+    result = running.wait(60).check(code)
+    steps = [line for line in result.stdout.splitlines() if line.startswith("stopped at")]
+    assert len(steps) == 2
+    assert steps[0] == steps[1]
+    assert "Traceback" not in result.stderr
+    all_gone(workers)
+
+
+def test_a_closed_terminal_is_passed_on_as_sigterm() -> None:
+    running, workers = started(BEGIN + "print('training', flush=True)\ntime.sleep(600)\n")
+    running.send(signal.SIGHUP)
+    running.wait(60).check(143)
+    all_gone(workers)
+
+
+def test_the_second_interrupt_ends_processes_that_do_not_listen() -> None:
+    running, workers = started(DEAF)
+    running.send(signal.SIGINT)
+    running.wait_for("heard", count=2)
+    assert all(alive(pid) for pid in workers)
+    running.send(signal.SIGINT)
+    running.wait(60).check(130)
+    all_gone(workers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_killing_the_launcher_leaves_nothing_behind() -> None:
+    running, workers = started(DEAF)
+    assert len(workers) == 2
+    running.process.kill()
+    running.wait(60).check(-signal.SIGKILL)
+    all_gone(workers)
+
+
+def test_as_module_and_as_command(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BEGIN + "print('rank', rank, flush=True)\n")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    env.pop("PYTHONUNBUFFERED", None)
+    for command in (["-m", "mine"], ["-c", "import mine"]):
+        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == ["parent None", "rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize("option", [[], ["-"]])
+def test_a_program_from_standard_input_is_refused(option: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *option],
+        input=BEGIN,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "its program came from standard input" in done.stderr
+    assert "torchrun --nproc-per-node 2 script.py" in done.stderr
+
+
+def test_where_it_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_relaunch() == "it runs inside pytest"
+    with pytest.raises(ConfigError, match=r"2 processes are asked for, but .* it runs inside pytest. Put the code"):
+        launch_processes(2)
+    reasons: list[str | None] = []
+    thread = threading.Thread(target=lambda: reasons.append(can_relaunch({})))
+    thread.start()
+    thread.join()
+    assert reasons == ["this is not its main thread"]
+    monkeypatch.setattr(sys, "argv", ["gone.py"])
+    assert "'gone.py' is not found from the current directory" in str(can_relaunch({}))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    assert can_relaunch({}) == "it was itself started by multiprocessing"
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert can_relaunch({}) == "it is an interactive session"
+
+
+def test_die_with_parent_does_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRAINER_LAUNCHED", raising=False)
+    die_with_parent()
+    monkeypatch.setenv("TRAINER_LAUNCHED", str(os.getpid()))  # as in a process that a started one has started
+    die_with_parent()
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([], 0), ([3], 3), ([1, 3], 3), ([-15, 1], 1), ([1, -9], 137), ([-15, 130], 130), ([143, 143], 143), ([-15], 143)],
+)
+def test_one_exit_code_for_all(codes: list[int], code: int) -> None:
+    assert _exit_code(codes) == code

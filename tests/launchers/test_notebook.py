@@ -1,0 +1,215 @@
+"""`trainer.launch` as somebody at a prompt uses it: functions that exist in no file."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import ROOT, Running, alive, descendants, run_python, wait_until
+from trainer import launch
+from trainer.errors import ConfigError
+from trainer.testing.processes import clean_environment
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as on Linux")
+
+
+def at_a_prompt(*lines: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What a Python prompt says to these lines, typed one by one."""
+    return subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input="\n".join(lines) + "\n",
+        cwd=cwd,
+        env=clean_environment({"PYTHONPATH": str(ROOT)}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_function_of_the_prompt_gives_its_results_by_rank(tmp_path: Path) -> None:
+    done = at_a_prompt(
+        "import os, torch",
+        "from trainer import launch",
+        "offset = 10",
+        "def place(a, b): return int(os.environ['RANK']), int(os.environ['WORLD_SIZE']), a + b + offset, torch.ones(2)",
+        "",
+        "print(launch(place, 1, b=2, devices=2))",
+        "print('RANK' in os.environ)",
+        cwd=tmp_path,
+    )
+    assert done.stdout == "[(0, 2, 13, tensor([1., 1.])), (1, 2, 13, tensor([1., 1.]))]\nFalse\n", done.stderr
+
+
+def test_a_training_in_the_function(tmp_path: Path) -> None:
+    source = """
+        import torch
+        from torch.utils.data import DataLoader
+        from trainer import Trainer, TrainModule, launch
+
+        class Net(TrainModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(1, 1)
+            def training_step(self, batch, batch_idx):
+                return self.layer(batch).pow(2).mean()
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train(steps):
+            trainer = Trainer(accelerator="cpu", max_steps=steps, seed=1, logger=False, enable_checkpointing=False,
+                              enable_progress_bar=False, enable_model_summary=False)
+            module = Net()
+            trainer.fit(module, DataLoader(torch.ones(8, 1), batch_size=2))
+            return trainer.world_size, module.layer.weight.item()
+
+        def main():
+            torch.ones(300, 300) @ torch.ones(300, 300)  # as a notebook that has calculated before
+            (n, first), (_, second) = launch(train, 3, devices=2)
+            print(n, first == second, len(launch(train, 1, devices=2)))
+
+        main()
+    """
+    lines = [line[8:] for line in source.splitlines()]
+    assert run_python("\n".join(lines), cwd=tmp_path).check().stdout == "2 True 2\n"
+
+
+def test_the_error_of_the_first_process_that_fails_is_raised(tmp_path: Path) -> None:
+    done = at_a_prompt(
+        "import os, time",
+        "from trainer import launch",
+        "def fail():",
+        "    if os.environ['RANK'] == '1': raise ValueError('no such thing')",
+        "    time.sleep(600)",
+        "",
+        "launch(fail, devices=2)",
+        cwd=tmp_path,
+    )
+    assert "WorkerError: rank 1 of 2 failed:" in done.stderr
+    assert "in fail\nValueError: no such thing" in done.stderr
+
+
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    done = at_a_prompt(
+        "import os, signal, time",
+        "from trainer import launch",
+        "def vanish(): os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '0' else time.sleep(600)",
+        "",
+        "launch(vanish, devices=2)",
+        "launch(lambda: os._exit(7), devices=1)",
+        "launch(lambda: (lambda: 1), devices=1)",
+        cwd=tmp_path,
+    )
+    assert "WorkerError: rank 0 of 2 was ended by SIGKILL." in done.stderr
+    assert "WorkerError: rank 0 of 1 ended with exit code 7." in done.stderr
+    assert "rank 0 of 1 failed" in done.stderr  # its result cannot be sent
+    assert "pickle" in done.stderr
+
+
+SLEEPER = """
+import time
+from trainer import launch
+
+def sleep(deaf):
+    print("sleeping", flush=True)
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            if not deaf:
+                raise
+
+try:
+    launch(sleep, {deaf}, devices=2)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("deaf", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_interrupt_leaves_nothing_running(deaf: bool, tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER.format(deaf=deaf))
+    running = Running([sys.executable, "sleeper.py"], tmp_path, clean_environment({"PYTHONPATH": str(ROOT)}))
+    running.wait_for("sleeping", count=2, timeout=90)
+    workers = descendants(running.pid)
+    running.send(signal.SIGINT)
+    assert running.wait(60).check().stdout.endswith("interrupted\n")
+    assert len(workers) == 2
+    assert not any(alive(pid) for pid in workers)
+
+
+def test_killing_the_prompt_leaves_nothing_running(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER.format(deaf=True))
+    running = Running([sys.executable, "sleeper.py"], tmp_path, clean_environment({"PYTHONPATH": str(ROOT)}))
+    running.wait_for("sleeping", count=2, timeout=90)
+    workers = descendants(running.pid)
+    running.process.kill()
+    running.wait(30)
+    wait_until(lambda: not any(alive(pid) for pid in workers), 30)
+
+
+@pytest.mark.parametrize(("devices", "message"), [(0, "give a number of processes from 1"), ("2", "or 'auto'")])
+def test_wrong_numbers(devices: int | str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch(print, devices=devices)
+
+
+def test_inside_of_a_process_that_is_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"RANK=0 WORLD_SIZE=2\): call the function itself"):
+        launch(print, devices=2)
+
+
+CUDA = """
+import os, torch
+from trainer import launch
+{before}
+
+def total():
+    import torch.distributed as dist
+    value = torch.ones(1, device=f"cuda:0")
+    return os.getpid(), value + 1
+
+print([value.item() for _, value in launch(total, devices=2)])
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ("", None),
+        ("torch.cuda.device_count()", None),
+        ("torch.ones(1).cuda()", "CUDA has been initialised in this process"),
+        ("torch.cuda.is_available()", "CUDA has been asked for its devices"),
+    ],
+)
+def test_cuda_in_a_notebook(before: str, message: str | None, tmp_path: Path) -> None:
+    result = run_python(CUDA.format(before=before), cwd=tmp_path, env={"PYTORCH_NVML_BASED_CUDA_CHECK": "0"})
+    if message is None:
+        assert result.check().stdout == "[2.0, 2.0]\n"
+    else:
+        assert message in result.check(1).stderr
+        assert "fresh kernel" in result.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("not __import__('torch').cuda.is_available()", reason="needs a CUDA device")
+def test_a_function_of_a_module_is_imported_anew_where_cuda_was_used(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\ndef two(): return torch.ones(1, device='cuda') + 1\n")
+    source = """
+        import os, sys, torch
+        sys.path.insert(0, os.getcwd())
+        from mine import two
+        from trainer import launch
+        if __name__ == "__main__":
+            torch.ones(1).cuda()
+            print([value.device.type + str(value.item()) for value in launch(two, devices=2)])
+    """
+    lines = "\n".join(line[8:] for line in source.splitlines())
+    assert run_python(lines, cwd=tmp_path).check().stdout == "['cpu2.0', 'cpu2.0']\n"

@@ -1,0 +1,52 @@
+"""Which messages are seen by default, and that a program's own logging is left as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.processes import run_python
+
+TRAIN = """
+import logging
+{before}
+import torch
+from trainer import Trainer, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+for _ in range(2):
+    trainer = Trainer(max_steps=1, devices={devices}, accelerator="cpu", logger=False, enable_checkpointing=False,
+                      enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Net(), torch.zeros(4, 2).split(2))
+logging.getLogger("trainer.own").warning("a warning of rank %d", trainer.rank)
+"""
+
+
+def stderr_of(before: str = "", devices: int = 1) -> list[str]:
+    return run_python(TRAIN.format(before=before, devices=devices)).check().stderr.splitlines()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rank_0_says_what_was_chosen_and_all_warn(devices: int) -> None:
+    lines = stderr_of(devices=devices)
+    processes = f"{devices} process" + "es" * (devices > 1)
+    chosen = [line for line in lines if "cpu" in line and processes in line and "32-true" in line]
+    assert len(chosen) == 2  # once for each of the two runs, and not for each process
+    assert sum("a warning of rank" in line for line in lines) == devices
+
+
+def test_a_level_that_was_set_stays() -> None:
+    assert stderr_of('logging.getLogger("trainer").setLevel("WARNING")') == ["a warning of rank 0"]
+
+
+def test_a_programs_own_logging_is_used() -> None:
+    lines = stderr_of('logging.basicConfig(level="INFO", format="mine: %(message)s")')
+    assert len(lines) == 3
+    assert all(line.startswith("mine: ") for line in lines)

@@ -1,0 +1,276 @@
+"""Typical mistakes with the Trainer's arguments, callbacks and loggers: what was given, is allowed, is to be typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.mistakes import Net, fit, loader, net, net_that, quiet, refused
+from tests.helpers.processes import ROOT, run_python
+from trainer import Callback, ConfigError, Trainer
+from trainer.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    SimpleProfiler,
+    TensorBoardLogger,
+)
+from trainer.strategies import DDPStrategy
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "strategy misspelt": ({"strategy": "dpd"}, ["'dpd'", "Did you mean 'ddp'?", "single_device"]),
+    "strategy class": ({"strategy": DDPStrategy}, ["DDPStrategy is a class", "DDPStrategy()"]),
+    "strategy of old": ({"strategy": "ddp_spawn"}, ["'ddp_spawn'", "Use 'ddp'"]),
+    "strategy with its option in the name": (
+        {"strategy": "ddp_find_unused_parameters_true"},
+        ["DDPStrategy(find_unused_parameters=True)"],
+    ),
+    "precision misspelt": ({"precision": "bf61-mixed"}, ["'bf61-mixed'", "Did you mean 'bf16-mixed'?", "32-true"]),
+    "accelerator misspelt": ({"accelerator": "cudda"}, ["'cudda'", "Did you mean 'cuda'?", "cpu"]),
+    "accelerator not there": ({"accelerator": "mps"}, ["accelerator='mps'", "no MPS", "Use accelerator='auto'"]),
+    "no device": ({"devices": 0}, ["devices=0", "at least one", "Allowed: 'auto'"]),
+    "devices that cannot be read": ({"devices": "two"}, ["devices='two'", "Allowed: 'auto'"]),
+    "numbers of cpus": ({"devices": [0]}, ["devices=[0]", "cpu", "devices=1"]),
+    "one process for two devices": (
+        {"strategy": "single_device", "devices": 2},
+        ["'single_device' runs one process", "asks for 2", "strategy='ddp'", "devices=1"],
+    ),
+    "two machines without torchrun": ({"num_nodes": 2}, ["num_nodes=2", "--nnodes 2"]),
+    "argument misspelt": ({"max_epoch": 3}, ["'max_epoch'", "Did you mean 'max_epochs'?"]),
+    "argument of old": ({"gpus": 2}, ["'gpus'", "Use accelerator='cuda', devices="]),
+    "argument that went elsewhere": ({"resume_from_checkpoint": "x"}, ["fit(..., ckpt_path=...)"]),
+    "argument of accelerate": ({"gradient_accumulation_steps": 2}, ["Use accumulate_grad_batches="]),
+    "argument of nobody": ({"colour": "red"}, ["'colour'", "trainer fit --help"]),
+    "epochs with a fraction": ({"max_epochs": 1.5}, ["max_epochs=1.5", "whole number"]),
+    "epochs as text": ({"max_epochs": "3"}, ["max_epochs='3'", "whole number"]),
+    "negative steps": ({"max_steps": -2}, ["max_steps=-2", "whole number"]),
+    "more at least than at most": ({"min_epochs": 3, "max_epochs": 2}, ["min_epochs=3", "max_epochs=2"]),
+    "time in words": ({"max_time": "2h"}, ["max_time='2h'", "'DD:HH:MM:SS'", "{'hours': 2}"]),
+    "time in unknown units": ({"max_time": {"hour": 2}}, ["max_time={'hour': 2}", "{'hours': 2}"]),
+    "negative time": ({"max_time": timedelta(hours=-1)}, ["max_time=", "not negative"]),
+    "more than all batches": ({"limit_train_batches": 1.5}, ["limit_train_batches=1.5", "0.0 to 1.0", "int"]),
+    "negative limit": ({"limit_val_batches": -1}, ["limit_val_batches=-1", "number of batches"]),
+    "limit in words": ({"limit_val_batches": "all"}, ["limit_val_batches='all'", "number of batches"]),
+    "validation never": ({"val_check_interval": 0}, ["val_check_interval=0", "limit_val_batches=0"]),
+    "two limits": ({"overfit_batches": 1, "fast_dev_run": True}, ["overfit_batches", "fast_dev_run", "choose one"]),
+    "fast_dev_run as text": ({"fast_dev_run": "yes"}, ["fast_dev_run='yes'", "True, False or a number"]),
+    "accumulation by epoch": ({"accumulate_grad_batches": {0: 2}}, ["accumulate_grad_batches={0: 2}", "whole number"]),
+    "clipping at less than nothing": ({"gradient_clip_val": -1}, ["gradient_clip_val=-1", "above 0", "None"]),
+    "clipping misspelt": ({"gradient_clip_algorithm": "nrom"}, ["'nrom'", "'norm' and 'value'"]),
+    "logging never": ({"log_every_n_steps": 0}, ["log_every_n_steps=0", "whole number from 1"]),
+    "seed below 0": ({"seed": -1}, ["seed=-1", "whole number from 0"]),
+    "flag as text": ({"enable_progress_bar": "no"}, ["enable_progress_bar='no'", "True or False"]),
+    "benchmark as text": ({"benchmark": "yes"}, ["benchmark='yes'", "True, False or None"]),
+    "deterministic and benchmark": ({"deterministic": True, "benchmark": True}, ["benchmark=True", "choose one"]),
+    "no folder": ({"default_root_dir": None}, ["default_root_dir=None", "'runs'"]),
+    "profiler misspelt": ({"profiler": "simpel"}, ["profiler='simpel'", "'simple'"]),
+    "profiler class": ({"profiler": SimpleProfiler}, ["profiler=", "'simple'", "callback"]),
+    "logger by name": ({"logger": "tensorboard"}, ["'tensorboard' is not a Logger", "CSVLogger()", "True"]),
+    "logger class": ({"logger": TensorBoardLogger}, ["TensorBoardLogger is a class", "TensorBoardLogger(...)"]),
+    "logger class in a list": ({"logger": [CSVLogger]}, ["CSVLogger is a class", "CSVLogger(...)"]),
+    "callback class": ({"callbacks": [ModelCheckpoint]}, ["ModelCheckpoint is a class", "ModelCheckpoint(...)"]),
+    "callback class in a tuple": ({"callbacks": (EarlyStopping,)}, ["EarlyStopping is a class"]),
+    "callback by name": ({"callbacks": "EarlyStopping"}, ["'EarlyStopping' is not a Callback", "EarlyStopping(...)"]),
+    "no callback": ({"callbacks": [None]}, ["None is not a Callback"]),
+    "checkpoints, and none": (
+        {"callbacks": ModelCheckpoint(), "enable_checkpointing": False},
+        ["enable_checkpointing=False", "ModelCheckpoint", "take one of the two away"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_argument_of_the_trainer(name: str) -> None:
+    arguments, parts = ARGUMENTS[name]
+    refused(lambda: Trainer(**{"accelerator": "cpu", **arguments}), *parts)
+
+
+def test_positional_arguments() -> None:
+    refused(lambda: Trainer(3), "by keyword", "Trainer(max_epochs=3)")
+
+
+def test_all_mistakes_at_once() -> None:
+    wrong = {"max_epoch": 3, "strategy": "dpd", "precision": "x", "limit_val_batches": -1}
+    text = refused(lambda: Trainer(**wrong), "4 problems")
+    assert all(given in text for given in ("'max_epoch'", "'dpd'", "'x'", "limit_val_batches=-1"))
+
+
+CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "mode misspelt": (lambda: ModelCheckpoint(monitor="val_loss", mode="mni"), ["mode='mni'", "Did you mean 'min'?"]),
+    "mode not to be told": (
+        lambda: ModelCheckpoint(monitor="val_thing"),
+        ["'val_thing'", "mode='min' or mode='max'"],
+    ),
+    "two triggers": (
+        lambda: ModelCheckpoint(every_n_epochs=1, every_n_train_steps=2),
+        ["one of every_n_train_steps, every_n_epochs"],
+    ),
+    "less than all": (lambda: ModelCheckpoint(save_top_k=-2), ["save_top_k=-2", "-1 for all"]),
+    "interval in words": (lambda: ModelCheckpoint(train_time_interval="1h"), ["'1h'", "timedelta, or seconds"]),
+    "interval below 0": (lambda: ModelCheckpoint(train_time_interval=-5), ["train_time_interval=-5", "above 0"]),
+    "last as a link": (lambda: ModelCheckpoint(save_last="link"), ["save_last='link'", "True or False"]),
+    "open brace": (lambda: ModelCheckpoint(filename="{epoch"), ["filename='{epoch'", "'{epoch}-{val_loss:.2f}'"]),
+    "format of a name": (lambda: ModelCheckpoint(filename="{val_loss:d}"), ["'val_loss'", "'d'", "'.2f'"]),
+    "early stopping's mode": (lambda: EarlyStopping("val_loss", mode="auto"), ["mode='auto'", "'min' and 'max'"]),
+    "no patience": (lambda: EarlyStopping("val_loss", patience=0), ["patience=0", "from 1"]),
+    "moment misspelt": (lambda: LambdaCallback(on_train_begin=print), ["'on_train_begin'", "Did you mean"]),
+    "gradient hook misspelt": (
+        lambda: DDPStrategy(comm_hook="fp16_compres"),
+        ["'fp16_compres'", "Did you mean 'fp16_compress'?"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_argument_of_a_callback_or_strategy(name: str) -> None:
+    call, parts = CONSTRUCTORS[name]
+    refused(call, *parts)
+
+
+HOOKS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "misspelt": ({"on_train_epoch_ends": lambda self, t, m: None}, ["Did you mean 'on_train_epoch_end'?"]),
+    "of old": ({"on_epoch_end": lambda self, t, m: None}, ["Mine.on_epoch_end", "'on_train_epoch_end'"]),
+    "without on_": ({"train_epoch_end": lambda self, t, m: None}, ["never be called", "'on_train_epoch_end'"]),
+    "without arguments": (
+        {"on_train_epoch_end": lambda self: None},
+        ["called with (trainer, module)", "on_train_epoch_end(self, trainer, module)"],
+    ),
+    "with one too many": (
+        {"on_train_batch_end": lambda self, trainer, module, outputs, batch, batch_idx, dataloader_idx: None},
+        ["dataloader_idx), but", "define on_train_batch_end(self, trainer, module, outputs, batch, batch_idx)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hook_of_a_callback(name: str) -> None:
+    hooks, parts = HOOKS[name]
+    refused(lambda: quiet(callbacks=type("Mine", (Callback,), hooks)()), *parts)
+
+
+def test_the_same_callback_twice() -> None:
+    stopping = EarlyStopping("val_loss")
+    text = refused(lambda: quiet(callbacks=[stopping, stopping]), "the same EarlyStopping object is listed twice")
+    assert "2 problems" not in text
+
+
+@pytest.mark.parametrize(
+    ("callback", "given"),
+    [
+        (EarlyStopping("val_los"), "EarlyStopping(monitor='val_los')"),
+        (ModelCheckpoint(monitor="val_los", mode="min"), "ModelCheckpoint monitors 'val_los'"),
+        (ModelCheckpoint(filename="{epoch}-{val_los:.2f}"), "'val_los' was not logged"),
+    ],
+    ids=["early stopping", "best checkpoint", "file name"],
+)
+def test_a_value_that_is_never_logged_is_known_after_the_first_epoch(callback: Callback, given: str) -> None:
+    parts = (given, "Did you mean 'val_loss'?", "val_loss")
+    refused(lambda: fit(Net(), loader(), loader(), trainer=quiet(callbacks=callback)), *parts, steps=4)
+
+
+def test_a_value_logged_by_step_may_be_monitored() -> None:
+    fit(Net(), trainer=quiet(callbacks=[EarlyStopping("train_loss"), ModelCheckpoint(monitor="train_loss")]))
+
+
+def test_checkpoints_into_a_file() -> None:
+    Path("file").write_text("")
+    refused(lambda: fit(Net(), trainer=quiet(callbacks=ModelCheckpoint("file"))), "dirpath='file'", "give a folder")
+
+
+def test_run_directories_in_a_file() -> None:
+    Path("file").write_text("")
+    refused(lambda: fit(Net(), trainer=quiet(default_root_dir="file")), "default_root_dir='file'", "can be written")
+
+
+def test_the_loggers_leave_no_run_directory_after_a_refusal() -> None:
+    trainer = quiet(logger=True, enable_progress_bar=True, enable_model_summary=True)
+    refused(lambda: fit(net(configure_optimizers=lambda self: None), trainer=trainer), "returned None")
+
+
+@pytest.mark.parametrize(
+    ("does", "parts"),
+    [
+        (lambda self, loss, batch: setattr(self.trainer, "should_stop", True), ["trainer.stop('why')"]),
+        (lambda self, loss, batch: self.trainer.fit(Net(), loader()), ["while fit() runs", "another Trainer"]),
+    ],
+    ids=["should_stop", "fit inside fit"],
+)
+def test_use_of_the_trainer_inside_a_step(does: Any, parts: list[str]) -> None:
+    refused(lambda: fit(net_that(does)), *parts, steps=1)
+
+
+def test_saving_before_there_is_anything() -> None:
+    refused(lambda: quiet().save_checkpoint("x"), "nothing has run", "call fit first")
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_inside_pytest() -> None:
+    refused(lambda: fit(Net(), trainer=quiet(devices=2)), "inside pytest", "python script.py", "devices=1")
+
+
+def test_two_processes_of_a_program_from_standard_input(tmp_path: Path) -> None:
+    script = "import runpy, sys\nsys.stdin = open('program.py')\nsys.argv = ['-']\nexec(sys.stdin.read())\n"
+    (tmp_path / "program.py").write_text(
+        "from tests.helpers.mistakes import Net, fit, quiet\nfit(Net(), trainer=quiet(devices=2))\n"
+    )
+    result = run_python(script, cwd=tmp_path).check(1)
+    assert "standard input" in result.stderr
+    assert "torchrun --nproc-per-node 2" in result.stderr
+
+
+UNUSED = """
+from torch import nn
+from tests.helpers.mistakes import Net, fit, quiet
+
+class Mine(Net):
+    def __init__(self):
+        super().__init__()
+        self.never = nn.Linear(2, 2)
+
+fit(Mine(), trainer=quiet(devices=2))
+"""
+
+
+def test_parameters_without_gradient_on_two_processes(tmp_path: Path) -> None:
+    result = run_python(UNUSED, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "DDPStrategy(find_unused_parameters=True)" in result.stderr
+    assert len(re.findall(r"rank \d of 2 failed", result.stderr)) == 1
+
+
+# -- names of folders --------------------------------------------------------------------------------------------------
+
+
+def test_folders_of_the_user_called_callbacks_and_strategies(tmp_path: Path) -> None:
+    for name in ("callbacks", "strategies"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"mine = '{name}'\n")
+    (tmp_path / "script.py").write_text(
+        "import callbacks, strategies\n"
+        "from tests.helpers.mistakes import Net, fit, quiet\n"
+        "from trainer.callbacks import Timer\n"
+        "fit(Net(), trainer=quiet(callbacks=Timer()))\n"
+        "print(callbacks.mine, strategies.mine)\n"
+    )
+    assert "callbacks strategies" in run_python(tmp_path / "script.py", cwd=tmp_path).check().stdout
+
+
+@pytest.mark.parametrize("name", ["callbacks", "strategies"])
+def test_the_folders_of_this_repository_by_their_second_name(name: str, tmp_path: Path) -> None:
+    result = run_python(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport {name}\n", cwd=tmp_path).check(1)
+    assert f"imported as {name!r}" in result.stderr
+    assert f"trainer.{name}" in result.stderr
+
+
+def test_config_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="max_epoch"):
+        Trainer(max_epoch=3)
+    assert issubclass(ConfigError, ValueError)

@@ -1,0 +1,306 @@
+"""Typical mistakes in the use of what a module offers: logging, manual optimization, hyperparameters, checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.optim import SGD, Adam
+
+from tests.helpers.mistakes import Net, fit, loader, net, net_that, quiet, refused
+from trainer import Callback, CheckpointError, TrainModule
+
+# -- self.log ----------------------------------------------------------------------------------------------------------
+
+LOGGED: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], list[str]]] = {
+    "a vector": (lambda self, loss, batch: self.log("x", batch[0]), ["self.log('x')", "one number", "(2, 4)"]),
+    "a text": (lambda self, loss, batch: self.log("x", "3.5"), ["got a str", "give a number"]),
+    "a dict": (lambda self, loss, batch: self.log("x", {"a": 1}), ["got a dict", "self.log_dict"]),
+    "None": (lambda self, loss, batch: self.log("x", None), ["got a NoneType", "give a number"]),
+    "value first": (lambda self, loss, batch: self.log(loss, "x"), ["Tensor as the name", "self.log('loss', value)"]),
+    "never": (
+        lambda self, loss, batch: self.log("x", loss, on_step=False, on_epoch=False),
+        ["on_step=False, on_epoch=False", "to True"],
+    ),
+    "reduction unknown": (
+        lambda self, loss, batch: self.log("x", loss, reduction="avg"),
+        ["reduction='avg'", "mean, sum, min, max"],
+    ),
+    "option of old": (lambda self, loss, batch: self.log("x", loss, sync_dist=True), ["'sync_dist'", "Leave it out"]),
+    "reduction of old": (lambda self, loss, batch: self.log("x", loss, reduce_fx="max"), ["reduction='mean'"]),
+    "option misspelt": (
+        lambda self, loss, batch: self.log_dict({"x": loss}, progbar=True),
+        ["'progbar'", "Did you mean 'prog_bar'?"],
+    ),
+    "batch size": (lambda self, loss, batch: self.log("x", loss, batch_size=batch[0]), ["(2, 4)", "len(batch)"]),
+    "log_dict of a list": (lambda self, loss, batch: self.log_dict([loss]), ["takes a dict", "got a list"]),
+    "metric class": (lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric), ["the class MeanMetric"]),
+    "metric of nobody": (
+        lambda self, loss, batch: self.log("x", torchmetrics.MeanMetric()),
+        ["not an attribute of the module", "self.<name> = ..."],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_log(name: str) -> None:
+    does, parts = LOGGED[name]
+    refused(lambda: fit(net_that(does)), *parts, steps=1)
+
+
+def test_log_where_there_is_no_run() -> None:
+    def init(self: Any) -> None:
+        Net.__init__(self)
+        self.log("x", 1)
+
+    refused(lambda: net(__init__=init), "not attached to a Trainer", "inside trainer.fit")
+    refused(lambda: Net().log("x", 1), "not attached to a Trainer", "inside trainer.fit")
+
+
+def test_log_while_predicting() -> None:
+    module = net(predict_step=lambda self, batch, batch_idx: self.log("x", 1))
+    refused(lambda: quiet().predict(module, loader()), "predict() logs nothing", "Return values")
+
+
+# -- manual optimization -----------------------------------------------------------------------------------------------
+
+
+def by_hand(does: Callable[[Any, torch.Tensor], Any]) -> Net:
+    return net_that(lambda self, loss, batch: does(self, loss), automatic_optimization=False)
+
+
+@pytest.mark.parametrize("setting", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
+def test_settings_that_a_module_which_steps_by_itself_ignores(setting: dict[str, Any]) -> None:
+    call = lambda: fit(by_hand(lambda self, loss: None), trainer=quiet(**setting))  # noqa: E731
+    refused(call, next(iter(setting)), "automatic_optimization = False", "training_step")
+
+
+BY_HAND: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[str]]] = {
+    "step without backward": (
+        lambda self, loss: self.optimizers().step(),
+        ["SGD.step() found no gradient", "self.manual_backward(loss)"],
+    ),
+    "backward of None": (lambda self, loss: self.manual_backward(None), ["manual_backward got None", "a tensor"]),
+    "backward of a vector": (
+        lambda self, loss: self.manual_backward(torch.stack([loss, loss])),
+        ["manual_backward got a loss of shape (2,)", "loss.mean()"],
+    ),
+    "backward of something detached": (
+        lambda self, loss: self.manual_backward(loss.detach()),
+        ["manual_backward got a loss without a gradient"],
+    ),
+    "backward twice": (
+        lambda self, loss: (self.manual_backward(loss), self.manual_backward(loss)),
+        ["once for each graph", "add losses"],
+    ),
+    "clipping misspelt": (
+        lambda self, loss: self.clip_gradients(self.optimizers(), 1.0, "nrom"),
+        ["'nrom'", "Did you mean 'norm'?"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_manual_optimization(name: str) -> None:
+    does, parts = BY_HAND[name]
+    refused(lambda: fit(by_hand(does)), *parts, steps=1)
+
+
+def test_backward_that_scales_nothing() -> None:
+    module = by_hand(lambda self, loss: (loss.backward(), self.optimizers().step()))
+    refused(lambda: fit(module, trainer=quiet(precision="16-mixed")), "self.manual_backward(loss) instead", steps=1)
+
+
+@pytest.mark.parametrize(
+    ("does", "part"),
+    [
+        (lambda self, loss, batch: self.manual_backward(loss), "manual_backward is for automatic_optimization = False"),
+        (lambda self, loss, batch: self.optimizers().step(), "the trainer steps too"),
+    ],
+    ids=["manual_backward", "step"],
+)
+def test_by_hand_what_the_trainer_does(does: Any, part: str) -> None:
+    refused(lambda: fit(net_that(does)), part, "automatic_optimization = False", steps=1)
+
+
+def test_an_epoch_without_a_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    fit(by_hand(lambda self, loss: self.manual_backward(loss)))
+    assert "stepped no optimizer in a whole epoch: call self.optimizers().step()" in caplog.text
+
+
+# -- hyperparameters ---------------------------------------------------------------------------------------------------
+
+
+class Given(TrainModule):
+    """Keeps its arguments as `keep` says."""
+
+    def __init__(self, value: Any = 1, keep: Any = None) -> None:
+        super().__init__()
+        keep = keep or (lambda module: module.save_hyperparameters())
+        if keep == "names":
+            self.save_hyperparameters("valeu")
+        elif keep == "ignore":
+            self.save_hyperparameters(ignore=["valeu"])
+        elif keep == "dict":
+            self.save_hyperparameters({"value": value})
+        else:
+            self.save_hyperparameters("value")
+
+
+class Several(TrainModule):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+HYPERPARAMETERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "a module": (lambda: Given(nn.Linear(1, 1)), ["value is a Linear", "ignore=['value']"]),
+    "a path": (lambda: Given(Path("x")), ["Path", "ignore=['value']", "a name or number"]),
+    "a function": (lambda: Given(lambda x: x), ["value is a function", "ignore=['value']"]),
+    "deep inside": (lambda: Given({"a": [1, {"b": {2}}]}), ["value['a'][1]['b'] is a set", "ignore=['value']"]),
+    "unnamed": (lambda: Several(1, 2), ["*sizes", "save_hyperparameters(name=value)"]),
+    "name misspelt": (lambda: Given(keep="names"), ["'valeu'", "Did you mean 'value'?"]),
+    "ignored name misspelt": (lambda: Given(keep="ignore"), ["'valeu'", "Did you mean 'value'?"]),
+    "a dict": (lambda: Given(keep="dict"), ["got a dict", "save_hyperparameters(**values)"]),
+    "outside": (lambda: Net().save_hyperparameters(), ["inside __init__"]),
+    "added later": (lambda: fit(with_path()), ["hyperparameter folder", "Path"]),
+}
+
+
+def with_path() -> Net:
+    module = Net()
+    module.hparams.folder = Path("x")
+    return module
+
+
+@pytest.mark.parametrize("name", HYPERPARAMETERS)
+def test_hyperparameters(name: str) -> None:
+    call, parts = HYPERPARAMETERS[name]
+    refused(call, *parts)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+class Wider(Net):
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+
+class Longer(Net):
+    def __init__(self, lr: float = 0.01) -> None:
+        super().__init__()
+        self.more = nn.Linear(1, 1)
+
+
+class Other(TrainModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+
+@pytest.fixture
+def trained() -> str:
+    """The checkpoint of a `Net`."""
+    trainer = quiet()
+    fit(Net(), trainer=trainer)
+    return trainer.checkpoint_callbacks[0].last_model_path
+
+
+def resume(module: Any, ckpt_path: Any) -> None:
+    fit(module, trainer=quiet(max_epochs=2), ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize("load", [resume, lambda module, path: type(module).load_from_checkpoint(path)])
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [(Wider, ["size mismatch", "[1, 4]", "[1, 5]"]), (Longer, ["Missing key", "more.weight"])],
+)
+def test_checkpoint_of_another_model(load: Any, kind: type[Net], parts: list[str], trained: str) -> None:
+    call = lambda: load(kind(), trained)  # noqa: E731
+    refused(call, f"does not fit {kind.__name__}", "another model", *parts, error=CheckpointError)
+
+
+def test_checkpoint_with_another_optimizer(trained: str) -> None:
+    adam = net(configure_optimizers=lambda self: Adam(self.parameters()))
+    parts = ("SGD", "Adam", "load_from_checkpoint")
+    refused(lambda: resume(adam, trained), *parts, error=CheckpointError)
+    two = net(configure_optimizers=lambda self: [SGD([p], lr=0.1) for p in self.parameters()])
+    refused(lambda: resume(two, trained), "has 1 optimizers", "gave 2", "load_from_checkpoint", error=CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("bset", ["ckpt_path='bset'", "Did you mean 'best'?"]),
+        ("nowhere/epoch=3", ["'nowhere/epoch=3' does not exist", "'last', 'best' or a checkpoint folder"]),
+        (Path("nowhere"), ["'nowhere' does not exist"]),
+        (True, ["ckpt_path=True", "'last', 'best'"]),
+    ],
+)
+def test_checkpoint_that_does_not_exist(path: Any, parts: list[str]) -> None:
+    refused(lambda: resume(Net(), path), *parts)
+
+
+@pytest.mark.parametrize("stage", ["fit", "predict"])
+def test_best_of_none(stage: str) -> None:
+    call = lambda: getattr(quiet(), stage)(Net(), loader(), ckpt_path="best")  # noqa: E731
+    refused(call, "ckpt_path='best'", "Looked in: runs", "default_root_dir", error=CheckpointError)
+
+
+def test_checkpoint_file_of_another_library() -> None:
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.0"}, "epoch=3.ckpt")
+    parts = ("epoch=3.ckpt is a file", "checkpoint folders", "torch.load(path, weights_only=True)['state_dict']")
+    refused(lambda: resume(Net(), "epoch=3.ckpt"), *parts, error=CheckpointError)
+    refused(lambda: Net.load_from_checkpoint("epoch=3.ckpt"), *parts, error=CheckpointError)
+
+
+def test_run_directory_instead_of_a_checkpoint(trained: str) -> None:
+    parts = ("is a run directory", "epoch=0-step=4")
+    refused(lambda: resume(Net(), Path(trained).parents[1]), *parts, error=CheckpointError)
+
+
+def test_module_that_needs_what_was_not_saved(trained: str) -> None:
+    parts = (
+        "Other cannot be built",
+        "(lr)",
+        "'width'",
+        "load_from_checkpoint(path, name=value)",
+        "save_hyperparameters",
+    )
+    refused(lambda: Other.load_from_checkpoint(trained), *parts, error=CheckpointError)
+    refused(lambda: Net.load_from_checkpoint(trained, rate=1), "'rate'", "(lr)", error=CheckpointError)
+
+
+def test_nothing_left_to_train_is_said(trained: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    fit(Net(), ckpt_path="last")
+    assert "nothing is left to train" in caplog.text
+    assert "max_epochs=1" in caplog.text
+
+
+class Unsaveable(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"callbacks": Unsaveable()}, ["callbacks['Unsaveable']['seen']", "a set", "sorted(value)"]),
+        ({}, ["f: it is a function", "data only"]),
+    ],
+    ids=["callback", "module"],
+)
+def test_state_that_is_not_data(arguments: dict[str, Any], parts: list[str]) -> None:
+    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["f"] = on_save_checkpoint
+
+    module = Net() if arguments else net(on_save_checkpoint=on_save_checkpoint)
+    refused(lambda: fit(module, trainer=quiet(**arguments)), *parts, error=CheckpointError, steps=4)

@@ -1,0 +1,113 @@
+"""The contract "Exact resume": broken anywhere and resumed, a run ends with the same bits."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.helpers.processes import run_distributed, start_python
+from tests.helpers.resume_runs import (
+    EPOCHS,
+    MORE_PLACES,
+    PLACES,
+    SAMPLES,
+    differences,
+    matrix,
+    plain,
+    plain_on_two,
+    stateful,
+)
+
+CELLS = [
+    f"{optimizer}-{workers}workers, {place}"
+    for optimizer in ("adamw", "sgd")
+    for workers in (0, 2)
+    for place in [*PLACES, *(MORE_PLACES if workers == 0 else {})]
+]
+
+
+class Found(NamedTuple):
+    world: int
+    folder: Path
+    different: dict[str, list[str]]
+    """By cell and place."""
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The whole matrix on one or two processes, in one start."""
+    folder = tmp_path_factory.mktemp("matrix")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        results: list[dict[str, list[str]]] = run_distributed(matrix, request.param, str(folder), timeout=280)
+    return Found(request.param, folder, {key: [line for rank in results for line in rank[key]] for key in results[0]})
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_broken_run_ends_with_the_same_bits(found: Found, cell: str) -> None:
+    different = found.different[cell]
+    assert not different, "\n".join(different)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_the_number_of_workers_changes_nothing(found: Found, optimizer: str) -> None:
+    different = found.different[f"{optimizer}: with and without workers"]
+    assert not different, "\n".join(different)
+
+
+def test_sigkill(found: Found, tmp_path: Path) -> None:
+    """Real processes, killed for good; the last rank, in a window and in a validation."""
+
+    def run(moment: str = "on_fit_end", step: int = -1) -> int:
+        script = (
+            f"from tests.helpers.resume_runs import killed_for_good\nkilled_for_good('broken', {moment!r}, {step})\n"
+        )
+        return start_python(script, nproc=found.world if found.world > 1 else None).wait().returncode
+
+    killed = -signal.SIGKILL if found.world == 1 else 1
+    if found.world == 1:
+        assert run("on_before_backward", 1) == killed
+    assert run("on_validation_batch_start", 2) == killed
+    assert run() == 0
+    assert differences(found.folder / "adamw-0workers", tmp_path / "broken") == []
+
+
+def test_torchdatas_stateful_loader(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    for result in run_distributed(stateful, 2, str(tmp_path), timeout=280):
+        assert len(result) == 6
+        assert not any(result.values()), "\n".join(f"{key}: {line}" for key, lines in result.items() for line in lines)
+
+
+def test_another_number_of_processes_goes_on_with_the_same_global_batches(tmp_path: Path) -> None:
+    one = plain(f"{tmp_path}/one", 8, 2)
+    begun = plain(f"{tmp_path}/one to two", 8, 2, stop_at=4)
+    two = run_distributed(plain_on_two, 2, str(tmp_path))
+    ended = plain(f"{tmp_path}/two to one", 8, 2)
+
+    assert len(one) == SAMPLES * EPOCHS
+    # Per-sample seeds: the augmented samples are the same to the last bit, on whatever process.
+    assert sorted(one) == sorted(two[0]["whole"] + two[1]["whole"])
+    assert sorted(one) == sorted(begun + two[0]["one to two"] + two[1]["one to two"])
+    assert sorted(one) == sorted(two[0]["two to one"] + two[1]["two to one"] + ended)
+    rows = losses(tmp_path / "one")
+    assert {"loss_step", "loss_epoch", "largest", "accuracy", "val_loss", "rate", "step"} <= set(rows[-1])
+    for other in ("two", "one to two", "two to one"):
+        for row, theirs in zip(rows, losses(tmp_path / other), strict=True):
+            assert row.keys() == theirs.keys()
+            for name in row:
+                # A maximum of micro-batches depends on how they are cut.
+                if name != "largest":
+                    assert row[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (other, row["step"], name)
+
+
+def losses(folder: Path) -> list[dict[str, float]]:
+    with open(folder / "version_0" / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, 7)]
+    drawn: Any = ("epochs_begun", "python", "val_hook")
+    return [{name: float(value) for name, value in row.items() if value and name not in drawn} for row in rows]

@@ -1,0 +1,371 @@
+"""compile=: the same numbers and names as without, with every way to run; and what it says when it does not help."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.callback import callback_handler
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+
+from tests.helpers.compare import QUIET, assert_same_bits
+from trainer import Callback, Trainer, TrainModule
+from trainer.errors import ConfigError
+from trainer.model.compile import keep_outside_of_graphs, read_compile
+
+# torch looks at .grad while it traces, and hides the warning about it, which "error" does not let it.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+EAGER = {"backend": "eager"}
+AOT = {"backend": "aot_eager"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(6, 12), nn.Linear(12, 6), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(self.up(x).relu()))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Model(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = Net()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        self.log("step", float(self.global_step))
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class LogsInForward(Model):
+    """Its own forward is compiled, and logs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.net(x)
+        self.log("mean", out.mean(), on_step=True, on_epoch=True)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+class ByHand(Model):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def batches(sizes: tuple[int, ...] = (4, 4, 4, 3), seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(size, 6, generator=generator) for size in sizes]
+    return [(x, x.sum(1, keepdim=True)) for x in inputs]
+
+
+def trained(module: Model, compile: Any, epochs: int = 2, ckpt_path: Any = None, **more: Any) -> Trainer:
+    trainer = Trainer(accelerator="cpu", max_epochs=epochs, seed=3, compile=compile, **{**QUIET, **more})
+    trainer.fit(module, batches(), batches((4, 2), seed=1), ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def _fresh_torch_compile() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    clear_compilation_metrics()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        (Model, AOT),
+        (Model, {**EAGER, "blocks": True}),
+        (LogsInForward, AOT),
+        (LogsInForward, {**EAGER, "blocks": ["Block", "Sequential"]}),
+        (ByHand, EAGER),
+    ],
+)
+def test_same_losses_values_and_names(kind: type[Model], setting: dict[str, Any]) -> None:
+    plain, compiled = kind(), kind()
+    names = list(compiled.state_dict())
+    expected = trained(plain, False)
+    assert graphs() == 0
+    trainer = trained(compiled, setting)
+    assert graphs() > 0
+    assert len(compiled.losses) == 8
+    torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=1e-5)
+    assert list(compiled.state_dict()) == names
+    assert trainer.callback_metrics.keys() == expected.callback_metrics.keys()
+    for name, value in expected.callback_metrics.items():
+        assert trainer.callback_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_steps_stay_python() -> None:
+    """A step that reads counters and logs costs no break and no compilation of its own."""
+    trained(Model(), EAGER)
+    assert sum(counters["graph_break"].values()) == 0
+    compiled = {record.co_name for record in get_compilation_metrics() if record.co_name}
+    assert compiled == {"forward"}
+
+
+def test_blocks_of_a_class_share_a_compilation() -> None:
+    trained(Model(), {**EAGER, "blocks": True}, limit_train_batches=1, limit_val_batches=0)
+    assert graphs() == 2  # of three blocks; the first one's input needs no gradient
+
+
+def test_parts_that_are_torchs_own_are_compiled() -> None:
+    class Plain(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1))  # type: ignore[assignment]
+
+    trained(Plain(), EAGER)
+    assert graphs() > 0
+
+
+def test_a_metric_is_left_alone() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class WithMetric(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.error = torchmetrics.MeanSquaredError()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.error(self.net(batch[0]), batch[1])
+            self.log("error", self.error)
+
+    compiled, plain = trained(WithMetric(), EAGER), trained(WithMetric(), False)
+    assert compiled.callback_metrics["error"] == pytest.approx(plain.callback_metrics["error"], rel=1e-5, abs=1e-6)
+    assert {record.co_name for record in get_compilation_metrics() if record.co_name} == {"forward"}
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("writes", "reads"), [(AOT, False), (False, EAGER), ({**EAGER, "blocks": True}, EAGER)])
+def test_a_checkpoint_serves_both(tmp_path: Path, writes: Any, reads: Any) -> None:
+    whole = Model()
+    trained(whole, writes, epochs=2)
+    trainer = trained(Model(), writes, epochs=1)
+    trainer.save_checkpoint(tmp_path / "saved")
+    rest = Model()
+    trained(rest, reads, epochs=2, ckpt_path=tmp_path / "saved")
+    torch.testing.assert_close(rest.losses, whole.losses[4:], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), atol=1e-6, rtol=1e-5)
+
+
+def test_exact_resume(tmp_path: Path) -> None:
+    whole, rest = Model(), Model()
+    trained(whole, AOT, epochs=2)
+    trained(Model(), AOT, max_steps=5).save_checkpoint(tmp_path / "saved")
+    torch._dynamo.reset()  # as in a new process
+    trained(rest, AOT, epochs=2, ckpt_path=tmp_path / "saved")
+    assert rest.losses == whole.losses[5:]
+    assert_same_bits(rest.state_dict(), whole.state_dict())
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation() -> None:
+    results = {}
+    for name, setting in (("plain", False), ("compiled", AOT)):
+        module = Model()
+        trainer = trained(module, setting)
+        data = batches((4, 4, 2), seed=5)
+        outputs = trainer.predict(module, data, return_predictions=True)
+        results[name] = (trainer.validate(module, data), trainer.test(module, data), outputs)
+    torch.testing.assert_close(results["compiled"], results["plain"], atol=1e-6, rtol=1e-5)
+
+
+# -- what is left afterwards -------------------------------------------------------------------------------------------
+
+
+def test_everything_is_as_it_was() -> None:
+    config = torch._dynamo.config.get_config_copy()
+    callbacks = (list(callback_handler.start_callbacks), list(callback_handler.end_callbacks))
+    module = LogsInForward()
+    attributes = set(vars(module))
+
+    class Copies(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+            self.copied = copy.deepcopy(module)
+            assert "log" in vars(module)
+
+    copies = Copies()
+    trained(module, EAGER, callbacks=[copies])
+    assert set(vars(module)) == attributes | {"_trainer", "_toggled_parameters"}
+    assert all(part._compiled_call_impl is None for part in module.modules())
+    assert all(part._compiled_call_impl is None for part in copies.copied.modules())
+    assert "log" not in vars(copies.copied)
+    assert torch._dynamo.config.get_config_copy() == config
+    assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == callbacks
+    module.net(torch.randn(2, 6)).sum().backward()
+
+    class Fails(LogsInForward):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise RuntimeError("on purpose")
+
+    failing = Fails()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trained(failing, EAGER)
+    assert failing.net._compiled_call_impl is None
+    assert (callback_handler.start_callbacks, callback_handler.end_callbacks) == callbacks
+
+
+def test_with_cuda_graphs_logged_values_are_copied() -> None:
+    """They write every step's results to the same memory; here a step does that itself."""
+    assert read_compile("reduce-overhead").reuses_memory  # type: ignore[union-attr]
+    assert read_compile({"options": {"triton.cudagraphs": True}}).reuses_memory  # type: ignore[union-attr]
+    assert not read_compile(EAGER).reuses_memory  # type: ignore[union-attr]
+
+    class Reuses(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            memory = torch.ones(())
+            self.log("given", memory)
+            self.log("named", value=memory)
+            self.log_dict({"in_dict": memory})
+            memory.fill_(7)
+            return self.net(batch[0]).square().mean()
+
+    module = Reuses()
+    undo = keep_outside_of_graphs(module, copy_values=True)
+    trainer = trained(module, False, epochs=1)
+    undo()
+    assert {name: trainer.callback_metrics[name] for name in ("given", "named", "in_dict")} == {
+        "given": 1,
+        "named": 1,
+        "in_dict": 1,
+    }
+    assert "log" not in vars(module)
+
+
+def test_what_the_user_has_compiled_stays_so() -> None:
+    module = Model()
+    module.net.compile(**EAGER)
+    own = module.net._compiled_call_impl
+    trained(module, AOT)
+    assert module.net._compiled_call_impl is own
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def fit_on(module: TrainModule, setting: Any, sizes: tuple[int, ...]) -> None:
+    Trainer(accelerator="cpu", max_epochs=1, seed=3, compile=setting, **QUIET).fit(module, batches(sizes))
+
+
+def test_changing_shapes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "trainer"):
+        fit_on(Model(), {**EAGER, "dynamic": False}, (4, 3, 2, 5, 6, 7))
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    assert "forward (test_compile.py:" in message
+    assert "size mismatch at index 0" in message
+    assert "'dynamic': True" in message
+
+
+def test_a_changing_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(Model):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.net(x) * min(1.0, self.calls / 100)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self(batch[0]).square().mean()
+
+    with caplog.at_level(logging.WARNING, "trainer"):
+        fit_on(Counts(), EAGER, (4,) * 6)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    assert "calls" in message
+    assert "A Python value that changes" in message
+
+
+def test_no_warning_without_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """A short last batch, evaluation, and another epoch are normal."""
+    with caplog.at_level(logging.WARNING, "trainer"):
+        trainer = trained(Model(), EAGER, epochs=3)
+        trainer.test(Model(), batches((4, 1)))
+    assert not [record.getMessage() for record in caplog.records if record.name == "trainer"]
+
+
+def test_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class Elsewhere(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net.head[1](batch[0]).square().mean()
+
+    class Nothing(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return (batch[0] * self.weight).square().mean()
+
+        configure_optimizers = Model.configure_optimizers
+
+    fit_on(Elsewhere(), EAGER, (4,))
+    fit_on(Nothing(), EAGER, (4,))
+    messages = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    assert any("compile= had no effect" in message for message in messages)
+    assert any("finds nothing to compile in Nothing" in message for message in messages)
+
+
+def test_describe() -> None:
+    trainer = Trainer(accelerator="cpu", compile={**EAGER, "blocks": True}, **QUIET)
+    assert "compile     block by block (backend=eager)" in trainer.describe()
+    assert "compile" not in Trainer(accelerator="cpu", **QUIET).describe()
+
+
+def test_blocks_that_are_not_there() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'Block'"):
+        trained(Model(), {**EAGER, "blocks": "Blok"})

@@ -1,0 +1,165 @@
+"""The arithmetic of the memory estimate, against published tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.cli.estimate.module import probe
+from trainer.model.memory import (
+    LAYOUTS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SHORT_NAMES,
+    DtypeSizes,
+    Memory,
+    OptimizerStates,
+    Setup,
+    Transformer,
+    Weight,
+    activations,
+    needed,
+    possible,
+    zero_table,
+)
+from trainer.precision import PRECISIONS as REAL_PRECISIONS
+from trainer.precision import SHORT_NAMES as REAL_SHORT_NAMES
+from trainer.strategies import STRATEGIES
+
+GB = 10**9
+
+
+def table(elements: int, processes: int, precision: str, **more: Any) -> dict[str, Memory]:
+    """By the first words of the labels."""
+    setup = Setup(processes, PRECISIONS[precision], OPTIMIZERS["adamw"], **more)
+    return {layout.label: needed(layout, [Weight(elements, elements)], setup) for layout in LAYOUTS}
+
+
+# -- published tables --------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_tutorials_and_the_master_weights_that_it_forgets() -> None:
+    """7 billion parameters on 4 GPUs: 84, 42, 31.5 and 21 GB in tutorials, without the master weights."""
+    columns = zero_table(7 * GB, 4)
+    assert [m.label for m in columns] == ["No ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert [m.weights / GB for m in columns] == [14, 14, 14, 3.5]
+    assert [m.gradients / GB for m in columns] == [14, 14, 3.5, 3.5]
+    assert [m.optimizer / GB for m in columns] == [56, 14, 14, 14]
+    assert [(m.device - m.masters) / GB for m in columns] == [84, 42, 31.5, 21]
+    assert [m.device / GB for m in columns] == [112, 49, 38.5, 28]
+
+
+def test_figure_1_of_the_zero_paper() -> None:
+    """7.5 billion parameters on 64 GPUs: 120, 31.4, 16.6 and 1.9 GB (arXiv:1910.02054, figure 1)."""
+    assert [round(m.device / GB, 1) for m in zero_table(7_500_000_000, 64)] == [120, 31.4, 16.6, 1.9]
+
+
+def test_activations_of_a_layer_are_those_of_the_megatron_paper() -> None:
+    """sbh(34 + 5as/h) with fp16, dropout and unfused attention (arXiv:2205.05198, table 2), 34sbh without scores."""
+    s, b, h, a = 2048, 4, 6144, 64
+    model = Transformer(1, h, s, b, heads=a, dropout=True, whole_scores=True)
+    half = DtypeSizes(2, 2)
+    assert activations(model, half) == s * b * h * 34 + 5 * a * s * s * b
+    assert activations(Transformer(1, h, s, b, dropout=True), half) == 34 * s * b * h
+    assert activations(Transformer(10, h, s, b), half) == 10 * 32 * s * b * h
+    # Of each layer the input, and one layer whole.
+    checkpointed = Transformer(10, h, s, b, dropout=True, checkpointing=True)
+    assert activations(checkpointed, half) == 10 * 2 * s * b * h + 34 * s * b * h
+    assert activations(Transformer(1, h, s, b, vocabulary=100), half) == 32 * s * b * h + s * b * 100 * 6
+
+
+# -- the tables of names -----------------------------------------------------------------------------------------------
+
+
+def test_precisions_are_the_trainers() -> None:
+    assert list(PRECISIONS) == list(REAL_PRECISIONS)
+    assert SHORT_NAMES == REAL_SHORT_NAMES
+    for name, numbers in PRECISIONS.items():
+        real = REAL_PRECISIONS[name]
+        assert numbers == DtypeSizes(real.weights.itemsize, (real.autocast or real.weights).itemsize)
+
+
+def test_every_strategy_has_a_row() -> None:
+    labels = " ".join(layout.label for layout in LAYOUTS).replace(",", " ").split()
+    for name in STRATEGIES:
+        assert any(label.startswith(name) for label in labels), name
+
+
+CLASSES = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_an_optimizer_keeps_is_what_torchs_keeps(name: str) -> None:
+    found = probe(CLASSES[name]([torch.nn.Parameter(torch.ones(2, 2, device="meta"))], lr=0.1))
+    expected = OPTIMIZERS[name]
+    assert (found.per_element, found.per_tensor) == (expected.per_element, expected.per_tensor)
+
+
+def test_options_of_an_optimizer_count() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    assert probe(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)) == OptimizerStates("SGD", 1)
+    assert probe(torch.optim.AdamW(parameters, amsgrad=True)).per_element == 3
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def test_every_part_is_divided_as_the_strategy_divides_it() -> None:
+    rows = table(8000, 8, "bf16-mixed")
+    parts = {label: (m.weights, m.gradients, m.masters, m.optimizer) for label, m in rows.items()}
+    step = 4
+    assert parts["single_device, ddp, xla"] == (32000, 32000, 0, 64000 + step)
+    assert parts["fsdp FULL_SHARD, xla_fsdp"] == (4000, 4000, 0, 8000 + step)
+    assert parts["deepspeed_stage_1 (ZeRO-1)"] == (16000, 16000, 4000, 8000 + step)
+    assert parts["deepspeed_stage_2 (ZeRO-2)"] == (16000, 2000, 4000, 8000 + step)
+    assert parts["deepspeed_stage_3 (ZeRO-3)"] == (2000, 2000, 4000, 8000 + step)
+
+
+def test_the_hybrid_layout_divides_within_a_machine() -> None:
+    rows = table(8000, 8, "32-true", per_machine=4)
+    assert rows["fsdp HYBRID_SHARD"].weights == 8000
+    assert rows["fsdp FULL_SHARD, xla_fsdp"].weights == 4000
+
+
+def test_what_is_offloaded_counts_on_the_host() -> None:
+    rows = table(8000, 8, "bf16-mixed", buffers=100)
+    offloaded, whole = rows["fsdp FULL_SHARD cpu_offload"], rows["fsdp FULL_SHARD, xla_fsdp"]
+    assert offloaded.device == 0
+    assert offloaded.host == whole.device - 100
+    zero = rows["deepspeed_stage_2_offload (ZeRO-2)"]
+    assert zero.device == zero.weights + zero.gradients
+    assert zero.host == zero.masters + zero.optimizer + 4000
+
+
+def test_frozen_weights_have_no_gradient_and_idle_ones_no_state() -> None:
+    weights = [Weight(100, 10), Weight(1000, 10, trainable=False, optimized=False), Weight(10, 10, optimized=False)]
+    memory = needed(LAYOUTS[0], weights, Setup(1, PRECISIONS["32-true"], OPTIMIZERS["adamw"]))
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4440, 440, 804)
+
+
+def test_rows_that_do_not_divide_are_filled_up() -> None:
+    memory = needed(LAYOUTS[1], [Weight(15, 3)], Setup(2, PRECISIONS["32-true"], OPTIMIZERS["sgd"]))
+    assert memory.weights == 4 * 2 * 5
+
+
+def test_a_window_keeps_whole_gradients_with_fsdp() -> None:
+    one, several = table(8000, 8, "bf16-mixed"), table(8000, 8, "bf16-mixed", window=4)
+    fsdp = "fsdp FULL_SHARD, xla_fsdp"
+    assert several[fsdp].temporary - one[fsdp].temporary == 4 * 8000
+    assert several["deepspeed_stage_2 (ZeRO-2)"] == one["deepspeed_stage_2 (ZeRO-2)"]
+
+
+def test_deepspeed_has_no_float64() -> None:
+    assert [possible(layout, "64-true") for layout in LAYOUTS] == [not layout.masters for layout in LAYOUTS]

@@ -1,0 +1,34 @@
+"""The contract "Exact resume" for strategies that divide the state: broken anywhere, the same bits at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import run_distributed
+from tests.helpers.resume_runs import MORE_PLACES, PLACES, Cell, matrix
+from trainer.strategies import STRATEGIES
+
+OPTIMIZERS = {
+    "fsdp": ("adamw", "sgd"),
+    # DeepSpeed refuses float16 on CPUs, in which the other cell computes.
+    "deepspeed_stage_1": ("adamw",),
+    "deepspeed_stage_2": ("adamw",),
+    "deepspeed_stage_3": ("adamw",),
+}
+"""What each strategy is tested with; `test_contract.py` stops and resumes all of the table."""
+
+
+def test_every_strategy_that_divides_the_state_is_tested_here() -> None:
+    multiple = {name for name, strategy in STRATEGIES.items() if strategy.shards_state and strategy.multi_process}
+    assert {name.removesuffix("_offload") for name in multiple} - {"deepspeed"} == OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("strategy", OPTIMIZERS)
+def test_a_broken_run_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
+    cells = tuple(Cell(optimizer, 0, strategy) for optimizer in OPTIMIZERS[strategy])
+    results = run_distributed(matrix, 2, str(tmp_path), cells, timeout=280)
+    for result in results:
+        assert len(result) == len(cells) * len({**PLACES, **MORE_PLACES})
+        assert not any(result.values()), "\n".join(f"{key}: {line}" for key, lines in result.items() for line in lines)

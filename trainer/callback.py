@@ -1,0 +1,378 @@
+"""Callback: what happens beside the loop, and when.
+
+A run, with every moment in place. Each line `on_x` is a method that a callback may define (it is given the trainer and
+the module first) and, unless marked (callbacks), that a module may define too (without those two). At each moment the
+callbacks go first, in the order of the list; then the module; then the callbacks with `runs_last = True`, which read
+what the others logged (early stopping, then checkpoints).
+
+    fit
+        prepare_data                                    data module, module; once per node
+        setup(stage="fit")                              data module, callbacks, module
+        configure_model                                 module
+        on_load_checkpoint(checkpoint)                  when resuming, before the weights are loaded
+        configure_optimizers                            module
+        on_fit_start
+        on_sanity_check_start                           (callbacks)
+            VALIDATION, a few batches
+        on_sanity_check_end                             (callbacks)
+        on_train_start
+        for each epoch:
+            on_train_epoch_start                        also when a resumed run goes on inside the epoch
+            for each window:
+                on_before_zero_grad(optimizer)          for each optimizer
+                for each micro-batch of the window:
+                    on_before_batch_transfer(batch, dataloader_idx)    module: returns the batch
+                    transfer_batch_to_device(batch, device, dataloader_idx)    module: returns the batch
+                    on_after_batch_transfer(batch, dataloader_idx)     module: returns the batch
+                    on_train_batch_start(batch, batch_idx)
+                    training_step(batch, batch_idx)     module
+                    on_before_backward(loss)
+                        loss.backward()
+                    on_after_backward
+                    on_train_batch_end(outputs, batch, batch_idx)    the last one of a window: after the update
+                on_before_optimizer_step(optimizer)     for each optimizer; gradients complete, unscaled, unclipped
+                configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)    module
+                    optimizer.step()
+                lr_scheduler_step(scheduler, metric)    module; schedulers with interval="step"
+                on_train_batch_end of the last micro-batch
+                on_train_step_end                       the step is wholly done: checkpoints by step are written here
+                VALIDATION, if val_check_interval says so
+            VALIDATION, if it is due at the end of the epoch
+            lr_scheduler_step(scheduler, metric)        module; schedulers with interval="epoch"
+            on_train_epoch_end                          on_epoch metrics of the epoch are known
+        on_train_end                                    a last checkpoint is written here
+        on_fit_end
+        teardown(stage="fit")                           data module, callbacks, module
+
+    VALIDATION (test is the same with its own name)
+        on_validation_model_zero_grad                   module; in fit only
+        on_validation_model_eval                        module; it is in eval mode by now
+        on_validation_start
+        on_validation_epoch_start
+        for each loader, for each batch:
+            on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer    module
+            on_validation_batch_start(batch, batch_idx, dataloader_idx)
+            validation_step(batch, batch_idx[, dataloader_idx])    module
+            on_validation_batch_end(outputs, batch, batch_idx, dataloader_idx)
+        on_validation_epoch_end                         on_epoch metrics are known
+        on_validation_end                               checkpoints by monitored value are written here
+        on_validation_model_train                       module; it has its former mode back
+
+    predict
+        on_predict_model_eval                           module
+        on_predict_start
+        on_predict_epoch_start
+        for each loader, for each batch:
+            transfer hooks; on_predict_batch_start; predict_step
+            on_predict_batch_end(outputs, batch, batch_idx, dataloader_idx)
+        on_predict_epoch_end
+        on_predict_end
+        on_predict_model_train                          module
+
+    on_exception(exception)                             (callbacks) whatever it is, before teardown; no collectives here
+    on_save_checkpoint(checkpoint)                      each time a checkpoint is written
+    on_checkpoint_saved(path)                       (callbacks) rank 0 only: it is whole, on the disk, and the
+                                                        last; of an asynchronous write: at the end of a later step
+
+With manual optimization a window is one batch, and between `on_train_batch_start` and `on_train_batch_end` there is
+`training_step` alone. It calls backward and the optimizers itself; what it calls brings `on_before_backward`,
+`on_after_backward`, `on_before_optimizer_step` and `on_before_zero_grad` with it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trainer.errors import did_you_mean, raise_problems
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+class Callback:
+    """Base of all callbacks: override the moments you need (see the top of this file for when each one happens).
+
+    `state_dict` and `load_state_dict` make a callback survive a restart; the state is data only (numbers, strings,
+    lists, dicts, tensors).
+    """
+
+    runs_last: ClassVar[bool] = False
+    """Run after the module's own hooks: for callbacks that read what the others logged."""
+
+    @property
+    def state_key(self) -> str:
+        """The name of this callback's state in a checkpoint; two of a kind are numbered by the trainer."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Data to save in a checkpoint; empty: nothing to save."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None: ...
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None: ...
+    def on_checkpoint_saved(self, trainer: Trainer, module: TrainModule, path: str) -> None: ...
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None: ...
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None: ...
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None: ...
+
+    def on_before_zero_grad(self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer) -> None: ...
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None: ...
+    def on_after_backward(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: TrainModule, optimizer: torch.optim.Optimizer
+    ) -> None: ...
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None: ...
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_test_epoch_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_test_epoch_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_test_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None: ...
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None: ...
+    def on_predict_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None: ...
+
+
+class Logger(Callback):
+    """A callback that metrics are sent to. Its methods are called on rank 0 only.
+
+    A logger writes into `trainer.run_dir` between `setup` and `teardown`, and continues its own files after a resume:
+    rows after the resumed step are dropped, so that there is one row per step.
+    """
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Record values at `step`, the number of steps done: the only step axis there is."""
+
+    def flush(self) -> None:
+        """Make sure that what was logged is in the files. Called before a checkpoint is written and at the end."""
+
+
+HOOKS: tuple[str, ...] = tuple(
+    name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+)
+"""Every moment of a run, in the order of the class above."""
+
+
+OTHER_NAMES = {
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_begin": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_step_end": "on_train_step_end",
+    "on_train_begin": "on_train_start",
+    "on_init_end": "setup",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_keyboard_interrupt": "on_exception",
+}
+"""What other trainers call, or called, a moment."""
+
+
+def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
+    """One problem for each method of `plug` that looks like a hook but is none: a misspelt hook is never called."""
+    known = set(known)
+    problems = []
+    for name in dir(type(plug)):
+        without_on = f"on_{name}" in known and not name.endswith("_checkpoint")
+        if not (name.startswith("on_") and name not in known) and not without_on:
+            continue
+        if callable(getattr(type(plug), name)):
+            renamed = OTHER_NAMES.get(name, f"on_{name}" if without_on else None)
+            problems.append(
+                f"{type(plug).__name__}.{name} is not a moment of the run, so it would never be called."
+                f"{f' Did you mean {renamed!r}?' if renamed else did_you_mean(name, known)} "
+                "All moments are listed at the top of trainer/callback.py."
+            )
+    return problems
+
+
+def callback_problems(callback: Callback) -> list[str]:
+    """One problem for each misspelt hook, and for each hook that does not take what it is called with."""
+    wrong = [
+        wrong_parameters(callback, hook, parameters_of(getattr(Callback, hook)))
+        for hook in HOOKS
+        if _overriding([callback], hook)
+    ]
+    return [*check_hooks(callback, HOOKS), *filter(None, wrong)]
+
+
+class CallbackList(Callback):
+    """The callbacks of a run as one callback: each moment calls, in order, those callbacks that override it.
+
+    The calls are bound once, in the constructor, so a moment that nobody uses costs one call of nothing. A hook that is
+    set on an instance (`callback.on_fit_start = f`) counts as overridden.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self.callbacks = list(callbacks)
+        for hook in HOOKS:
+            setattr(self, hook, _call_each(_overriding(self.callbacks, hook)))
+
+    def uses(self, hook: str) -> bool:
+        """Whether any callback overrides this moment."""
+        return bool(_overriding(self.callbacks, hook))
+
+
+def _overriding(callbacks: list[Callback], hook: str) -> tuple[Any, ...]:
+    empty = getattr(Callback, hook)
+    return tuple(
+        getattr(callback, hook)
+        for callback in callbacks
+        if getattr(getattr(callback, hook), "__func__", None) is not empty
+    )
+
+
+def _call_each(methods: tuple[Any, ...]) -> Any:
+    if not methods:
+        return _nothing
+    if len(methods) == 1:
+        return methods[0]
+
+    def call(*args: Any) -> None:
+        for method in methods:
+            method(*args)
+
+    return call
+
+
+def _nothing(*args: Any) -> None:
+    """A moment that nobody uses."""
+
+
+class ModuleCallback(Callback):
+    """The module's own hooks as a callback, so that they take their place in the list."""
+
+    def __init__(self, module: TrainModule) -> None:
+        if not module.overrides_any(HOOKS):
+            return
+        for hook in HOOKS:
+            if hook not in NOT_ON_MODULES and module.overrides(hook):
+                setattr(self, hook, _without_trainer_and_module(getattr(module, hook)))
+
+
+NOT_ON_MODULES = ("on_sanity_check_start", "on_sanity_check_end", "on_exception", "on_checkpoint_saved")
+
+
+def _without_trainer_and_module(method: Any) -> Any:
+    def call(trainer: Trainer, module: TrainModule, *args: Any) -> None:
+        method(*args)
+
+    return call
+
+
+def build_callback_list(callbacks: list[Callback], module: TrainModule) -> CallbackList:
+    """The list as it is called: callbacks, the module's hooks, then the callbacks that read what was logged."""
+    raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
+    first = [callback for callback in callbacks if not callback.runs_last]
+    last = [callback for callback in callbacks if callback.runs_last]
+    return CallbackList([*first, ModuleCallback(module), *last])
+
+
+def parameters_of(method: Callable[..., Any]) -> list[str]:
+    """The parameters of a method as they are written after `self`: `["batch", "batch_idx"]`, `["dataloader_idx=0"]`.
+
+    Without a default the text is the bare name, and so is what the trainer gives: all of them, by position.
+    """
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+
+
+def wrong_parameters(owner: object, name: str, expected: list[str], least: int | None = None) -> str | None:
+    """What is wrong with the method `name` of `owner` if it is called with `expected`, by position; None: nothing.
+
+    Args:
+        least: it may also be called with only so many of them.
+    """
+    method = getattr(owner, name)
+    where = f"{type(owner).__name__}.{name}"
+    if not callable(method):
+        return (
+            f"{where} is of type {type(method).__name__}, but the trainer calls a method of that name: "
+            f"{name}({', '.join(['self', *expected])}). Give yours another name."
+        )
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):
+        return None  # written in C, or the like: it does not tell
+    numbers = {len(expected), len(expected) if least is None else least}
+    if any(_binds(signature, number) for number in numbers):
+        return None
+    return (
+        f"{where} takes {signature}, but it is called with ({', '.join(expected)}): "
+        f"define {name}({', '.join(['self', *expected])})."
+    )
+
+
+def _binds(signature: inspect.Signature, number: int) -> bool:
+    try:
+        signature.bind(*[None] * number)
+    except TypeError:
+        return False
+    return True

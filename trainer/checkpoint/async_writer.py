@@ -1,0 +1,162 @@
+"""Writing in the background: training waits for a copy in memory, a thread brings it to the disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
+from trainer.checkpoint.safetensors_io import flat_bytes
+from trainer.checkpoint.storage import StoragePath
+from trainer.checkpoint.writing import SavePlan, prepare, write_prepared
+from trainer.errors import CheckpointError
+
+log = logging.getLogger("trainer")
+
+_ALIGNMENT = 64
+"""Bytes; every dtype's elements may start at a multiple of it."""
+
+
+class BackgroundWriter:
+    """Writes checkpoints in a thread of its own, one at a time. All methods are for the one thread that trains."""
+
+    def __init__(self) -> None:
+        self._memory = PinnedStagingBuffer()
+        self._thread: threading.Thread | None = None
+        self._path: str | None = None
+        self._error: CheckpointError | None = None
+        self._told_of_waiting = False
+
+    def start(
+        self,
+        path: str | StoragePath,
+        state: Mapping[str, Any],
+        info: Mapping[str, Any] | None,
+        on_committed: Callable[[], None],
+        peers: ProcessGroup = SINGLE_PROCESS,
+        thread_peers: ProcessGroup = SINGLE_PROCESS,
+    ) -> None:
+        """Copy `state` into memory, and write it while the caller goes on. The write before must have been waited for.
+
+        Args:
+            path, state, info, peers: as for `write_checkpoint`.
+            on_committed: called by the thread after the commit; its errors count as errors of the write.
+            thread_peers: the same processes, for the thread: it must not use what training uses.
+
+        Raises:
+            CheckpointError: something in `state` cannot be stored.
+        """
+        assert self._thread is None, "wait() comes first"
+        prepared = prepare(state, info, peers)
+        copy = replace(prepared, files=self._memory.copy(prepared.files))
+        # Not a daemon: Python waits for it at its end, and the checkpoint is whole.
+        self._thread = threading.Thread(
+            target=self._write, args=(path, copy, thread_peers, on_committed), name="checkpoint-writer"
+        )
+        self._thread.start()
+
+    def wait(self, due: bool = False) -> None:
+        """Until nothing is being written. `due`: the next checkpoint is; says, once, that training has to wait."""
+        if self._thread is None:
+            return
+        if due and self._thread.is_alive() and not self._told_of_waiting:
+            self._told_of_waiting = True
+            log.warning(
+                "a checkpoint is due while the one before it is still being written: training waits for that. Write "
+                "less often, or to a faster place. (Said once.)"
+            )
+        self._thread.join()
+
+    def result(self) -> tuple[str | None, CheckpointError | None]:
+        """What has ended since it was asked the last time: the path of a committed checkpoint, or the error."""
+        if self._thread is None or self._thread.is_alive():
+            return None, None
+        self._thread = None
+        path, error = self._path, self._error
+        self._path = self._error = None
+        return path, error
+
+    def close(self) -> None:
+        """Wait, and give the memory back."""
+        self.wait()
+        self._memory.release()
+
+    def _write(
+        self, path: str | StoragePath, prepared: SavePlan, peers: ProcessGroup, on_committed: Callable[[], None]
+    ) -> None:
+        try:
+            self._memory.wait()
+            write_prepared(path, prepared, False, peers)
+            on_committed()
+            self._path = str(path)
+        except CheckpointError as error:
+            self._error = error
+        except BaseException as error:
+            self._error = WriteError(f"cannot write the checkpoint {path}: {type(error).__name__}: {error}")
+            self._error.__cause__ = error
+
+
+class PinnedStagingBuffer:
+    """A block of host memory that holds a copy of many tensors, and is used again for the next copy.
+
+    Fresh memory costs several times the copy itself, because the system has to provide every page of it. Tensors on a
+    CUDA device are copied into page-locked memory while the caller goes on: `wait` before reading the copy. What later
+    work on the device's current stream does to the tensors does not reach it.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._pending: list[torch.cuda.Event] = []
+
+    def copy(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors, by the same two names, in this memory, contiguous. Ends the life of the last copy."""
+        every = [tensor for group in tensors.values() for tensor in group.values()]
+        devices = {tensor.device for tensor in every if tensor.is_cuda}
+        self._reserve(sum(_padded(tensor) for tensor in every), pinned=bool(devices))
+        position = 0
+        copies: dict[str, dict[str, torch.Tensor]] = {}
+        for key, group in tensors.items():
+            copies[key] = {}
+            for name, tensor in group.items():
+                place = self._block[position : position + tensor.numel() * tensor.element_size()]
+                position += _padded(tensor)
+                copies[key][name] = _copy_into(place, tensor.detach())
+        self._pending = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return copies
+
+    def wait(self) -> None:
+        """Until the last copy is complete. From any thread."""
+        for event in self._pending:
+            event.synchronize()
+
+    def release(self) -> None:
+        """Give the memory back to the system."""
+        self.wait()
+        self._block = torch.empty(0, dtype=torch.uint8)
+
+    def _reserve(self, size: int, pinned: bool) -> None:
+        if self._block.numel() < size or (pinned and not self._block.is_pinned()):
+            self.release()  # before the new block is there: never both
+            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _copy_into(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    copy = place.view(tensor.dtype).reshape(tensor.shape)
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        # As bytes: torch cannot copy some of the small dtypes.
+        place.copy_(flat_bytes(tensor), non_blocking=tensor.is_cuda)
+    else:
+        copy.copy_(tensor, non_blocking=tensor.is_cuda)
+    return copy
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor, up to where the next one may start."""
+    size = tensor.numel() * tensor.element_size()
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

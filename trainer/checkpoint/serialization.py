@@ -1,0 +1,390 @@
+"""Nested data to JSON plus named tensors, and back exactly.
+
+What JSON cannot say is an object with one key that begins with `$`:
+
+    {"$tensor": name, "dtype": "float32", "shape": [2, 3]}     a tensor; the same name twice is the same tensor
+      ... "parts": [[file, start, length, stride, count], ...]    and one whose elements are in several files
+    {"$tuple": [...]}   {"$items": [[key, value], ...]}        a tuple; a dict whose keys are not plain strings
+    {"$counter": [[key, value], ...]}                          a collections.Counter, which MultiStepLR keeps
+    {"$float": "nan"}   {"$int": "0x..."}                      nan and infinities; integers beyond 64 bits
+
+A user's dict with a key that begins with `$` is written as `$items`, so that it cannot be taken for one of these.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from trainer.checkpoint.shards import FlatSlice, Shard
+from trainer.errors import CheckpointError
+
+MAX_DEPTH = 100
+"""Levels of nesting that are written and read."""
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8),
+        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+        *(torch.complex128, torch.complex64, torch.complex32),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+        *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
+    )
+}
+"""The dtypes that can be stored, by the name under which JSON refers to them."""
+
+_ALLOWED = "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict and torch.Tensor"
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_ODD_FLOATS = frozenset({"nan", "-nan", "inf", "-inf"})
+_ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (enum.Enum, "store value.name"),
+    (os.PathLike, "store str(value)"),
+    ((set, frozenset), "store sorted(value)"),
+    ((bytes, bytearray), "store value.hex(), or a uint8 tensor"),
+    (torch.nn.Module, "store value.state_dict()"),
+    ((torch.dtype, torch.device), "store str(value)"),
+    ((bool, int, float, str, tuple, list), "store it as the plain type"),
+    (type, "store value.__name__"),
+)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor that is not loaded."""
+
+    name: str
+    """Its name in the safetensors file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[tuple[int, FlatSlice], ...] = ()
+    """The numbers of the files that hold it, if it is divided, and which elements each of them has."""
+
+
+class Split(NamedTuple):
+    """What `split` makes of a value."""
+
+    data: Any
+    """Ready for JSON."""
+    tensors: dict[str, torch.Tensor]
+    """The whole tensors, by the names that `data` refers to."""
+    shards: dict[str, Shard]
+    """Of those that are divided, this process's part."""
+    parts: dict[str, list[list[int]]]
+    """Lists in `data`, still empty: where the parts of these are to be named."""
+
+
+def split(value: Any, where: str, allow_tensors: bool = True) -> Split:
+    """`value` as JSON-ready data, and its tensors by name; nothing is copied.
+
+    Tensors that are the same memory (same storage, offset, shape and strides) get one name. A tensor directly in the
+    dict `value` keeps its key as its name; a deeper one is called by its path, as in "0.state.3.exp_avg". Subclasses of
+    dict become dicts, except Counter; nn.Parameter becomes a plain tensor. The same `Shard` object twice is one tensor.
+
+    Args:
+        where: what to call `value` in messages.
+        allow_tensors: False: refuse tensors too.
+
+    Raises:
+        CheckpointError: something cannot be stored; names every such field, its type, and what to store instead.
+    """
+    splitter = _Splitter(value, where, allow_tensors)
+    data = splitter.encode(value)
+    refused = splitter.refused
+    if len(refused) == 1:
+        raise CheckpointError(f"cannot store {refused[0]}. {_ALLOWED}.")
+    if refused:
+        shown = "".join(f"\n  - {problem}" for problem in refused[:20])
+        raise CheckpointError(f"cannot store {len(refused)} fields. {_ALLOWED}.{shown}")
+    return Split(data, splitter.tensors, splitter.shards, splitter.parts)
+
+
+def join(data: Any, take: Callable[[TensorInfo], Any], where: str) -> Any:
+    """The inverse of `split`: `take` gives the tensor (or what shall stand for it) for each reference to one.
+
+    Raises:
+        CheckpointError: `data` is not something that `split` writes.
+    """
+    return _Joiner(take, where).decode(data, 0)
+
+
+def to_json(data: Any) -> bytes:
+    """What `split` returned, as the bytes of a JSON document."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def from_json(text: bytes, where: str) -> Any:
+    """Parse strictly: UTF-8, no NaN literals, bounded nesting.
+
+    Raises:
+        CheckpointError: it is not such a document.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        reason = f"{where} is not valid JSON ({error}): it is damaged, or not part of a checkpoint"
+        raise CheckpointError(reason) from None
+
+
+class _Splitter:
+    """One walk over the data; the path to where it is, the names given, and what was refused."""
+
+    def __init__(self, root: Any, where: str, allow_tensors: bool) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.shards: dict[str, Shard] = {}
+        self.parts: dict[str, list[list[int]]] = {}
+        self.refused: list[str] = []
+        self._allow_tensors = allow_tensors
+        self._where = where
+        self._path: list[Any] = []
+        self._open: set[int] = set()  # the containers around the current value, to notice one inside itself
+        self._name_of: dict[Any, str] = {}
+        self._own_names: set[str] = set()
+        if isinstance(root, dict):
+            # Other programs look for a state_dict's keys: a deeper tensor must not take such a name.
+            keys = (key for key, value in root.items() if type(key) is str and isinstance(value, (torch.Tensor, Shard)))
+            self._own_names = {key for key in keys if key == _utf8(key) and key != "__metadata__"}
+        self._reserved = {*self._own_names, "__metadata__"}
+
+    def encode(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": _odd_float(value)}
+        if kind is int:
+            return value if value.bit_length() <= 64 else {"$int": hex(value)}
+        if kind in _SCALARS:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind is Shard:
+            return self._shard(value)
+        if kind is list:
+            return self._container(value, self._list)
+        if kind is tuple:
+            return self._container(value, lambda items: {"$tuple": self._list(items)})
+        if kind is Counter:
+            return self._container(value, lambda counts: {"$counter": self._items(counts)})
+        if isinstance(value, dict):
+            return self._container(value, self._dict)
+        self._refuse(f"{_name(kind)}; {_advice(value)}")
+        return None
+
+    def _container(self, value: Any, encode: Callable[[Any], Any]) -> Any:
+        if id(value) in self._open:
+            self._refuse(f"{_name(type(value))} that contains itself")
+            return None
+        if len(self._path) >= MAX_DEPTH:
+            self._refuse(f"{_name(type(value))} nested more than {MAX_DEPTH} levels deep")
+            return None
+        self._open.add(id(value))
+        data = encode(value)
+        self._open.discard(id(value))
+        return data
+
+    def _at(self, key: Any, value: Any) -> Any:
+        self._path.append(key)
+        data = self.encode(value)
+        self._path.pop()
+        return data
+
+    def _list(self, values: Any) -> list[Any]:
+        return [self._at(index, value) for index, value in enumerate(values)]
+
+    def _dict(self, values: dict[Any, Any]) -> dict[str, Any]:
+        if all(type(key) is str and not key.startswith("$") for key in values):
+            return {key: self._at(key, value) for key, value in values.items()}
+        return {"$items": self._items(values)}
+
+    def _items(self, values: dict[Any, Any]) -> list[Any]:
+        items = []
+        for key, value in values.items():
+            if not _is_key(key):
+                self._refuse(f"dict with the key {key!r} of type {_name(type(key))}; use a str, number or tuple as key")
+                continue
+            items.append([self.encode(key), self._at(key, value)])
+        return items
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        problem = _tensor_problem(tensor)
+        if not self._allow_tensors:
+            problem = "torch.Tensor, which cannot be here; store value.item() or value.tolist()"
+        if problem:
+            self._refuse(problem)
+            return None
+        if tensor.device.type == "xla":
+            tensor = tensor.cpu()  # There it has no memory that can be looked at.
+        memory = _memory(tensor)
+        name = self._name_of.get(memory) if memory else None
+        if name is None:
+            name = self._new_name()
+            self.tensors[name] = tensor
+            self._name_of[memory] = name
+        return {"$tensor": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+    def _shard(self, shard: Shard) -> Any:
+        problem = _tensor_problem(shard.local)
+        if not self._allow_tensors or problem:
+            self._refuse(problem or "part of a tensor, which cannot be here")
+            return None
+        name = self._name_of.get(id(shard))
+        if name is None:
+            name = self._name_of[id(shard)] = self._new_name()
+            self.shards[name], self.parts[name] = shard, []
+        dtype = str(shard.local.dtype).removeprefix("torch.")
+        return {"$tensor": name, "dtype": dtype, "shape": list(shard.shape), "parts": self.parts[name]}
+
+    def _new_name(self) -> str:
+        path = self._path or [self._where]
+        name = _utf8(".".join(str(key) for key in path))
+        if path == [name] and name in self._own_names:
+            return name
+        candidate, number = name, 1
+        while candidate in self.tensors or candidate in self.shards or candidate in self._reserved:
+            number += 1
+            candidate = f"{name}#{number}"
+        return candidate
+
+    def _refuse(self, what: str) -> None:
+        place = self._where + "".join(f"[{key!r}]" for key in self._path)
+        self.refused.append(f"{place}: it is a {what}")
+
+
+class _Joiner:
+    def __init__(self, take: Callable[[TensorInfo], Any], where: str) -> None:
+        self._take = take
+        self._where = where
+
+    def decode(self, data: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH + 1:  # a tuple that is a key stands one level deeper here than when it was written
+            raise self._error(f"nested more than {MAX_DEPTH} levels deep")
+        if isinstance(data, list):
+            return [self.decode(item, depth + 1) for item in data]
+        if not isinstance(data, dict):
+            return data
+        marker = next((key for key in data if key.startswith("$")), None)
+        if marker is None:
+            return {key: self.decode(value, depth + 1) for key, value in data.items()}
+        if marker == "$tensor":
+            return self._take(self._tensor(data))
+        if len(data) > 1:
+            raise self._error(f"{marker!r} does not stand alone")
+        return self._special(marker, data[marker], depth)
+
+    def _special(self, marker: str, content: Any, depth: int) -> Any:
+        if marker == "$tuple" and isinstance(content, list):
+            return tuple(self.decode(item, depth + 1) for item in content)
+        if marker in ("$items", "$counter") and isinstance(content, list):
+            items = self._items(content, depth)
+            return Counter(items) if marker == "$counter" else items
+        if marker == "$float" and isinstance(content, str) and content in _ODD_FLOATS:
+            return float(content)
+        if marker == "$int" and isinstance(content, str) and re.fullmatch("-?0x[0-9a-f]+", content):
+            return int(content, 16)
+        raise self._error(f"{marker!r} is unknown or has a content that it cannot have")
+
+    def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for item in content:
+            if not isinstance(item, list) or len(item) != 2:
+                raise self._error("a dict holds something that is not a pair")
+            key = self.decode(item[0], depth + 1)
+            if not _is_key(key) or key in result:
+                raise self._error("a dict holds a key that cannot be one, or the same key twice")
+            result[key] = self.decode(item[1], depth + 1)
+        return result
+
+    def _tensor(self, data: dict[str, Any]) -> TensorInfo:
+        name, dtype, shape = data["$tensor"], data.get("dtype"), data.get("shape")
+        if (
+            data.keys() - {"parts"} != {"$tensor", "dtype", "shape"}
+            or not isinstance(name, str)
+            or not isinstance(dtype, str)
+            or dtype not in DTYPES
+            or not isinstance(shape, list)
+            or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
+        ):
+            raise self._error(f"the reference to the tensor {name!r} is malformed")
+        parts = self._parts(data["parts"], math.prod(shape), name) if "parts" in data else ()
+        return TensorInfo(name, DTYPES[dtype], tuple(shape), parts)
+
+    def _parts(self, parts: Any, numel: int, name: str) -> tuple[tuple[int, FlatSlice], ...]:
+        """Parts that together have as many elements as the tensor, all of them inside it."""
+        found = []
+        for part in parts if isinstance(parts, list) else [None]:
+            if (
+                not isinstance(part, list)
+                or len(part) != 5
+                or any(type(n) is not int or not 0 <= n < 2**63 for n in part)
+            ):
+                raise self._error(f"a part of the tensor {name!r} is malformed")
+            found.append((part[0], FlatSlice(*part[1:])))
+        outside = any(extent.end > numel or extent.overlaps_itself() for _, extent in found)
+        if outside or sum(extent.numel for _, extent in found) != numel:
+            raise self._error(f"the parts of the tensor {name!r} are not the whole of it")
+        return tuple(found)
+
+    def _error(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: {problem}. It is damaged, or was not written by this package")
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that show the same elements of the same memory; None for one that has no elements."""
+    if tensor.numel() == 0:
+        return None
+    place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+    return (*place, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
+def _tensor_problem(tensor: torch.Tensor) -> str | None:
+    kind = _name(type(tensor))
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"{kind}; store a plain tensor (of a DTensor: value.full_tensor())"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return f"{kind} that is sparse or nested; store value.to_dense(), or its parts"
+    if tensor.is_meta:
+        return f"{kind} on the meta device, which has no values; materialize it first"
+    if tensor.is_quantized or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        return f"{kind} of {tensor.dtype}; convert it to another dtype"
+    return None
+
+
+def _advice(value: Any) -> str:
+    module = type(value).__module__
+    if module == "numpy":
+        return "store torch.from_numpy(value)" if type(value).__name__ == "ndarray" else "store value.item()"
+    for kinds, advice in _ADVICE:
+        if isinstance(value, kinds):
+            return advice
+    return f"store the {'name' if callable(value) else 'data'} from which it can be made again"
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in _SCALARS or (type(key) is tuple and all(_is_key(part) for part in key))
+
+
+def _odd_float(value: float) -> str:
+    sign = "-" if math.copysign(1.0, value) < 0 else ""
+    return sign + ("nan" if math.isnan(value) else "inf")
+
+
+def _utf8(name: str) -> str:
+    """Without lone surrogates, which other readers of safetensors refuse."""
+    return name.encode("utf-8", "replace").decode("utf-8")
+
+
+def _name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"

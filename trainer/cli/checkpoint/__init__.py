@@ -1,0 +1,1 @@
+"""`trainer checkpoint`: list, show, verify and export checkpoints."""

@@ -1,0 +1,185 @@
+"""`trainer checkpoint`: what is in a run directory, what a checkpoint holds, whether it is whole, its weights alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from trainer.cli.main import usage_error
+from trainer.cli.options import ErrorParser
+
+VERBS = {
+    "ls": "list the checkpoints of a run",
+    "show": "show what is in a checkpoint",
+    "verify": "read checkpoints whole and compare every file with its checksum",
+    "export": "write the weights alone, to one safetensors file or to several",
+}
+
+EXAMPLES = {
+    "ls": """\
+  trainer checkpoint ls runs/digits                    all runs below
+  trainer checkpoint ls runs/digits/version_0 --metric val_acc
+  trainer checkpoint ls runs/digits/version_0 --verify --json
+""",
+    "show": """\
+  trainer checkpoint show runs/digits/version_0        the last one
+  trainer checkpoint show runs/digits/version_0 --ckpt best --all
+  trainer checkpoint show runs/digits/version_0/checkpoints/epoch=1-step=44
+""",
+    "verify": """\
+  trainer checkpoint verify runs/digits/version_0      each one of this run
+  trainer checkpoint verify runs/digits/version_0 --ckpt last && echo whole
+""",
+    "export": """\
+  trainer checkpoint export runs/digits/version_0 digits.safetensors --ckpt best
+  trainer checkpoint export runs/gpt/version_0 gpt.safetensors --prefix model. --expand-tied
+  trainer checkpoint export runs/gpt/version_0 gpt --max-shard-size 5GB --dtype bfloat16
+""",
+}
+
+PATH_HELP = "a checkpoint, a run directory, its folder of checkpoints, or a folder of runs (the newest is meant)"
+
+
+def run(arguments: list[str]) -> int:
+    """Do what the arguments say. Returns the exit code: 1 for a damaged checkpoint or one that is not there."""
+    from trainer.errors import ConfigError, TrainerError
+
+    parser = _parser()
+    if not arguments:
+        print(parser.format_help(), end="", file=sys.stderr)
+        return 2
+    try:
+        options = parser.parse_args(arguments)
+        code: int = {"ls": _ls, "show": _show, "verify": _verify, "export": _export}[options.verb](options)
+    except SystemExit as end:  # of --help
+        return int(end.code or 0)
+    except ConfigError as error:
+        return usage_error(str(error))
+    except TrainerError as error:
+        usage_error(str(error))
+        return 1
+    except BrokenPipeError:  # of `trainer checkpoint show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ErrorParser(
+        prog="trainer checkpoint",
+        description="Look into checkpoints, without the code that wrote them.",
+        epilog=f"examples:\n{''.join(EXAMPLES[verb].splitlines(keepends=True)[0] for verb in VERBS)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=ErrorParser)
+    of: dict[str, argparse.ArgumentParser] = {}
+    for verb, summary in VERBS.items():
+        of[verb] = commands.add_parser(
+            verb,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=f"examples:\n{EXAMPLES[verb]}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        of[verb].add_argument("path", metavar="PATH", help=PATH_HELP)
+    for verb in ("show", "verify", "export"):
+        default = "all of them" if verb == "verify" else "last"
+        of[verb].add_argument("--ckpt", metavar="NAME", help=f"last, best, or a name, of a run (default: {default})")
+    for verb in ("ls", "show"):
+        of[verb].add_argument("--json", action="store_true", help="print JSON")
+    of["ls"].add_argument("--metric", metavar="NAME", action="append", default=[], help="show this logged value")
+    of["ls"].add_argument("--verify", action="store_true", help="read the files whole; else only sizes are compared")
+    of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")
+    of["export"].add_argument("out", metavar="OUT", help="the file to write; with --max-shard-size the folder")
+    of["export"].add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="write a folder of files of at most this size (5GB, 500MB), and their index, as Hugging Face's loaders "
+        "read them",
+    )
+    of["export"].add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="convert floating weights; default: as they are"
+    )
+    of["export"].add_argument("--prefix", help="only weights whose names begin so, named without it")
+    of["export"].add_argument("--expand-tied", action="store_true", help="write tied weights under every name")
+    of["export"].add_argument("--force", action="store_true", help="replace OUT if it is there")
+    return parser
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from trainer.checkpoint.format import is_committed
+    from trainer.checkpoint.storage import as_storage_path
+    from trainer.cli.checkpoint.find import checkpoint_folders, leftover_names, listing, look
+    from trainer.cli.checkpoint.report import as_data, plain, table_of
+
+    if is_committed(as_storage_path(options.path)):
+        found = {"": [look(as_storage_path(options.path), [], options.verify)]}
+    else:
+        found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
+    if options.json:
+        print(json.dumps([as_data(one) for rows in found.values() for one in rows], indent=2))
+        return 0
+    for folder, rows in found.items():
+        if folder:
+            print(plain(folder))
+        print("\n".join(table_of(rows, options.metric)) if rows else "  no checkpoint")
+        for name in leftover_names(as_storage_path(folder)) if folder else ():
+            print(f"  {plain(name)}: being written, or left by a process that was killed")
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from trainer.checkpoint.format import read_manifest, read_metadata
+    from trainer.cli.checkpoint.find import choose, look, written_at
+    from trainer.cli.checkpoint.report import as_data, json_ready, page_of
+
+    path = choose(options.path, options.ckpt)
+    data = read_metadata(path)
+    if options.json:
+        print(json.dumps({**as_data(look(path, [], contents=False)), "data": json_ready(data)}, indent=2))
+    else:
+        print("\n".join(page_of(str(path), read_manifest(path), data, written_at(path), options.all)))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
+    from trainer.checkpoint.format import is_committed, verify_checkpoint
+    from trainer.checkpoint.storage import as_storage_path
+    from trainer.cli.checkpoint.find import checkpoint_folders, choose, listing, look
+    from trainer.cli.checkpoint.report import plain, size
+
+    pointers = []
+    if options.ckpt is not None or is_committed(as_storage_path(options.path)):
+        paths = [choose(options.path, options.ckpt)]
+    else:
+        folders = checkpoint_folders(options.path)
+        paths = [one.path for folder in folders for one in listing(folder, contents=False)]
+        pointers = [
+            f"{folder / f'{name}.json'} points to no checkpoint"
+            for folder in folders
+            for name in POINTERS
+            if (folder / f"{name}.json").exists() and CheckpointDirectory(folder).pointer(name) is None
+        ]
+    broken = 0
+    for path in paths:
+        problems = verify_checkpoint(path)
+        broken += bool(problems)
+        print(f"{plain(str(path))}: {'DAMAGED' if problems else f'whole, {size(look(path, [], False).bytes)}'}")
+        for problem in problems:
+            print(f"  {plain(problem)}")
+    for problem in pointers:
+        print(plain(problem))
+    if len(paths) != 1:
+        print(f"{len(paths) - broken} of {len(paths)} checkpoints are whole")
+    return 1 if broken or pointers or not paths else 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from trainer.cli.checkpoint.export import export
+
+    return export(options)

@@ -1,0 +1,139 @@
+"""`trainer checkpoint export`: the weights of a checkpoint as safetensors files, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint.disk import atomic_directory, sync_folder, temporary_beside, write_file
+from trainer.checkpoint.format import open_checkpoint
+from trainer.checkpoint.safetensors_io import file_chunks, is_native, size_of
+from trainer.checkpoint.shards import FlatSlice, StoredTensor
+from trainer.cli.checkpoint.find import choose
+from trainer.cli.checkpoint.report import plain, size
+from trainer.errors import CheckpointError, ConfigError, did_you_mean
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write what the arguments of the command say."""
+    out, most = Path(options.out), _bytes(options.max_shard_size)
+    if most is None and out.is_dir():
+        raise ConfigError(
+            f"{out} is a folder: give the name of a file, such as {out / 'model.safetensors'}, or --max-shard-size 5GB "
+            "and the name of a new folder."
+        )
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
+    if out.exists() and not options.force:
+        raise ConfigError(f"{out} exists: give another name, or --force to replace it.")
+    if most is not None and out.exists() and not (out / INDEX_FILE).is_file():
+        raise ConfigError(f"{out} exists and has no {INDEX_FILE}, so --force does not replace it: give another name.")
+    path = choose(options.path, options.ckpt)
+    state = open_checkpoint(path, ("model",), verify=True)["model"]
+    weights, notes = _weights(state, options.prefix or "", options.expand_tied)
+    if options.dtype is not None:
+        weights = {name: Converted(weight, getattr(torch, options.dtype)) for name, weight in weights.items()}
+    notes += [
+        f"{name!r} is {weight.dtype}, which safetensors lacks: its bytes are written, as uint8"
+        for name, weight in weights.items()
+        if not is_native(weight.dtype)
+    ]
+    written = _write_file(out, weights) if most is None else _write_folder(out, weights, most)
+    for note in notes:
+        print(f"note: {plain(note)}", file=sys.stderr)
+    print(f"{out}: {len(weights)} tensors, {size(written)}, of {plain(str(path))}")
+    return 0
+
+
+class Converted(StoredTensor):
+    """A floating tensor in another dtype; others as they are."""
+
+    def __init__(self, stored: StoredTensor, dtype: torch.dtype) -> None:
+        self.shape = stored.shape
+        self.dtype = dtype if stored.dtype.is_floating_point else stored.dtype
+        self._stored = stored
+
+    def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
+        return self._stored.read(extent).to(self.dtype)
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
+    if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
+        raise ConfigError(f"--max-shard-size {text}: give a number and a unit, such as 5GB, 500MB or 2GiB.")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, StoredTensor], list[str]]:
+    """What is written, by name; and what is left out."""
+    if not isinstance(state, dict):
+        raise CheckpointError("its 'model' is not a state_dict: it was not written by a Trainer.")
+    weights: dict[str, StoredTensor] = {}
+    first_name: dict[int, str] = {}
+    notes = []
+    for name, value in state.items():
+        if not isinstance(name, str) or not name.startswith(prefix):
+            continue
+        short = name[len(prefix) :]
+        if not isinstance(value, StoredTensor) or not short:
+            notes.append(f"{name!r} is no tensor with a name, and is left out")
+        elif id(value) in first_name and not expand_tied:
+            notes.append(f"{name!r} is tied to {first_name[id(value)]!r} and written once; --expand-tied writes both")
+        else:
+            first_name.setdefault(id(value), name)
+            weights[short] = value
+    if not weights:
+        heads = sorted({f"{name.split('.')[0]}." for name in state if isinstance(name, str) and "." in name})
+        raise ConfigError(
+            f"no weight's name begins with {prefix!r}.{did_you_mean(prefix, heads)} There are: {', '.join(heads)}."
+        )
+    return weights, notes
+
+
+def _write_file(out: Path, weights: Mapping[str, StoredTensor]) -> int:
+    """Write beside `out`, and rename when all is on the disk. Returns the size."""
+    temporary = temporary_beside(out)
+    try:
+        entry = write_file(temporary, file_chunks(weights))
+        os.replace(temporary, out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error.strerror or error}. Nothing was changed.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return entry.bytes
+
+
+def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int) -> int:
+    """Files of at most `most` bytes of weights (one tensor may be larger), and the index that says what is where."""
+    shards: list[dict[str, StoredTensor]] = [{}]
+    room = most
+    for name, weight in weights.items():
+        needed = size_of(weight.dtype, weight.shape)
+        if needed > room and shards[-1]:
+            shards.append({})
+            room = most
+        shards[-1][name] = weight
+        room -= needed
+    total, place = 0, {}
+    with atomic_directory(out, replace=out.exists()) as folder:
+        for number, shard in enumerate(shards, 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            write_file(folder / file, file_chunks(shard))
+            total += sum(size_of(weight.dtype, weight.shape) for weight in shard.values())
+            place.update(dict.fromkeys(shard, file))
+        index = {"metadata": {"total_size": total}, "weight_map": place}
+        write_file(folder / INDEX_FILE, [(json.dumps(index, indent=2) + "\n").encode()])
+    return total

@@ -1,0 +1,156 @@
+"""Which checkpoints are meant by a path on the command line: a checkpoint, a run, or a folder of either."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
+from trainer.checkpoint.disk import leftovers
+from trainer.checkpoint.format import MANIFEST_FILE, checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.remote import RemotePath
+from trainer.checkpoint.storage import StoragePath, as_storage_path
+from trainer.errors import CheckpointError, ConfigError, did_you_mean
+from trainer.loop.run_directory import CHECKPOINTS, versions
+
+
+@dataclass(frozen=True)
+class Found:
+    """One checkpoint of a listing."""
+
+    path: StoragePath
+    info: dict[str, Any]
+    """What its manifest says; empty when that cannot be read."""
+    bytes: int
+    written: float | None
+    """Seconds since 1970."""
+    pointers: list[str]
+    """Which of "last" and "best" it is."""
+    damage: list[str]
+    """What is wrong with it, as far as was looked."""
+
+    @property
+    def step(self) -> float:
+        """For sorting: those that do not say it come first."""
+        step = self.info.get("step")
+        return step if isinstance(step, (int, float)) else -1
+
+
+def checkpoint_folders(path: str) -> list[StoragePath]:
+    """The folders with checkpoints that are meant: of a run, or of all runs below; the newest run last.
+
+    Raises:
+        CheckpointError: there is nothing of that kind.
+    """
+    given = as_storage_path(path)
+    if not given.exists():
+        raise CheckpointError(f"there is no {path}{_beside(given)}")
+    if (given / CHECKPOINTS).is_dir():
+        return [given / CHECKPOINTS]
+    if checkpoints_in(given) or _half_written(given):
+        return [given]
+    runs = [] if isinstance(given, RemotePath) else versions(given)
+    folders: list[StoragePath] = [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
+    if not folders:
+        raise CheckpointError(
+            f"{path} is no checkpoint, and there is none in it. Give a checkpoint, a run directory (with a folder "
+            f"{CHECKPOINTS!r}), or the default_root_dir of runs."
+        )
+    return folders
+
+
+def listing(folder: StoragePath, contents: bool) -> list[Found]:
+    """All checkpoints of a folder, by step; damaged ones too.
+
+    Args:
+        contents: read them whole to find damage; else only sizes are looked at.
+    """
+    pointed = {pointer: CheckpointDirectory(folder).pointer(pointer) for pointer in POINTERS}
+    paths = [*checkpoints_in(folder), *_half_written(folder)]
+    found = [
+        look(
+            path,
+            [name for name, target in pointed.items() if target is not None and target.name == path.name],
+            contents,
+        )
+        for path in paths
+    ]
+    return sorted(found, key=lambda one: (one.step, one.path.name))
+
+
+def look(path: StoragePath, pointers: list[str], contents: bool) -> Found:
+    """What can be known of one checkpoint."""
+    damage = find_damage(path, contents)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return Found(path, {}, 0, None, pointers, damage)
+    size = sum(entry.bytes for entry in manifest.files.values())
+    return Found(path, manifest.info, size, written_at(path), pointers, damage)
+
+
+def choose(path: str, wanted: str | None) -> StoragePath:
+    """The one checkpoint that is meant: `path` itself, or `wanted` ("last", "best" or a name) of a run.
+
+    Nothing falls back here: what "last" points to is meant, damaged or not.
+
+    Raises:
+        ConfigError: `wanted` of something that is itself a checkpoint.
+        CheckpointError: there is none.
+    """
+    given = as_storage_path(path)
+    if is_committed(given):
+        if wanted is not None:
+            raise ConfigError(f"{path} is itself a checkpoint: leave out --ckpt {wanted}, or give its run directory.")
+        return given
+    folder = checkpoint_folders(path)[-1]
+    store = CheckpointDirectory(folder)
+    names = [one.name for one in checkpoints_in(folder)]
+    if wanted in (None, "last"):
+        newest = store.list()
+        target = store.pointer("last") or (newest[-1] if newest else None)
+    elif wanted == "best":
+        target = store.pointer("best")
+    else:
+        target = folder / str(wanted) if str(wanted) in names else None
+    if target is None:
+        guess = did_you_mean(str(wanted), [*names, *POINTERS])
+        raise CheckpointError(
+            f"there is no checkpoint {wanted or 'last'!r} in {folder}.{guess} There are: {', '.join(names) or 'none'}."
+        )
+    return target
+
+
+def leftover_names(folder: StoragePath) -> list[str]:
+    """What killed processes left, or living ones are writing."""
+    return [] if isinstance(folder, RemotePath) else [leftover.path.name for leftover in leftovers(folder)]
+
+
+def written_at(path: StoragePath) -> float | None:
+    """When a checkpoint was completed."""
+    try:
+        if isinstance(path, RemotePath):
+            return (path / MANIFEST_FILE).modified()
+        return (path / MANIFEST_FILE).stat().st_mtime
+    except OSError:
+        return None
+
+
+def _half_written(folder: StoragePath) -> list[StoragePath]:
+    """Folders that hold a part of a checkpoint, and no manifest."""
+    if not folder.is_dir():
+        return []
+    return [
+        path
+        for path in folder.iterdir()
+        if not path.name.startswith(".")
+        and path.is_dir()
+        and not is_committed(path)
+        and any(inside.name.endswith(".safetensors") or inside.name == "checkpoint.json" for inside in path.iterdir())
+    ]
+
+
+def _beside(given: StoragePath) -> str:
+    parent = given.parent
+    names = [path.name for path in parent.iterdir() if not path.name.startswith(".")] if parent.is_dir() else []
+    return f".{did_you_mean(given.name, names)}"

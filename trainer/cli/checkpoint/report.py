@@ -1,0 +1,182 @@
+"""Checkpoints in words: the table of `ls`, and the page of `show`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.format import Manifest
+    from trainer.checkpoint.serialization import TensorInfo
+    from trainer.cli.checkpoint.find import Found
+
+METRICS_SHOWN = 3
+TENSORS_SHOWN = 20
+
+
+def table_of(found: list[Found], metrics: list[str]) -> list[str]:
+    """One line for each checkpoint, under a head; below it, what is wrong with the damaged ones."""
+    names = metrics or _most_telling(found)
+    head = ["name", "step", "epoch", *names, "size", "written", "", "state"]
+    rows = [head]
+    for one in found:
+        values = one.info.get("metrics")
+        known = values if isinstance(values, dict) else {}
+        rows.append(
+            [
+                plain(one.path.name),
+                number(one.info.get("step")),
+                number(one.info.get("epoch")),
+                *(number(known.get(name)) for name in names),
+                size(one.bytes),
+                when(one.written),
+                ", ".join(one.pointers),
+                "damaged" if one.damage else "ok",
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    right = set(range(1, len(head) - 3))
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    problems = [f"  {plain(problem)}" for one in found for problem in one.damage]
+    return [*(f"  {line.rstrip()}" for line in lines), *problems]
+
+
+def _most_telling(found: list[Found]) -> list[str]:
+    """The names of a few metrics for the table: those of validation first."""
+    names = {name for one in found if isinstance(metrics := one.info.get("metrics"), dict) for name in metrics}
+    return sorted(names, key=lambda name: (not str(name).startswith("val"), str(name)))[:METRICS_SHOWN]
+
+
+def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float | None, every: bool) -> Iterator[str]:
+    """Everything that a checkpoint says of itself, by lines.
+
+    Args:
+        data: as `read_metadata` gives it.
+        every: list all tensors, not only the first of each file.
+    """
+    progress = data.get("progress")
+    counters = progress if isinstance(progress, dict) else manifest.info
+    yield f"checkpoint      {plain(path)}"
+    yield f"written         {when(written)}"
+    for name in ("step", "epoch", "batch", "samples"):
+        if name in counters:
+            yield f"{name:<15} {number(counters[name])}"
+    for name in ("strategy", "precision", "world_size", "seed", "run_dir"):
+        if name in data:
+            yield f"{name.replace('_', ' '):<15} {plain(str(data[name]))}"
+    versions = data.get("versions")
+    if isinstance(versions, dict):
+        yield f"versions        {', '.join(plain(f'{name} {value}') for name, value in versions.items())}"
+    yield f"size            {size(sum(entry.bytes for entry in manifest.files.values()))}"
+    for title, content in (("metrics", manifest.info.get("metrics")), ("hyperparameters", data.get("hyperparameters"))):
+        rows = [(plain(name), plain(value)) for name, value in _flat("", content)]
+        if rows:
+            yield ""
+            yield f"{title}:"
+            width = max(len(name) for name, _ in rows)
+            yield from (f"  {name:<{width}}  {value}" for name, value in rows)
+    for key, content in data.items():
+        tensors = list({info.name: info for info in tensors_in(content)}.values())
+        if tensors:
+            yield ""
+            yield from _file(key, manifest, tensors, every)
+
+
+def _file(key: str, manifest: Manifest, tensors: list[TensorInfo], every: bool) -> Iterator[str]:
+    name = f"{key}.safetensors"
+    entry = manifest.files.get(name)
+    total = entry.bytes if entry is not None else 0
+    yield f"{name}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {size(total)}"
+    shown = tensors if every or len(tensors) <= TENSORS_SHOWN + 2 else tensors[:TENSORS_SHOWN]
+    rows = [(plain(t.name), str(t.dtype).removeprefix("torch."), str(list(t.shape)), size(bytes_of(t))) for t in shown]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        yield f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}"
+    if len(shown) < len(tensors):
+        yield f"  ... {len(tensors) - len(shown)} more; --all shows them"
+
+
+def as_data(found: Found) -> dict[str, Any]:
+    """For `--json`."""
+    return {
+        "path": str(found.path),
+        "info": json_ready(found.info),
+        "bytes": found.bytes,
+        "written": found.written,
+        "pointers": found.pointers,
+        "damage": found.damage,
+    }
+
+
+def json_ready(value: Any) -> Any:
+    """Data as JSON has it: other keys as text, nan and infinities as text, tensors as what they are."""
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return {"tensor": value.name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+
+
+def tensors_in(value: Any) -> Iterator[TensorInfo]:
+    """The tensors of a part of a checkpoint's metadata, in order."""
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        yield value
+
+
+def bytes_of(info: TensorInfo) -> int:
+    """The size of a tensor in memory."""
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+def number(value: object) -> str:
+    """A value of a table; empty for none."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "" if value is None else plain(str(value))
+
+
+def size(count: int) -> str:
+    """Bytes in words: 1.2 MB."""
+    amount = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
+
+
+def when(seconds: float | None) -> str:
+    """A time in this machine's zone."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def plain(text: str) -> str:
+    """Without characters that a terminal would take for commands: a checkpoint may come from anybody."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Nested data as lines of dotted names and values."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(f"{name}.{key}" if name else str(key), item)
+    elif value is not None or name:
+        yield name, f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""`trainer config`: write a configuration file, from answers or from another program's."""

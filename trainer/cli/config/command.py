@@ -1,0 +1,150 @@
+"""`trainer config`: a configuration from a few answers, from a preset, or from another program's file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from trainer.cli.config.answers import PRESETS, WizardAnswers, draft_of, launch_line
+from trainer.cli.main import usage_error
+from trainer.cli.options import ErrorParser
+from trainer.errors import ConfigError, unknown_name_error
+
+EXAMPLES = """\
+examples:
+  trainer config                                  a few questions; writes run.yaml
+  trainer config --preset fsdp --output fsdp.yaml
+  trainer config --preset bf16 --output -         to the terminal, to no file
+  trainer config --from ~/.cache/huggingface/accelerate/default_config.yaml
+  trainer config --from ds_config.json --output zero.yaml
+  trainer fit --config run.yaml module.yaml       what the file is for: it says where and how, the other one what
+"""
+
+
+def run(arguments: list[str]) -> int:
+    """Write a configuration. Returns the exit code: 2 when nothing was written, 130 after Ctrl-C."""
+    parser = _parser()
+    try:
+        options = parser.parse_args(arguments)
+        return _write(options)
+    except SystemExit as end:  # of --help
+        return int(end.code or 0)
+    except KeyboardInterrupt:
+        print("\nnothing was written", file=sys.stderr)
+        return 130
+    except ConfigError as error:
+        return usage_error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    presets = "\n".join(f"  {name:<15}{words}" for name, (words, _) in PRESETS.items())
+    parser = ErrorParser(
+        prog="trainer config",
+        usage="trainer config [--preset NAME | --from FILE] [--output FILE] [--force]",
+        description="Write a commented configuration for trainer fit. Without --preset and --from it asks.",
+        epilog=f"presets:\n{presets}\n\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--preset", metavar="NAME", help="answers that are given in advance, see below")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="FILE",
+        help="translate an Accelerate configuration or a DeepSpeed JSON, and say what became of every key",
+    )
+    parser.add_argument("--output", metavar="FILE", default="run.yaml", help="default: run.yaml; -: the terminal")
+    parser.add_argument("--force", action="store_true", help="replace the file if it exists")
+    parser.add_argument("--list", action="store_true", help="list the presets, write nothing")
+    return parser
+
+
+def _write(options: argparse.Namespace) -> int:
+    if options.list:
+        print("\n".join(f"{name:<15}{words}" for name, (words, _) in PRESETS.items()))
+        return 0
+    _check(options)
+    file = "run.yaml" if options.output == "-" else options.output
+    if options.source is not None:
+        from trainer.cli.config.translate import translate
+
+        translation = translate(options.source)
+        name = shlex.quote(options.source)
+        head = [f"From {options.source}, by `trainer config --from {name}`.", *_how(translation.start(_fit(file)))]
+        _put(translation.draft.text(head), options)
+        words = translation.report(options.output if options.output != "-" else None)
+        print(words, end="", file=sys.stderr if options.output == "-" else sys.stdout)
+        return 0
+    if options.preset is not None:
+        answers, by = PRESETS[options.preset][1], f"`trainer config --preset {options.preset}`"
+    else:
+        from trainer.cli.config.questions import ask_all
+
+        answers, by = ask_all(), "`trainer config`"
+    start = launch_line(_fit(file), answers.machines, answers.devices)
+    _put(draft_of(answers).text([f"Written by {by}: where and how to train.", *_how(start)]), options)
+    if options.output != "-":
+        print(f"\nwritten: {options.output}\n{_next(answers, start, _fit(file))}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What can be wrong, before anything is asked."""
+    if options.preset is not None and options.source is not None:
+        raise ConfigError("--preset and --from are two ways to the same file: take one away.")
+    if options.preset is not None and options.preset not in PRESETS:
+        raise unknown_name_error("preset", options.preset, PRESETS)
+    if options.output == "-":
+        if options.preset is None and options.source is None:
+            raise ConfigError("--output - goes with --preset or --from: questions need the terminal for themselves.")
+        return
+    path = Path(options.output)
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        raise ConfigError(f"--output {options.output}: YAML is written; give a name that ends with .yaml.")
+    if path.is_dir():
+        raise ConfigError(f"--output {options.output} is a folder: give a file in it, {path / 'run.yaml'}.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--output {options.output}: there is no folder {path.parent}.")
+    if path.exists() and not options.force:
+        raise ConfigError(f"{options.output} exists: give another name with --output, or --force to replace it.")
+
+
+def _fit(file: str) -> str:
+    return f"trainer fit --config {shlex.quote(file)} module.yaml"
+
+
+def _how(start: str) -> list[str]:
+    several = ["The same on each machine, with the name of the first one as HOST:", ""] if "HOST" in start else []
+    return [
+        "What is trained stands in another file (module.yaml), or here, with the keys module and data.",
+        *several,
+        "",
+        f"    {start}",
+    ]
+
+
+def _next(answers: WizardAnswers, start: str, fit: str) -> str:
+    where = "start it on each machine with" if answers.machines > 1 else "use it with"
+    if answers.machine == "tpu":  # the one program for all its cores can be tried there only
+        return f"{where}: {start}\ntry it there:  {fit.replace(' fit ', ' doctor ', 1)}"
+    number = "" if isinstance(answers.devices, int) else f" --world-size {8 * answers.machines}"
+    return f"{where}: {start}\ncheck it with: {fit} --dry-run{number}"
+
+
+def _put(text: str, options: argparse.Namespace) -> None:
+    """The file is there whole, or not at all."""
+    if options.output == "-":
+        print(text, end="")
+        return
+    path = Path(options.output)
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"{options.output} cannot be written: {error.strerror}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,95 @@
+"""The configuration that is to be written: settings of the trainer, each with its reason, as commented YAML."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, field
+from typing import Any
+
+ORDER = (
+    "accelerator",
+    "devices",
+    "num_nodes",
+    "strategy",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "activation_checkpointing",
+    "compile",
+    "seed_per_sample",
+    "profiler",
+    "callbacks",
+    "enable_checkpointing",
+)
+"""In which settings are written."""
+
+OFTEN_SET = {
+    "max_epochs: 10": "when to stop; also max_steps, max_time",
+    "gradient_clip_val: 1.0": "clip the norm of all gradients",
+    "activation_checkpointing: auto": "compute activations again: less memory, a third more work",
+    "seed: 42": "the same weights and the same order of the data in every run",
+    "default_root_dir: runs": "run directories are made here",
+}
+"""Written as comments."""
+
+WIDTH = 110
+
+
+@dataclass
+class ConfigDraft:
+    """Settings of the trainer that are known so far."""
+
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Value and reason by name."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy."""
+
+    def set(self, name: str, value: Any, why: str) -> str:
+        """Have a setting. Returns it as a line of YAML."""
+        self.settings[name] = (value, why)
+        return f"{name}: {_inline(value)}"
+
+    def line(self, text: str, why: str) -> str:
+        """Have a setting that is given as a line of YAML with a plain word: `strategy: NAME`. Returns the line."""
+        name, _, value = text.partition(": ")
+        return self.set(name, value, why)
+
+    def argument(self, name: str, value: Any) -> str:
+        """Have an argument of the strategy. Returns it as a line of YAML."""
+        self.arguments[name] = value
+        return f"strategy.{name}: {_inline(value)}"
+
+    def value(self, name: str) -> Any:
+        """A setting's value; None: it is not set."""
+        return self.settings[name][0] if name in self.settings else None
+
+    def text(self, head: list[str]) -> str:
+        """The whole file.
+
+        Args:
+            head: its first lines, written as comments.
+        """
+        from trainer.config.files import to_yaml
+
+        lines = [f"# {line}".rstrip() for line in head]
+        lines += ["", "trainer:"]
+        for name in sorted(self.settings, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
+            value, why = self.settings[name]
+            if name == "strategy" and self.arguments:
+                value = {"class_path": value, "init_args": self.arguments}
+            lines += [f"  # {line}" for line in textwrap.wrap(why, WIDTH - 4)]
+            lines += [f"  {line}" for line in to_yaml({name: value}).splitlines()]
+        hints = {line: why for line, why in OFTEN_SET.items() if line.partition(":")[0] not in self.settings}
+        if hints:
+            lines += ["", "  # Often set, too; trainer fit --help lists everything:"]
+            lines += [f"  # {line:<32}# {why}" for line, why in hints.items()]
+        return "\n".join(lines) + "\n"
+
+
+def _inline(value: Any) -> str:
+    from trainer.config.files import to_yaml
+
+    if not isinstance(value, (dict, list)):
+        return to_yaml({"x": value}).removeprefix("x: ").strip()
+    inner = [f"{key}: {_inline(child)}" for key, child in value.items()] if isinstance(value, dict) else []
+    return "{" + ", ".join(inner) + "}" if isinstance(value, dict) else "[" + ", ".join(map(_inline, value)) + "]"

@@ -1,0 +1,108 @@
+"""Collectives between processes: whether they meet, whether the numbers are right, and how fast they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+from trainer.cli.doctor.verdicts import CheckResult
+
+MEGABYTES = 16
+REPEATS = 3
+PATIENCE_S = 120.0
+
+
+def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) -> dict[str, Any]:
+    """On each of several processes: join the others as a run does, and compare collectives with what they must give.
+
+    Returns:
+        `world_size`, `device`, `backend`; `wrong`: the collectives whose numbers are not right; `all_reduce` and
+        `all_gather`: bytes in a second that each process sends and receives (nccl-tests calls it the bus bandwidth).
+    """
+    import torch
+    import torch.distributed as dist
+
+    from trainer.distributed.environment import detect_environment
+    from trainer.distributed.rendezvous import join_store
+
+    place = detect_environment()
+    rank, world = place.rank, place.world_size
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
+    device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(backend, store=join_store(place, timeout), rank=rank, world_size=world, timeout=timeout)
+    elements = megabytes * 2**20 // 4
+    mine = torch.full((elements,), float(rank + 1), device=device)
+    total = mine.clone()
+    gathered = torch.empty(world, elements, device=device)
+    rows = list(gathered)
+    dist.all_reduce(total)
+    dist.all_gather(rows, mine)
+    wrong = []
+    if not torch.all(total == world * (world + 1) / 2):
+        wrong.append("all_reduce")
+    if not torch.all(gathered == torch.arange(1.0, world + 1, device=device)[:, None]):
+        wrong.append("all_gather")
+    reduce_s = _seconds(lambda: dist.all_reduce(total), device)
+    gather_s = _seconds(lambda: dist.all_gather(rows, mine), device)
+    slowest = torch.tensor([reduce_s, gather_s])
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    share, size = (world - 1) / world, elements * 4
+    return {
+        "world_size": world,
+        "device": device.type,
+        "backend": "nccl" if cuda else "gloo",
+        "wrong": wrong,
+        "all_reduce": 2 * share * size / slowest[0].item(),
+        "all_gather": share * size * world / slowest[1].item(),
+    }
+
+
+def _seconds(collective: Any, device: Any) -> float:
+    """Of one, the device's work included."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(REPEATS):
+        collective()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / REPEATS
+
+
+def collectives(number: int) -> CheckResult:
+    """Start so many processes here and have them exchange; among processes that are there already, take part."""
+    from trainer.distributed.environment import detect_environment
+    from trainer.errors import ConfigError, TrainerError
+    from trainer.launchers.notebook import launch
+
+    try:
+        if detect_environment().source != "single process":
+            found = exchange()
+        elif number == 1:
+            return CheckResult("OK", "collectives", "not tried with one process: --devices 2 tries them")
+        else:
+            found = launch(exchange, devices=number)[0]
+    except ConfigError as error:
+        return CheckResult("FAIL", "collectives", f"{error}")
+    except (TrainerError, RuntimeError) as error:
+        text = str(error).strip().splitlines()
+        last = text[-1] if text else type(error).__name__
+        fix = "Look at NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (which network is used) and at firewalls."
+        if "gloo" in str(error) and "GLOO_SOCKET_IFNAME" in os.environ:
+            name = os.environ["GLOO_SOCKET_IFNAME"]
+            fix = f"GLOO_SOCKET_IFNAME={name}: is there such an interface? `ip link` lists them."
+        return CheckResult("FAIL", "collectives", f"{number} processes cannot exchange tensors: {last}", fix)
+    words = f"{found['world_size']} processes on {found['device']} ({found['backend']})"
+    if found["wrong"]:
+        fix = "Hardware or driver: run nccl-tests and `nvidia-smi -q`; NCCL_P2P_DISABLE=1 tells whether it is the link."
+        return CheckResult("FAIL", "collectives", f"{words}: wrong numbers from {' and '.join(found['wrong'])}.", fix)
+    speeds = ", ".join(f"{name} {found[name] / 1e9:.2f} GB/s" for name in ("all_reduce", "all_gather"))
+    return CheckResult("OK", "collectives", f"{words}: right numbers, {speeds} ({MEGABYTES} MiB)")

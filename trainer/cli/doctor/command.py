@@ -1,0 +1,161 @@
+"""`trainer doctor`: tries what a training needs on this machine, and says in words what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.cli.doctor.verdicts import CheckResult, as_json, failed, summary
+from trainer.cli.main import COMMANDS, usage_error
+from trainer.cli.options import ErrorParser, overrides_of
+
+if TYPE_CHECKING:
+    from trainer.config.load import Configuration
+
+EXAMPLES = """\
+examples:
+  trainer doctor                                          this machine
+  trainer doctor --config run.yaml                        and one step of the module, as the configuration says
+  trainer doctor --config run.yaml --trainer.devices 1    its values can be changed as in trainer fit
+  trainer doctor --devices 8                              collectives between eight processes
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m trainer doctor    between all processes of two machines
+  trainer doctor --json                                   for programs
+"""
+ONE_STEP = ("fast_dev_run=true", "detect_anomaly=true", "overfit_batches=0", "max_restarts=0")
+
+
+def run(arguments: list[str]) -> int:
+    """Print what was found. Returns the exit code: 1 when something fails, 2 for a wrong configuration."""
+    from trainer.distributed.environment import detect_environment
+    from trainer.errors import ConfigError
+
+    parser = _parser()
+    if "-h" in arguments or "--help" in arguments:
+        print(parser.format_help(), end="")
+        return 0
+    verdicts = []
+    # JSON stands alone on stdout, whatever the user's files print.
+    with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
+        try:
+            given, overrides = _options(parser, arguments)
+            configuration = _configuration(given, overrides)
+            place = detect_environment()
+        except ConfigError as error:
+            return usage_error(str(error))
+        for verdict in _checks(given, configuration, arguments, place.local_rank == 0):
+            verdicts.append(verdict)
+            # Of several processes the first one speaks, the others only where something is wrong with them.
+            if not given.json and place.rank == 0:
+                print(verdict.line(), flush=True)
+            elif not given.json and verdict.status != "OK":
+                print(f"rank {place.rank}: {verdict.line()}", flush=True)
+    if place.rank == 0:
+        print(as_json(verdicts) if given.json else f"\n{summary(verdicts)}", flush=True)
+    return int(failed(verdicts))
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = COMMANDS["doctor"][1]
+    parser = ErrorParser(
+        prog="trainer doctor",
+        usage="trainer doctor [--config FILE [FILE ...]] [OPTIONS]",
+        description=f"{summary[0].upper()}{summary[1:]}. What it writes, it removes.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("-h", "--help", action="store_true", help="show this help")
+    add("--config", metavar="FILE", nargs="+", action="extend", default=[], help="a configuration to try, too")
+    add("--devices", metavar="N", type=int, default=2, help="processes that exchange tensors (default: 2)")
+    add("--root", metavar="FOLDER", help="where runs write (default: as the configuration says, or runs)")
+    add("--timeout", metavar="SECONDS", type=float, default=900.0, help="for the step of the module (default: 900)")
+    add("--json", action="store_true", help="print JSON, at the end")
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
+    from trainer.config.tree import Diagnostics
+    from trainer.errors import ConfigError, did_you_mean
+
+    findings = Diagnostics()
+    overrides, fixed = overrides_of(arguments, findings)
+    given, rest = parser.parse_known_args(fixed)
+    findings.report()
+    if rest:
+        options = [option for action in parser._actions for option in action.option_strings]
+        word = rest[0].partition("=")[0]
+        raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See trainer doctor --help.")
+    if given.devices < 1:
+        raise ConfigError(f"--devices {given.devices}: give a number of processes from 1.")
+    return given, overrides
+
+
+def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]]) -> Configuration | None:
+    """The configuration, checked; None: none is given.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    if not given.config and not overrides:
+        return None
+    from trainer.config.load import load
+
+    return load(given.config, overrides)
+
+
+def _checks(
+    given: argparse.Namespace, configuration: Configuration | None, arguments: list[str], first_here: bool
+) -> Iterator[CheckResult]:
+    """`first_here`: of the processes of a machine, one looks at it."""
+    from trainer.cli.doctor.collectives import collectives
+    from trainer.cli.doctor.disk import disk
+    from trainer.cli.doctor.machine import machine
+    from trainer.settings import Settings
+
+    if first_here:
+        yield from machine()
+        root = given.root or (configuration.trainer.get("default_root_dir") if configuration is not None else None)
+        yield from disk(Path(root or Settings.default_root_dir).expanduser())
+    yield collectives(given.devices)
+    if configuration is not None:
+        yield _one_step(arguments, given)
+
+
+def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
+    """A batch of training and of validation in processes of their own, as `trainer fit` would start them."""
+    from trainer.config.tree import Diagnostics
+
+    findings = Diagnostics()
+    overrides, _ = overrides_of(arguments, findings)
+    command = [sys.executable, "-m", "trainer", "fit"]
+    command += ["--config", *given.config] if given.config else []
+    command += [word for name, node in overrides for word in (f"--{name}={_as_yaml(node)}",)]
+    command += [f"--trainer.{setting}" for setting in (*ONE_STEP, "enable_progress_bar=false")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout, check=False)
+    except subprocess.TimeoutExpired:
+        fix = "The first step of compile= and of DeepSpeed may compile: wait longer with --timeout 3600."
+        return CheckResult("FAIL", "one step", f"was not done after {given.timeout:g} s.", fix)
+    if done.returncode == 0:
+        return CheckResult("OK", "one step", "a batch of training, and of validation where there is one, went through")
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("error: ")] or lines[-1:]
+    typed = " ".join(command[1:])
+    end = f"was killed by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
+    found = f"trainer fit {end}: {' '.join(told) or 'it said nothing'}"
+    return CheckResult("FAIL", "one step", found, f"To see all of it: python {typed}")
+
+
+def _as_yaml(node: Any) -> str:
+    """A value of the command line as it was typed, or to the same effect."""
+    import json
+
+    return json.dumps(node.plain())

@@ -1,0 +1,131 @@
+"""Whether checkpoints can be written where a run writes them: space, speed, kind of file system, a save and a load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.cli.doctor.verdicts import CheckResult, gib
+
+ENOUGH_DISK = 10 * 2**30
+SAMPLE = 32 * 2**20
+"""Bytes that are written to see how fast that goes."""
+SLOW_SYNC_S = 0.5
+SKEW_S = 5.0
+NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "wekafs"}
+
+
+@contextmanager
+def scratch(root: Path) -> Iterator[Path]:
+    """A folder below `root` that is removed afterwards, as are those above it that had to be made."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for made in missing:
+            try:
+                made.rmdir()
+            except OSError:  # somebody has put something there
+                break
+
+
+def disk(root: Path) -> Iterator[CheckResult]:
+    """The file system of `default_root_dir`, and a checkpoint in it. Nothing is left there."""
+    try:
+        with scratch(root) as folder:
+            yield _space(root)
+            yield from _writing(folder)
+            yield _checkpoint(folder)
+    except OSError as error:
+        fix = "Give another one: --trainer.default_root_dir FOLDER."
+        yield CheckResult("FAIL", "disk", f"default_root_dir {root} cannot be written: {error.strerror or error}.", fix)
+
+
+def _space(root: Path) -> CheckResult:
+    usage = shutil.disk_usage(root)
+    kind = file_system(root)
+    remote = kind is not None and (kind in NETWORK or kind.startswith("fuse."))
+    where = f"{root} ({'a network file system, ' if remote else ''}{kind or 'unknown file system'})"
+    if usage.free < ENOUGH_DISK or usage.free < usage.total / 100:
+        fix = "A checkpoint has about three times the weights' bytes with Adam, and two exist while one is replaced."
+        return CheckResult("WARN", "disk", f"{where}: {gib(usage.free)} are free.", fix)
+    return CheckResult("OK", "disk", f"{where}: {gib(usage.free)} of {gib(usage.total)} are free")
+
+
+def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
+    """The kind of file system that holds `path`, such as "ext4" or "nfs4"; None where it cannot be known."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return None
+    found: tuple[str, str | None] = ("", None)
+    for line in lines:
+        _, place, kind = line.split()[:3]
+        place = place.replace("\\040", " ")
+        if path.absolute().is_relative_to(place) and len(place) >= len(found[0]):
+            found = (place, kind)
+    return found[1]
+
+
+def _writing(folder: Path) -> Iterator[CheckResult]:
+    """Bytes in a second, the time of a flush, and the clock of whoever keeps the files."""
+    began = time.perf_counter()
+    path = folder / "sample"
+    with path.open("wb") as file:
+        file.write(os.urandom(SAMPLE))
+        file.flush()
+        os.fsync(file.fileno())
+    speed = SAMPLE / (time.perf_counter() - began)
+    began = time.perf_counter()
+    with path.open("ab") as file:
+        file.write(b"1")
+        file.flush()
+        os.fsync(file.fileno())
+    flush = time.perf_counter() - began
+    words = f"{speed / 1e6:,.0f} MB/s with fsync, {1000 * flush:.1f} ms for a small one"
+    if flush > SLOW_SYNC_S:
+        fix = "Checkpoints wait for a dozen of these: write them less often, or elsewhere, or with async_write=True."
+        yield CheckResult("WARN", "writing", f"{words}.", fix)
+    else:
+        yield CheckResult("OK", "writing", words)
+    skew = path.stat().st_mtime - time.time()
+    if abs(skew) > SKEW_S:
+        found = f"the files' times differ from this machine's clock by {skew:+.0f} s."
+        yield CheckResult("WARN", "clock", found, "Run NTP on both: the newest run is chosen by these times.")
+
+
+def _checkpoint(folder: Path) -> CheckResult:
+    """Save tensors as a run does, read them back, and compare every bit."""
+    import torch
+
+    from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
+    from trainer.checkpoint.writing import write_checkpoint
+    from trainer.errors import CheckpointError
+
+    state = {"model": {"weight": torch.randn(1024, 2048), "half": torch.randn(512).bfloat16()}}
+    path = folder / "checkpoint"
+    try:
+        began = time.perf_counter()
+        write_checkpoint(path, state)
+        saved = time.perf_counter()
+        problems = verify_checkpoint(path)
+        read = read_checkpoint(path)["model"]
+        loaded = time.perf_counter()
+    except CheckpointError as error:
+        return CheckResult(
+            "FAIL", "checkpoint", f"a save and load failed: {error}", "See the lines above about the disk."
+        )
+    same = all(torch.equal(read[name], tensor) for name, tensor in state["model"].items())
+    if problems or not same:
+        fix = "The disk or its file system loses data: do not train here."
+        return CheckResult("FAIL", "checkpoint", f"what was read is not what was written. {' '.join(problems)}", fix)
+    words = f"8 MiB saved in {1000 * (saved - began):.0f} ms, verified and loaded in {1000 * (loaded - saved):.0f} ms"
+    return CheckResult("OK", "checkpoint", f"{words}, every bit the same")

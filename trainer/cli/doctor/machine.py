@@ -1,0 +1,209 @@
+"""What this machine has of what a training needs: versions, compilers, devices, memory, limits, network, clock."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from trainer.cli.doctor.verdicts import CheckResult, gib
+from trainer.distributed.rendezvous import free_port
+from trainer.launchers.launcher import usable_cores
+
+EXTRAS = {
+    "tensorboard": ("tensorboard", "logs for TensorBoard"),
+    "torchmetrics": ("metrics", "torchmetrics objects in self.log"),
+    "deepspeed": ("deepspeed", "the strategies deepspeed_stage_1 to 3"),
+}
+"""Optional packages: the extra that brings each, and what it gives."""
+ENOUGH_SHM = 2**30
+ENOUGH_FILES = 4096
+ENOUGH_MEMORY = 2 * 2**30
+
+
+def machine(accelerators: bool = True) -> Iterator[CheckResult]:
+    """Everything that can be seen without writing, and without another process."""
+    yield from _versions()
+    yield from _compilers()
+    if accelerators:
+        yield from devices()
+    yield from _memory()
+    yield from _limits()
+    yield from _network()
+    yield _clock()
+
+
+def _versions() -> Iterator[CheckResult]:
+    python = platform.python_version()
+    yield CheckResult("OK", "python", f"{python}, {sys.executable}")  # an older one could not even read this file
+    torch = _version("torch")
+    if torch is None:
+        yield CheckResult("FAIL", "torch", "is not installed.", "pip install torch")
+    elif tuple(int(part) for part in torch.split("+")[0].split(".")[:2] if part.isdigit()) < (2, 9):
+        yield CheckResult("FAIL", "torch", f"{torch} is too old.", "pip install 'torch>=2.9'")
+    else:
+        yield CheckResult("OK", "torch", torch)
+    for package, (extra, gives) in EXTRAS.items():
+        found = _version(package)
+        install = f'pip install "exact-trainer[{extra}]"'
+        yield CheckResult("OK", package, found or f"not installed, and not needed unless you want {gives}: {install}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _compilers() -> Iterator[CheckResult]:
+    compiler = os.environ.get("CXX", "g++")
+    path = shutil.which(compiler.split()[0]) or shutil.which("c++") or shutil.which("clang++")
+    if path is None:
+        yield CheckResult(
+            "WARN",
+            "compiler",
+            f"no {compiler}: compile= does not work on the CPU, nor what DeepSpeed compiles (CPUAdam, nvme).",
+            "apt install g++, or set CXX.",
+        )
+    else:
+        yield CheckResult("OK", "compiler", path)
+    ninja = shutil.which("ninja", path=os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)]))
+    if ninja is None and _version("deepspeed") is not None:
+        yield CheckResult("WARN", "ninja", "is missing: DeepSpeed cannot compile its operators.", "pip install ninja")
+    elif ninja is not None and shutil.which("ninja") is None and _version("deepspeed") is not None:
+        folder = Path(ninja).parent
+        yield CheckResult("WARN", "ninja", f"{ninja} is not on the PATH.", f"export PATH={folder}:$PATH")
+    elif ninja is not None:
+        yield CheckResult("OK", "ninja", ninja)
+
+
+def devices() -> Iterator[CheckResult]:
+    """The accelerators, and whether torch can use them."""
+    import torch
+
+    built = torch.version.cuda or torch.version.hip
+    there = Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
+    if torch.cuda.is_available():
+        architectures = {name.split("_")[1].rstrip("af") for name in torch.cuda.get_arch_list() if "_" in name}
+        for number in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(number)
+            free, total = torch.cuda.mem_get_info(number)
+            words = f"{properties.name}, {gib(free)} of {gib(total)} are free"
+            subject, capability = f"cuda:{number}", f"{properties.major}{properties.minor}"
+            newest = max((int(name) for name in architectures if name.isdigit()), default=0)
+            if newest and int(capability) // 10 > newest // 10:
+                fix = f"This torch is built for {', '.join(sorted(architectures))}: install a newer one."
+                yield CheckResult(
+                    "FAIL", subject, f"{words}; compute capability {capability} is unknown to torch.", fix
+                )
+            elif free < total / 2:
+                yield CheckResult("WARN", subject, f"{words}.", "Somebody else uses it: nvidia-smi shows who.")
+            else:
+                yield CheckResult("OK", subject, words)
+    elif there and built:
+        fix = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES; a driver that is too old for this torch is the usual cause."
+        yield CheckResult("FAIL", "devices", f"there is a GPU, but torch (built for {built}) sees none.", fix)
+    elif there:
+        fix = "Install a torch that is: https://pytorch.org/get-started/locally."
+        yield CheckResult("FAIL", "devices", "there is a GPU, but this torch is built without CUDA.", fix)
+    elif torch.backends.mps.is_available():
+        yield CheckResult("OK", "devices", "mps")
+    else:
+        yield CheckResult("OK", "devices", "no accelerator: everything runs on the CPU")
+
+
+def _memory() -> Iterator[CheckResult]:
+    cores = usable_cores()
+    free = _available_memory()
+    if free is None:
+        yield CheckResult("OK", "cpu", f"{cores} cores for this process")
+        return
+    words = f"{cores} cores for this process, {gib(free)} of memory are free"
+    if free < ENOUGH_MEMORY:
+        yield CheckResult("WARN", "memory", f"{words}.", "Each process needs about 1 GiB for torch alone.")
+    else:
+        yield CheckResult("OK", "memory", words)
+
+
+def _available_memory() -> int | None:
+    """Bytes that this process can still get: the machine's, or what its container is allowed."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def _limits() -> Iterator[CheckResult]:
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        free = shutil.disk_usage(shm).free
+        if free < ENOUGH_SHM:
+            yield CheckResult(
+                "WARN",
+                "/dev/shm",
+                f"{gib(free)} are free: DataLoader workers hand batches over in it; when it is full, 'Bus error'.",
+                "Start the container with --shm-size=8g or --ipc=host.",
+            )
+        else:
+            yield CheckResult("OK", "/dev/shm", f"{gib(free)} are free for DataLoader workers")
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = soft == resource.RLIM_INFINITY
+    if not unlimited and soft < ENOUGH_FILES:
+        allowed = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
+        found = f"{soft} at once: many DataLoader workers may need more ('Too many open files')."
+        yield CheckResult("WARN", "open files", found, f"ulimit -n {allowed}")
+    else:
+        yield CheckResult("OK", "open files", "no limit" if unlimited else f"{soft} at once")
+
+
+def _network() -> Iterator[CheckResult]:
+    try:
+        port = free_port()
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", port))
+            server.listen(1)
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        yield CheckResult("OK", "port", f"processes can meet on this machine (port {port} is free)")
+    except OSError as error:
+        fix = "A firewall or a sandbox forbids connections on 127.0.0.1, by which local processes meet."
+        yield CheckResult("FAIL", "port", f"a connection to this machine itself fails: {error}.", fix)
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        fix = f"Add '127.0.0.1 {name}' to /etc/hosts; with several machines, give addresses in numbers to --rdzv."
+        yield CheckResult("WARN", "host name", f"{name} means no machine: {error}.", fix)
+        return
+    alone = address.startswith("127.")
+    hint = ", which other machines cannot use: give them another address of this one" if alone else ""
+    yield CheckResult("OK", "host name", f"{name} is {address}{hint}")
+
+
+def _clock() -> CheckResult:
+    """Logs, deadlines and the choice of the newest run go by it; certificates of remote places too."""
+    now = time.time()
+    # No machine is older than the Python that it runs.
+    built = Path(os.__file__).stat().st_mtime
+    text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
+    if now < built - 86400:
+        return CheckResult(
+            "WARN", "clock", f"it says {text}, which is before this Python was installed.", "Set it: NTP."
+        )
+    return CheckResult("OK", "clock", text)

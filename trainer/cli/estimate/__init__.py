@@ -1,0 +1,1 @@
+"""`trainer estimate`: the memory that a training needs."""

@@ -1,0 +1,193 @@
+"""The module of a configuration, built without memory, and what of it takes memory in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from trainer.config.check import ClassSpec, instantiate
+from trainer.config.load import Configuration
+from trainer.errors import ConfigError
+from trainer.model.blocks import find_blocks
+from trainer.model.memory import OPTIMIZERS, OptimizerStates, Weight
+from trainer.module import TrainModule
+from trainer.optimizers import parse_optimizers
+from trainer.precision import Precision, resolve_precision
+from trainer.trainer import Trainer
+
+
+@dataclass
+class Found:
+    """What a module has."""
+
+    name: str
+    weights: list[Weight]
+    buffers: int
+    """Bytes."""
+    states: OptimizerStates
+    tied: int = 0
+    """Parameters that stand in several places, and are kept once."""
+    block: int = 0
+    """Elements of the largest block."""
+    blocks: int = 0
+    rest: int = 0
+    """Elements outside the blocks."""
+    shape: dict[str, int] = field(default_factory=dict)
+    """Sizes of a transformer, as far as the module names them."""
+    notes: list[str] = field(default_factory=list)
+
+
+SIZES = {
+    "layers": ("layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers", "depth"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "width", "dim", "hidden", "embed_dim", "hidden_dim"),
+    "heads": ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads"),
+    "sequence": ("context", "block_size", "sequence_length", "seq_len", "max_seq_len", "max_position_embeddings"),
+    "vocabulary": ("vocabulary", "vocab_size", "vocabulary_size", "n_vocab"),
+}
+"""What the sizes of a transformer are called."""
+
+
+def examine(configuration: Configuration, states: OptimizerStates | None) -> Found:
+    """Build the configuration's module and its optimizers without memory, and count.
+
+    Args:
+        states: those of the optimizer, where the command line says it.
+
+    Raises:
+        ConfigError: the module cannot be built, or has no parameters.
+    """
+    notes: list[str] = []
+    precision = resolve_precision(configuration.trainer.get("precision", "32-true"))
+    module = build_without_memory(configuration.module, precision, notes)
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        raise ConfigError(
+            "the module has lazy layers, whose size is known after the first batch only: give the layers their sizes, "
+            "or the number of parameters, trainer estimate --params N."
+        )
+    optimizers = [] if states is not None else _optimizers(module, notes)
+    optimized = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    weights = [
+        Weight(p.numel(), p.shape[0] if p.dim() else 1, p.requires_grad, not optimizers or id(p) in optimized)
+        for p in module.parameters()
+    ]
+    if not weights:
+        raise ConfigError(
+            f"{type(module).__name__} has no parameters after configure_model. Layers that are made later, in setup, "
+            "cannot be counted here: give their number, trainer estimate --params N."
+        )
+    found = Found(type(module).__name__, weights, _buffers(module, precision), _states(optimizers, states, notes))
+    names = list(module.named_parameters(remove_duplicate=False))
+    found.tied = len(names) - len(weights)
+    blocks = find_blocks(module)
+    found.blocks = len(blocks)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
+    found.block, found.rest = max(sizes, default=0), sum(w.elements for w in weights) - sum(sizes)
+    found.shape = _shape(module, configuration)
+    found.notes = notes
+    return found
+
+
+def build_without_memory(recipe: ClassSpec, precision: Precision, notes: list[str]) -> TrainModule:
+    """The configured module on the meta device; in memory where it cannot be built there, and `notes` says why."""
+    try:
+        with torch.device("meta"):
+            module: TrainModule = instantiate(recipe)
+            _configure(module, precision)
+    # Anything that wants to know a value fails without memory: `.item()` on a row of dropout rates, for example.
+    except Exception as error:
+        module = instantiate(recipe)
+        _configure(module, precision)
+        notes.append(f"the module was built in memory, because it cannot be without: {error}")
+    return module
+
+
+def _configure(module: TrainModule, precision: Precision) -> None:
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    # Schedules ask how many steps there are.
+    module.attach(Trainer(accelerator="cpu", devices=1, max_steps=1000, **quiet))
+    with precision.init_context():
+        module.configure_model()
+
+
+def _optimizers(module: TrainModule, notes: list[str]) -> list[Optimizer]:
+    try:
+        return parse_optimizers(module.configure_optimizers(), type(module).__name__)[0]
+    # The user's method, outside of a run: whatever it misses.
+    except Exception as error:
+        notes.append(
+            f"configure_optimizers cannot be asked here ({type(error).__name__}: {error}); AdamW is assumed. "
+            "Name another with --optimizer."
+        )
+        return []
+
+
+def _states(optimizers: list[Optimizer], given: OptimizerStates | None, notes: list[str]) -> OptimizerStates:
+    """What the optimizers keep: found by a step on a small parameter of their own."""
+    if given is not None or not optimizers:
+        return given or OPTIMIZERS["adamw"]
+    kinds = [probe(optimizer) for optimizer in optimizers]
+    largest = max(kinds, key=lambda kind: kind.per_element)
+    if any(kind.per_element != largest.per_element for kind in kinds):
+        notes.append(f"the optimizers differ; all are counted as {largest.name}, which keeps most")
+    return largest
+
+
+def probe(optimizer: Optimizer) -> OptimizerStates:
+    """What an optimizer keeps for each element and each tensor. It gets a parameter more, and is stepped."""
+    parameter = nn.Parameter(torch.zeros(16, 16))
+    optimizer.add_param_group({"params": [parameter]})
+    for group in optimizer.param_groups:
+        for other in group["params"]:
+            other.grad = None
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    full = sum(value.nbytes for value in kept if value.numel() == parameter.numel())
+    small = sum(value.nbytes for value in kept if value.numel() == 1)
+    return OptimizerStates(type(optimizer).__name__, full / parameter.nbytes, small)
+
+
+def _buffers(module: nn.Module, precision: Precision) -> int:
+    """Bytes of the buffers; those of floating numbers are cast as the weights are."""
+    true = precision.autocast is None
+    size = precision.weights.itemsize
+    return sum(b.numel() * (size if true and b.is_floating_point() else b.element_size()) for b in module.buffers())
+
+
+def _shape(module: TrainModule, configuration: Configuration) -> dict[str, int]:
+    """The first of each size that the module's hyperparameters, its attributes, or those of its parts say."""
+    shape = {}
+    sources = list(_sources(module, configuration))
+    for size, names in SIZES.items():
+        values = (source.get(name) for source in sources for name in names)
+        value = next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+        if value is not None:
+            shape[size] = value
+    embeddings = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    if "vocabulary" not in shape and embeddings:
+        shape["vocabulary"] = max(embeddings)
+    batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
+    if isinstance(batch, int):
+        shape["batch"] = batch
+    return shape
+
+
+def _sources(module: TrainModule, configuration: Configuration) -> Iterator[Mapping[str, Any]]:
+    yield configuration.module.arguments
+    yield module.hparams
+    for part in module.modules():
+        config = vars(part).get("config")
+        if isinstance(config, Mapping):
+            yield config
+        elif config is not None and hasattr(config, "__dict__"):
+            yield vars(config)
+    for part in module.modules():
+        yield {name: value for name, value in vars(part).items() if not name.startswith("_")}

@@ -1,0 +1,1 @@
+"""Configuration files and command-line values to objects."""

@@ -1,0 +1,232 @@
+"""From a name to a class: a short name, `package.module.Class`, `file.py:Class`, or `folder:package.module.Class`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+import sysconfig
+import traceback
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainer.config.tree import Source
+from trainer.errors import ConfigError, did_you_mean, unknown_name_error
+
+
+@dataclass(frozen=True)
+class Found:
+    """A class, and the name under which it is found from any folder."""
+
+    cls: type
+    name: str
+
+
+def extend_sys_path(sources: list[Source]) -> None:
+    """Let modules be imported from the current folder and from those of the configuration files."""
+    for folder in [Path.cwd(), *(source.folder for source in sources)]:
+        if folder is not None and str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+
+
+def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], source: Source) -> Found:
+    """The class that `name` means, which must be derived from one of `bases` and be complete.
+
+    Args:
+        table: short names that are known for this kind of class.
+        source: where the name was written; files are looked for in that folder first.
+
+    Raises:
+        ConfigError: there is none; or importing it failed, then with the first line of its own error.
+    """
+    if name in table:
+        return Found(table[name], name)
+    kind = _kind(bases)
+    if ":" not in name and "." not in name:
+        if table:
+            raise ConfigError(f"{unknown_name_error(kind, name, table)} Or package.module.Class, or file.py:Class.")
+        raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if place.endswith(".py"):
+        module, where = _from_file(place, source)
+    else:
+        folder = None
+        if ":" in name:  # folder:package.module.Class
+            folder = Path(place)
+            place, _, attribute = attribute.rpartition(".")
+        module, where = _from_package(place, name, folder)
+    return Found(_complete(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
+
+
+def _kind(bases: tuple[type, ...]) -> str:
+    words = {"TrainModule": "module", "DataModule": "data module"}
+    return " or ".join(words.get(base.__name__, base.__name__.lower()) for base in bases)
+
+
+def _names(classes: tuple[type, ...]) -> str:
+    return " or ".join(cls.__name__ for cls in classes)
+
+
+def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: str) -> Any:
+    if name and hasattr(module, name):
+        return getattr(module, name)
+    here = [key for key, value in vars(module).items() if _is_own(value, bases, module)]
+    has = f" It has: {', '.join(sorted(here))}." if here else f" It defines no {_names(bases)}."
+    raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{did_you_mean(name, here)}{has}")
+
+
+def _is_own(value: Any, bases: tuple[type, ...], module: ModuleType) -> bool:
+    return isinstance(value, type) and issubclass(value, bases) and value.__module__ == module.__name__
+
+
+def _complete(cls: Any, bases: tuple[type, ...]) -> type:
+    """The class itself, if objects of it can be made and are what is wanted."""
+    if not isinstance(cls, type):
+        raise ConfigError(f"{getattr(cls, '__qualname__', cls)!r} is a {type(cls).__name__}, not a class.")
+    if not issubclass(cls, bases):
+        raise ConfigError(f"{cls.__qualname__} is not derived from {_names(bases)} (but from {_names(cls.__bases__)}).")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(vars(cls)["__abstractmethods__"]))
+        raise ConfigError(f"{cls.__qualname__} is abstract: it does not define {missing}.")
+    return cls
+
+
+# -- importing --------------------------------------------------------------------------------------------------------
+
+
+def _from_file(name: str, source: Source) -> tuple[ModuleType, str]:
+    folders = [folder for folder in (source.folder, Path.cwd()) if folder is not None]
+    files = list(dict.fromkeys(Path(os.path.abspath(folder / Path(name).expanduser())) for folder in folders))
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        siblings = [path.name for path in files[0].parent.glob("*.py")] if files[0].parent.is_dir() else []
+        close = did_you_mean(files[0].name, siblings)
+        raise ConfigError(f"there is no file {name!r} in {' or '.join(str(path.parent) for path in files)}.{close}")
+    return _import_file(file), f"{file}:"
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Import a file under the name by which the other files of its package know it: they share it then, and the worker
+    processes of a DataLoader find it."""
+    root, parts = file.parent, [file.stem]
+    while (root / "__init__.py").is_file():
+        root, parts = root.parent, [root.name, *parts]
+    if parts[-1] == "__init__":
+        parts.pop()
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    name = ".".join(parts)
+    top = file if len(parts) == 1 and file.name != "__init__.py" else root / parts[0] / "__init__.py"
+    if _origin(parts[0]) == top:
+        return _import(name, str(file))
+    # Another module has this name already (a standard one, say).
+    name = f"_file_{zlib.crc32(str(file).encode()):08x}_{file.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"importing {file} failed: {one_line_error(error)}") from error
+    return module
+
+
+def _origin(name: str) -> Path | None:
+    """The file that a module's name stands for; None where there is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # __main__ has no spec
+        return None
+    return Path(os.path.abspath(spec.origin)) if spec is not None and spec.origin else None
+
+
+def _from_package(place: str, name: str, folder: Path | None) -> tuple[ModuleType, str]:
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            f"{name!r}: there is no folder {str(folder)!r}. Write package.module.Class, or file.py:Class."
+        )
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise ConfigError(f"{name!r} is no class: write package.module.Class, or file.py:Class.")
+    module = _import(place, name)
+    root = folder or _user_folder(module)
+    return module, f"{root}:{place}." if root is not None else f"{place}."
+
+
+def _import(place: str, name: str) -> ModuleType:
+    parts = place.split(".")
+    for end in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:end])
+        try:
+            module = importlib.import_module(prefix)
+        except ModuleNotFoundError as error:
+            if error.name != prefix:
+                raise ConfigError(f"importing {prefix} failed: {one_line_error(error)}") from error
+            raise ConfigError(_not_found(parts[: end - 1], parts[end - 1], name)) from None
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"importing {prefix} failed: {one_line_error(error)}") from error
+    return module
+
+
+def _not_found(parents: list[str], missing: str, name: str) -> str:
+    if not parents:
+        close = did_you_mean(missing, [module.name for module in pkgutil.iter_modules([str(Path.cwd())])])
+        return f"{name!r}: there is no package {missing!r} to import, neither installed nor in {Path.cwd()}.{close}"
+    parent = sys.modules[".".join(parents)]
+    path = getattr(parent, "__path__", None)  # only packages have one
+    close = did_you_mean(missing, [module.name for module in pkgutil.iter_modules(path)] if path else [])
+    return f"{name!r}: {'.'.join(parents)} has no module {missing!r}.{close}"
+
+
+def _user_folder(module: ModuleType) -> Path | None:
+    """The folder from which a module was imported, when it is not an installed one."""
+    top = sys.modules[module.__name__.partition(".")[0]]
+    if top.__name__ == "trainer":
+        return None
+    paths = [Path(path).parent for path in getattr(top, "__path__", [])]  # only packages have one
+    if not paths and top.__file__ is not None:
+        paths = [Path(top.__file__).parent]
+    root = Path(os.path.abspath(paths[0])) if paths else None
+    return None if root is None or _is_installed(root) else root
+
+
+def _is_installed(path: Path) -> bool:
+    """Whether a path is Python's own or an installed package's."""
+    ours = Path(__file__).parent
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return any(folder in (path, *path.parents) for folder in [*installed, ours])
+
+
+# -- the user's own errors --------------------------------------------------------------------------------------------
+
+
+def one_line_error(error: BaseException) -> str:
+    """An exception in one line: its type, its message, and the last place in the user's own code."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    message = " ".join(str(error).split())
+    if len(message) > 300:
+        message = message[:297] + "..."
+    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    where = user_frame(error)
+    return f"{where}: {what}" if where else what
+
+
+def user_frame(error: BaseException) -> str:
+    """`file.py:12` of the innermost frame that is neither Python's, nor an installed package's, nor ours; or ""."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith("<") and not _is_installed(Path(frame.filename)):
+            return f"{frame.filename}:{frame.lineno}"
+    return ""

@@ -1,0 +1,325 @@
+"""YAML, JSON and TOML text to trees that know file and line, and back to YAML."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Source
+from trainer.errors import did_you_mean
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+KINDS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".toml": "TOML"}
+
+# The core schema of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema). PyYAML follows 1.1, in which 1e-3 is text,
+# 10:00:00:00 is a number, and `on` is true. Underscores in numbers are allowed as in Python.
+SCALARS = {
+    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"^(?:[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")),
+    "float": (
+        re.compile(
+            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        list("-+0123456789."),
+    ),
+    "merge": (re.compile(r"^<<$"), ["<"]),
+}
+TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either version of YAML would not read as text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _name, (_pattern, _first) in SCALARS.items():
+    _Loader.add_implicit_resolver(TAG + _name, _pattern, _first)
+    _Dumper.add_implicit_resolver(TAG + _name, _pattern, _first)
+
+
+def to_yaml(data: Any) -> str:
+    """Plain data as YAML in the order given; reading it gives the same data."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
+
+
+LIGHTNING_KEYS = {
+    "an Accelerate configuration": ("compute_environment", "distributed_type", "num_machines", "mixed_precision"),
+    "a DeepSpeed configuration": (
+        *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"),
+        *("gradient_accumulation_steps", "gradient_clipping", "zero_allow_untested_optimizer"),
+    ),
+}
+"""Configurations of other programs, and keys by which they are known."""
+
+
+def read_file(name: str, findings: Diagnostics) -> Node | None:
+    """The configuration in a file; None (and the reason among the problems) when there is none."""
+    tree = read_tree(name, findings)
+    kind = None if tree is None else foreign_kind(tree)
+    if kind is None:
+        return tree
+    findings.add(
+        Source(name), f"this is {kind}, not one of ours. Translate it with: trainer config --from {shlex.quote(name)}"
+    )
+    return None
+
+
+def foreign_kind(tree: Node) -> str | None:
+    """What a file is that was written for another program, one of FOREIGN; None: it has keys of ours, or is unknown."""
+    names = set(tree.value) if isinstance(tree.value, dict) else set()
+    if names & {"module", "data", "trainer", "ckpt_path"}:
+        return None
+    return next((kind for kind, known in LIGHTNING_KEYS.items() if names & set(known)), None)
+
+
+def read_tree(name: str, findings: Diagnostics) -> Node | None:
+    """As `read_file`, whatever the file was written for."""
+    path = Path(name)
+    source = Source(name, folder=path.absolute().parent)
+    findings.files.append(name)
+    kind = KINDS.get(path.suffix.lower())
+    if not path.is_file():
+        findings.add(source, _why_no_file(path))
+        return None
+    if kind is None:
+        allowed = ", ".join(KINDS)
+        findings.add(source, f"cannot tell what kind of file this is from {path.suffix!r}; allowed: {allowed}.")
+        return None
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        findings.add(source, f"cannot be read: {error}.")
+        return None
+    read = {"YAML": _read_yaml, "JSON": _read_json, "TOML": _read_toml}[kind]
+    tree = read(text, source, findings)
+    if tree is None:
+        return None
+    if not isinstance(tree.value, dict) or not tree.value:
+        empty = tree.value is None or tree.value == {}
+        findings.add(
+            source if empty else tree.source,
+            f"{'the file is empty' if empty else 'this is not a mapping of names to values'}; "
+            "a configuration has the keys module, data, trainer, ckpt_path.",
+        )
+        return None
+    return tree
+
+
+def _why_no_file(path: Path) -> str:
+    if path.is_dir():
+        return "this is a folder, not a configuration file."
+    siblings: list[str] = []
+    if path.parent.is_dir():
+        siblings = [file.name for file in path.parent.iterdir() if file.suffix.lower() in KINDS]
+    close = did_you_mean(path.name, siblings)
+    return f"there is no such file in {path.absolute().parent}.{close}"
+
+
+def read_value(text: str, option: str, findings: Diagnostics) -> Node | None:
+    """A value typed on the command line, as YAML; None, and a problem naming the option, when it is not valid YAML."""
+    found = Diagnostics()
+    tree = _read_yaml(text, COMMAND_LINE, found)
+    if tree is None:
+        findings.add(
+            COMMAND_LINE, f"{option} {text!r}: {found.problems[0].message} Quote text that has special characters."
+        )
+        return None
+    tree.text = text
+    return tree
+
+
+# -- YAML -------------------------------------------------------------------------------------------------------------
+
+
+def _read_yaml(text: str, source: Source, findings: Diagnostics, json_text: str | None = None) -> Node | None:
+    before = len(findings.problems)
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        tree = _YamlReader(loader, source, findings, json_text).node(root, root) if root else Node(None, source)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, int(error.position)) + 1
+        at = source if source is COMMAND_LINE else Source(source.name, line, source.folder)
+        findings.add(at, f"not valid YAML: {error.reason}.")
+        return None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = " ".join(part for part in (error.context, error.problem) if part)
+        if "'\\t'" in reason:
+            reason += ". Indent with spaces, not tabs"
+        column = f" (column {mark.column + 1})" if mark is not None else ""
+        findings.add(_at(source, mark), f"not valid YAML: {reason}{column}.")
+        return None
+    return tree if len(findings.problems) == before else None
+
+
+def _at(source: Source, mark: Any) -> Source:
+    if source is COMMAND_LINE or mark is None:
+        return source
+    return Source(source.name, mark.line + 1, source.folder)
+
+
+class _YamlReader:
+    """Composed YAML to nodes."""
+
+    def __init__(self, loader: _Loader, source: Source, findings: Diagnostics, json_text: str | None) -> None:
+        self.loader = loader
+        self.source = source
+        self.findings = findings
+        self.json_text = json_text
+        self.open: list[Any] = []
+
+    def node(self, node: Any, where: Any) -> Node:
+        """`where`: the node whose line is reported, a value's key."""
+        source = _at(self.source, where.start_mark)
+        if any(node is outer for outer in self.open):
+            self.findings.add(source, "this value contains itself, through an alias (*).")
+            return Node(None, source)
+        self.open.append(node)
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return Node(self.mapping(node), source)
+            if isinstance(node, yaml.SequenceNode):
+                return Node([self.node(item, item) for item in node.value], source)
+            return Node(self.scalar(node, source), source)
+        finally:
+            self.open.pop()
+
+    def mapping(self, node: Any) -> dict[Any, Node]:
+        lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if isinstance(key_node, yaml.ScalarNode) and key in lines:
+                here = _at(self.source, key_node.start_mark)
+                at = "" if self.source is COMMAND_LINE else f", at lines {lines[key]} and {line}"
+                self.findings.add(here, f"key {key!r} is given twice{at}. Keep one.")
+            if isinstance(key_node, yaml.ScalarNode):
+                lines[key] = line
+        self.loader.flatten_mapping(node)  # `<<: *defaults`
+        children: dict[Any, Node] = {}
+        for key_node, value_node in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                source = _at(self.source, key_node.start_mark)
+                children[self.scalar(key_node, source)] = self.node(value_node, key_node)
+            else:
+                self.findings.add(_at(self.source, key_node.start_mark), "a key must be a name, not a list or mapping.")
+        return children
+
+    def scalar(self, node: Any, source: Source) -> Any:
+        text: str = node.value
+        if self.json_text is not None:
+            return json.loads(self.json_text[node.start_mark.index : node.end_mark.index])
+        kind = node.tag.removeprefix(TAG)
+        if kind in ("str", "merge"):
+            return text
+        if kind not in SCALARS or not SCALARS[kind][0].match(text):
+            self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")
+            return None
+        return _to_python(kind, text)
+
+
+def _to_python(kind: str, text: str) -> Any:
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() == "true"
+    if kind == "int":
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _read_json(text: str, source: Source, findings: Diagnostics) -> Node | None:
+    if not text.strip():
+        return Node(None, source)
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        line = Source(source.name, error.lineno, source.folder)
+        findings.add(line, f"not valid JSON: {error.msg} (column {error.colno}).")
+        return None
+    # JSON is YAML but for tabs; the YAML parser knows the lines.
+    return _read_yaml(text.replace("\t", " "), source, findings, json_text=text)
+
+
+# -- TOML -------------------------------------------------------------------------------------------------------------
+
+
+def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r" ?\(at line (\d+), column (\d+)\)", str(error))
+        reason = str(error).replace(place[0], f" (column {place[2]})") if place else str(error)
+        line = int(place[1]) if place else text.count("\n") + 1
+        findings.add(Source(source.name, line, source.folder), f"not valid TOML: {reason}.")
+        return None
+    return _toml_node(data, (), _toml_lines(text), source)
+
+
+def _toml_node(value: Any, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: Source) -> Node:
+    if path in lines:
+        source = Source(source.name, lines[path], source.folder)
+    if isinstance(value, dict):
+        return Node({key: _toml_node(child, (*path, key), lines, source) for key, child in value.items()}, source)
+    if isinstance(value, list):
+        return Node([_toml_node(child, (*path, str(i)), lines, source) for i, child in enumerate(value)], source)
+    if isinstance(value, (datetime.date, datetime.time)):
+        value = value.isoformat()
+    return Node(value, source)
+
+
+def _toml_lines(text: str) -> dict[tuple[str, ...], int]:
+    """On which line each table and key stands. The parser does not tell, so this reads the beginnings of lines; what
+    stands inside of a value has the line of its key."""
+    lines: dict[tuple[str, ...], int] = {}
+    counts: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    key = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
+    header = re.compile(rf"^\s*(\[\[?)\s*({key}(?:\s*\.\s*{key})*)\s*\]")
+    entry = re.compile(rf"^\s*({key}(?:\s*\.\s*{key})*)\s*=")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := header.match(line):
+            *outer, last = _names(match[2], key)
+            table = ()
+            for name in outer:
+                table = (*table, name)
+                if table in counts:
+                    table = (*table, str(counts[table]))
+            table = (*table, last)
+            if match[1] == "[[":
+                counts[table] = counts.get(table, -1) + 1
+                lines.setdefault(table, number)
+                table = (*table, str(counts[table]))
+            lines[table] = number
+        elif match := entry.match(line):
+            path = table
+            for name in _names(match[1], key):
+                path = (*path, name)
+                lines.setdefault(path, number)
+    return lines
+
+
+def _names(text: str, key: str) -> tuple[str, ...]:
+    return tuple(part.strip("\"'") for part in re.findall(key, text))

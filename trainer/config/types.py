@@ -1,0 +1,215 @@
+"""Whether a value from a file fits a parameter's annotation, and how an annotation reads in a message."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import inspect
+import json
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
+LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
+MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of a class."""
+
+    annotation: Any
+    required: bool
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a class is constructed with."""
+
+    named: dict[str, Parameter]
+    open: bool
+    """It takes **kwargs: any name may be given."""
+
+
+class TypeMismatchError(Exception):
+    """A value does not fit; `path` leads to the part of it that does not."""
+
+    def __init__(self, path: tuple[str | int, ...]) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def parameters_of(cls: type) -> Parameters:
+    """The arguments of a class with their annotations; what has none, or one that cannot be evaluated, is `Any`."""
+    hints = _hints(cls)
+    named: dict[str, Parameter] = {}
+    takes_more = False
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_more = True
+        elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            named[name] = Parameter(hints.get(name, Any), parameter.default is parameter.empty)
+    return Parameters(named, takes_more)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    constructor: Any = cls.__init__  # type: ignore[misc]  # of this very class
+    try:
+        return get_type_hints(constructor, include_extras=True)
+    except Exception:  # a name known to type checkers only: take the annotations one by one
+        hints = {}
+        names = {**vars(sys.modules[cls.__module__]), cls.__name__: cls}
+        for name, annotation in getattr(constructor, "__annotations__", {}).items():
+            try:
+                hints[name] = eval(annotation, names) if isinstance(annotation, str) else annotation
+            except Exception:
+                hints[name] = Any
+        return hints
+
+
+def options_of(annotation: Any) -> list[Any]:
+    """The members of a union; of anything else itself. `Annotated` and aliases are seen through."""
+    if get_origin(annotation) is Annotated:
+        return options_of(get_args(annotation)[0])
+    if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`
+        return options_of(annotation.__value__)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [option for member in get_args(annotation) for option in options_of(member)]
+    return [annotation]
+
+
+def objects_in(annotation: Any) -> list[type]:
+    """The classes of a union whose objects a file can only describe: by class_path and init_args, or as a dataclass."""
+    return [option for option in options_of(annotation) if isinstance(option, type) and is_object(option)]
+
+
+def items_of(annotation: Any) -> Any:
+    """The annotation of a list's items where the union has a list of objects; else None."""
+    for option in options_of(annotation):
+        if get_origin(option) in LISTS and get_args(option) and objects_in(get_args(option)[0]):
+            return get_args(option)[0]
+    return None
+
+
+def classes_in(annotation: Any) -> list[type]:
+    """The bases `X` of the members `type[X]` of a union."""
+    found = []
+    for option in options_of(annotation):
+        if get_origin(option) is type:
+            found += [base for base in options_of(get_args(option)[0]) if isinstance(base, type)]
+    return found
+
+
+@cache
+def is_object(cls: type) -> bool:
+    """Whether a class is none of those whose values stand in a file as they are (numbers, text, paths, enums...)."""
+    if dataclasses.is_dataclass(cls):
+        return True
+    if get_origin(cls) is not None or issubclass(cls, enum.Enum):
+        return False
+    try:
+        TypeAdapter(cls)
+    except (PydanticSchemaGenerationError, PydanticUserError):
+        return True
+    return False
+
+
+def validate(value: Any, annotation: Any) -> Any:
+    """The value as the annotation wants it, for example a tuple for a list, a float for 1.
+
+    Types are not guessed: 2.5 or "3" is no int, true is no number.
+
+    Raises:
+        TypeMismatchError: it does not fit.
+    """
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:
+        try:
+            adapter = TypeAdapter(annotation)  # a model or typed dict brings its own configuration
+        except PydanticUserError:
+            return value
+    try:
+        return adapter.validate_python(value, strict=True)
+    except ValidationError:
+        pass
+    try:  # what JSON has no type for (tuples, paths, enums) may be written as a list or text
+        return adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise TypeMismatchError(error.errors(include_url=False)[0]["loc"]) from None
+
+
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    dict: "a mapping",
+    list: "a list",
+    tuple: "a list",
+    set: "a list",
+    Any: "anything",
+    Path: "a path",
+}
+
+
+def allowed(annotation: Any, name_of: Callable[[type], str]) -> str:
+    """An annotation in words. `name_of` says how an object of a class is written."""
+    words = [_word(option, name_of) for option in options_of(annotation)]
+    if "an integer" in words and "a number" in words:
+        words.remove("an integer")
+    unique = list(dict.fromkeys(words))
+    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
+
+
+def _word(option: Any, name_of: Callable[[type], str]) -> str:
+    origin, arguments = get_origin(option), get_args(option)
+    if option in WORDS:
+        return WORDS[option]
+    if origin is Literal:
+        return " or ".join(json.dumps(choice) for choice in arguments)
+    if origin in (*LISTS, tuple, set, frozenset):
+        inner = ", ".join(_plural(argument, name_of) for argument in arguments if argument is not ...)
+        return f"a list of {inner}" if inner else "a list"
+    if origin in MAPPINGS and len(arguments) == 2:
+        return f"a mapping of {_plural(arguments[0], name_of)} to {_plural(arguments[1], name_of)}"
+    if origin is type:
+        return f"the path of a class ({', '.join(base.__name__ for base in arguments)})"
+    if option is Callable or origin is collections.abc.Callable:
+        return "a callable (which no file can hold: set it in Python)"
+    if origin is not None:
+        return str(option).replace("typing.", "")
+    if isinstance(option, type) and issubclass(option, enum.Enum):
+        return " or ".join(json.dumps(member.value, default=str) for member in option)
+    if isinstance(option, type):
+        return name_of(option) if is_object(option) else f"a {option.__name__}"
+    return str(option).replace("typing.", "")
+
+
+def _plural(annotation: Any, name_of: Callable[[type], str]) -> str:
+    plurals = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
+    if annotation in plurals:
+        return plurals[annotation]
+    return allowed(annotation, name_of).removeprefix("a ").removeprefix("an ")
+
+
+def takes_mapping(annotation: Any) -> bool:
+    """Whether a plain mapping fits one of the union's members."""
+    return any((get_origin(option) or option) in (*MAPPINGS, Any) for option in options_of(annotation))
+
+
+def reads_as_number(text: str) -> bool:
+    """Whether a text would be a number without its quotes."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""IterableLoader: any iterable of batches that is not a plain DataLoader, used exactly as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from trainer.data.batch import Batch
+from trainer.data.rng import PrivateRandomness, mix
+from trainer.errors import ConfigError
+
+_END = object()
+
+
+class IterableLoader:
+    """Iterates the user's object; every process does so by itself.
+
+    Making the iterator, the first batch of an epoch and skipped batches draw their random numbers from a private
+    generator seeded by (seed, epoch): a shuffling loader gives the same order after a restart, and the model's random
+    numbers are not disturbed.
+    """
+
+    batch_size = None
+
+    def __init__(self, loader: Any, *, label: str, world_size: int, seed: int, training: bool) -> None:
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise ConfigError(
+                f"{label} is a {type(loader).__name__}, which cannot be iterated. Give a DataLoader, a list of "
+                "batches, or any object with __iter__ that yields batches."
+            )
+        self._loader = loader
+        self._label = label
+        self._seed = seed
+        self._single_process = world_size == 1
+        self._training = training
+        self._restored: Any = None
+        self._used = False
+        self.one_shot = hasattr(loader, "__next__") and iter(loader) is loader
+        self.stateful = callable(getattr(loader, "state_dict", None)) and callable(
+            getattr(loader, "load_state_dict", None)
+        )
+        self.exact = self.stateful or isinstance(loader, (list, tuple))
+        self.length = _length(loader)
+        self.max_length = self.length
+        self.note = self._make_note()
+
+    def samples_in(self, batches: int | None) -> int | None:
+        return None
+
+    def check_not_empty(self) -> None:
+        """Raise `ConfigError` if it says that it has no batch. In evaluation one process may have none."""
+        if self.length == 0 and (self._training or self._single_process):
+            raise ConfigError(f"{self._label} has no batch: {self._kind()} has length 0.")
+
+    def state_dict(self) -> Any:
+        return self._loader.state_dict() if self.stateful else None
+
+    def load_state_dict(self, state: Any) -> None:
+        # Loaded when iteration begins: set_epoch, which some loaders take as a reset, must come before.
+        if self.stateful:
+            self._restored = state
+
+    def iterate(self, epoch: int, start: int, limit: int | None) -> Iterator[Batch]:
+        """Batches `start` to `limit` of `epoch`; after `load_state_dict` those that the state says come next."""
+        if limit is not None and start >= limit:
+            return
+        restored, self._restored = self._restored, None
+        with PrivateRandomness(mix(self._seed, epoch)):
+            batches = self._begin(epoch, restored)
+            skipped = islice(batches, start if restored is None else 0)
+            for _ in skipped:
+                pass
+            head = [next(batches, _END)] if start == 0 else []
+            if head == [_END] and restored is not None:
+                # The state was taken at the end of an epoch: such loaders first finish that one, empty-handed.
+                batches = iter(self._loader)
+                head = [next(batches, _END)]
+        if head and head[0] is _END:
+            self._refuse_nothing()
+            return
+        self._used = True
+        for data in islice(chain(head, batches), None if limit is None else limit - start):
+            yield Batch(data, None, None)
+
+    def _begin(self, epoch: int, restored: Any) -> Iterator[Any]:
+        for one in _parts(self._loader):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+        if restored is not None:
+            self._loader.load_state_dict(restored)
+        return iter(self._loader)
+
+    def _refuse_nothing(self) -> None:
+        if self.one_shot and self._used:
+            raise ConfigError(
+                f"{self._label} is used up: {self._kind()} can be iterated only once, and this is its second time. "
+                "Pass something that can be iterated again, e.g. a list or a DataLoader."
+            )
+        if self._training or self._single_process:
+            raise ConfigError(f"{self._label} has no batch: {self._kind()} yielded nothing.")
+
+    def _kind(self) -> str:
+        dataset = f" over {type(self._loader.dataset).__name__}" if isinstance(self._loader, DataLoader) else ""
+        return f"the {type(self._loader).__name__}{dataset}"
+
+    def _make_note(self) -> str | None:
+        notes = []
+        if not self._single_process:
+            notes.append(
+                f"each process iterates {self._kind()} itself, because it is not a plain DataLoader over a dataset "
+                "with indices: it must give each process its own part"
+            )
+        if self._training and self.one_shot:
+            notes.append(f"{self._kind()} can be iterated only once: one epoch")
+        if self._training and not self.exact:
+            notes.append(
+                f"resume will not be exact: {self._kind()} has no state_dict/load_state_dict, so a resumed run reads "
+                "the batches already used again and skips them"
+            )
+        workers: Any = getattr(self._loader, "num_workers", 0) > 0
+        if self._training and self.stateful and workers:
+            notes.append(
+                f"{self._kind()} keeps its place, but not the random numbers of its workers: random augmentation is "
+                "not exact after a resume unless it follows from the index"
+            )
+        return f"{self._label}: {'; '.join(notes)}." if notes else None
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _parts(loader: Any) -> list[Any]:
+    """The loader and what in it may want to know the epoch."""
+    parts = [loader]
+    if isinstance(loader, DataLoader):
+        batches = loader.batch_sampler
+        parts += [loader.dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
+    return list({id(part): part for part in parts}.values())

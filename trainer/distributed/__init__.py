@@ -1,0 +1,1 @@
+"""Where a process is among the others, and how they find each other."""

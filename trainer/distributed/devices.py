@@ -1,0 +1,132 @@
+"""Which kind of device a run uses, and how many: what was asked, checked against what is there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+from trainer.distributed.tpu import choose_tpu_stack, tpu_is_there
+from trainer.errors import ConfigError, unknown_name_error
+
+_ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
+_ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
+
+
+def choose_accelerator(accelerator: str) -> tuple[str, str]:
+    """The device type (`"cpu"`, `"cuda"`, `"mps"`; on TPUs `"tpu"` or `"xla"`) and, in words, why.
+
+    Raises:
+        ConfigError: the name is unknown, or there is no such device.
+    """
+    if accelerator not in _ACCELERATORS:
+        raise unknown_name_error("accelerator", accelerator, _ACCELERATORS)
+    if accelerator == "tpu":
+        return _tpu(accelerator)
+    if accelerator == "cpu":
+        return "cpu", "cpu: as asked"
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if accelerator in ("auto", "gpu", "cuda") and cuda:
+        count = torch.cuda.device_count()
+        return "cuda", f"{accelerator}: {count} CUDA device{'s' if count > 1 else ''} found"
+    if accelerator in ("auto", "gpu", "mps") and mps:
+        return "mps", f"{accelerator}: Apple GPU (MPS) found"
+    if accelerator == "auto" and tpu_is_there():
+        return _tpu(accelerator)
+    if accelerator == "auto":
+        return "cpu", f"auto: {_no_cuda()}, no MPS"
+    missing = {"cuda": _no_cuda(), "mps": "no MPS", "gpu": f"{_no_cuda()}, no MPS"}[accelerator]
+    raise ConfigError(f"accelerator={accelerator!r}, but: {missing}. Use accelerator='auto' or 'cpu'.")
+
+
+def _tpu(accelerator: str) -> tuple[str, str]:
+    device_type, reason = choose_tpu_stack()
+    if device_type is None:
+        raise ConfigError(f"accelerator={accelerator!r}, but {reason}")
+    return device_type, f"{accelerator}: {reason}"
+
+
+def _no_cuda() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this torch is built without CUDA"
+    return "no CUDA device found"
+
+
+def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple[int, list[int] | None, str]:
+    """How many processes this machine gets, the GPU numbers if they were named, and, in words, why.
+
+    Args:
+        devices: `"auto"` (1 on cpu and mps, and on xla, where one process drives all devices; all visible GPUs on
+            cuda), a number, -1 for all GPUs, a list of GPU numbers, or one of these as text: `"2"` is a number,
+            `"0,1"` a list (and `"0,"` a list of one).
+        device_type: from `choose_accelerator`.
+
+    Raises:
+        ConfigError: not one of these, or not available on this machine.
+    """
+    available = {"cuda": torch.cuda.device_count, "mps": lambda: 1, "tpu": torch.accelerator.device_count}.get(
+        device_type, lambda: None
+    )()
+    if devices in ("auto", -1, "-1") and device_type == "xla":
+        return 1, None, f"{devices}: one process drives all devices"
+    if devices == "auto":
+        if available is None:
+            return 1, None, "auto: one process on the cpu"
+        return available, None, f"auto: all {device_type} devices ({available})"
+    wanted = _from_text(devices) if isinstance(devices, str) else devices
+    if isinstance(wanted, int) and not isinstance(wanted, bool):
+        return _count(wanted, device_type, available)
+    if isinstance(wanted, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in wanted):
+        return _ids(list(wanted), device_type, available)
+    raise ConfigError(f"devices={devices!r} cannot be read. {_ALLOWED}")
+
+
+def _from_text(text: str) -> int | list[int]:
+    if re.fullmatch(r"\s*-?\d+\s*", text):
+        return int(text)
+    if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*", text):
+        return [int(part) for part in text.split(",") if part.strip()]
+    raise ConfigError(f"devices={text!r} cannot be read. {_ALLOWED}")
+
+
+def _count(count: int, device_type: str, available: int | None) -> tuple[int, None, str]:
+    if count == -1:
+        if available is None:
+            raise ConfigError(
+                "devices=-1 means all GPUs, but the accelerator is the cpu. Say how many processes, such as devices=2."
+            )
+        return available, None, f"-1: all {device_type} devices ({available})"
+    if count < 1:
+        raise ConfigError(f"devices={count}: at least one device is needed. {_ALLOWED}")
+    if available is not None and count > available:
+        raise ConfigError(_too_many(f"devices={count}", device_type, available))
+    return count, None, f"{count}: as asked"
+
+
+def _ids(ids: list[int], device_type: str, available: int | None) -> tuple[int, list[int], str]:
+    if available is None:
+        raise ConfigError(
+            f"devices={ids}: cpu processes have no numbers. Say how many, such as devices={max(1, len(ids))}."
+        )
+    if device_type == "tpu":
+        raise ConfigError(f"devices={ids}: TorchTPU chooses the chips. Say how many, such as {len(ids) or 1}.")
+    if not ids:
+        raise ConfigError(f"devices=[]: at least one device is needed. {_ALLOWED}")
+    if len(set(ids)) < len(ids):
+        raise ConfigError(f"devices={ids} names a device twice. Each process needs a device of its own.")
+    if not all(0 <= i < available for i in ids):
+        raise ConfigError(_too_many(f"devices={ids}", device_type, available))
+    return len(ids), ids, f"{ids}: as asked"
+
+
+def _too_many(given: str, device_type: str, available: int) -> str:
+    if device_type == "mps":
+        return f"{given}: there is one MPS device, with the number 0. Use devices=1."
+    if device_type == "tpu":
+        return f"{given}, but {available} TPU devices can be seen. Use devices='auto'."
+    numbers = "number 0" if available == 1 else f"numbers 0 to {available - 1}"
+    return (
+        f"{given}, but {available} CUDA device{'' if available == 1 else 's'} can be seen ({numbers}). "
+        "Use devices='auto', or look at CUDA_VISIBLE_DEVICES."
+    )

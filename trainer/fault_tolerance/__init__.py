@@ -1,0 +1,1 @@
+"""Stopping together, noticing what hangs or died, and reporting it."""

@@ -1,0 +1,251 @@
+"""Watchdog: when a run of several processes gets stuck, show where each of them stands, and end them."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainer.fault_tolerance.collective_check import CollectiveCheck
+from trainer.fault_tolerance.failure import first_failure, write_error
+from trainer.fault_tolerance.patience import TRAINING, LearntLimit
+from trainer.fault_tolerance.process_monitor import mark_done
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_PATIENT_S = 1800.0
+"""The least limit while `allow_slow`: as long as a collective waits."""
+_EXPIRED, _TOLD = "watchdog/expired", "watchdog/told"
+
+
+class Watchdog:
+    """A thread in every process that looks whether the main thread still gets on.
+
+    The main thread only increments `heartbeats`. When one process has not done so for the limit, it says so in the
+    store; then all of them print the stacks of their Python threads to stderr, the first one says who is behind, and
+    all end with exit code 1. A process that cannot even do that, because something holds the interpreter's lock, is ended by
+    `faulthandler`, which prints its stacks as well.
+    """
+
+    def __init__(self) -> None:
+        self.heartbeats = 0
+        """Signs of life. All processes pass the same places in the same order: the one with the fewest is behind."""
+        self.allow_slow = True
+        """Whether something is in progress that may take long: the first step (compilation), a checkpoint, the end."""
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def start(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        limit: float | Literal["auto"] | None,
+        step: Callable[[], int],
+        meeting: CollectiveCheck | None = None,
+        moment: Callable[[], str] = lambda: TRAINING,
+    ) -> None:
+        """Begin to watch; does nothing for a single process (`store` None) or without a limit.
+
+        Args:
+            store: shared by the processes of this run (`StopCoordinator.store`).
+            rank, world_size: of this process.
+            limit: seconds without a beat that are too long; "auto": learnt, see `LearntLimit`.
+            step: gives the number of steps done.
+            meeting: what the thread answers for, while it is there.
+            moment: gives what the run is doing, for a limit that is learnt.
+        """
+        self.allow_slow = True
+        if store is None or limit is None:
+            return
+        self._closed = threading.Event()
+        own: Any = store  # torch's stubs do not know `clone`
+        watch = _WatchThread(self, own.clone(), rank, world_size, limit, step, self._closed, meeting, moment)
+        self._thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
+        self._thread.start()
+        # A daemon thread that comes back from C++ while Python exits would abort the process.
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Watch no longer. Does nothing the second time."""
+        if self._thread is not None:
+            self._closed.set()
+            self._thread.join(timeout=2.0)
+            self._thread = None
+            faulthandler.cancel_dump_traceback_later()
+            atexit.unregister(self.stop)
+
+
+class _WatchThread:
+    """What the thread does."""
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        store: Store,
+        rank: int,
+        world_size: int,
+        limit: float | Literal["auto"],
+        step: Callable[[], int],
+        closed: threading.Event,
+        meeting: CollectiveCheck | None,
+        moment: Callable[[], str],
+    ) -> None:
+        self._watchdog = watchdog
+        self._store = store
+        self._rank, self._world_size = rank, world_size
+        self._learnt = LearntLimit(_PATIENT_S) if limit == "auto" else None
+        self._limit = _PATIENT_S if limit == "auto" else limit
+        self._step = step
+        self._closed = closed
+        self._meeting = meeting
+        self._moment = moment
+        self._interval = min(2.0, self._limit / 10)
+        self._since = time.monotonic()
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except Exception:
+            # Without the store (its process is gone) nothing can be found out; who needs it will say so.
+            faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        seen = (-1, True, self._moment())
+        while True:
+            now = (self._watchdog.heartbeats, self._watchdog.allow_slow, self._moment())
+            if now != seen:
+                if self._learnt is not None:
+                    self._learnt.seen(seen[2], seen[1], time.monotonic() - self._since)
+                seen, self._since = now, time.monotonic()
+            limit = self._limit if self._learnt is None else self._learnt.limit(now[2], now[1])
+            limit = max(limit, _PATIENT_S) if now[1] else limit
+            # The file descriptor, because sys.stderr may be something without one.
+            faulthandler.dump_traceback_later(limit + 3 * self._interval, file=2, exit=True)
+            if self._closed.wait(self._interval):
+                return
+            if first_failure(self._store) is not None:
+                continue  # it ends already
+            if self._meeting is not None:
+                self._meeting.answer(self._store)
+            if time.monotonic() - self._since > limit and now[:2] == (
+                self._watchdog.heartbeats,
+                self._watchdog.allow_slow,
+            ):
+                self._store.compare_set(_EXPIRED, "", f"{self._rank} {limit:g}")
+            if self._store.check([_EXPIRED]):
+                self._end()
+
+    def _end(self) -> None:
+        """Show where this process stands, wait until all have done so, and leave."""
+        faulthandler.cancel_dump_traceback_later()
+        try:
+            rank, limit = self._store.get(_EXPIRED).decode().split()
+            silent = time.monotonic() - self._since
+            state = {"step": self._step(), "heartbeats": self._watchdog.heartbeats, "silent": silent, "where": _where()}
+            head = f"rank {self._rank} of {self._world_size}, {silent:.0f} s after its last sign of life:\n"
+            write_error(head + stacks())
+            self._store.set(f"watchdog/{self._rank}", json.dumps(state))
+            # An exit of one process makes whoever started it end the others.
+            deadline = time.monotonic() + 3 * self._interval + 3.0
+            if self._rank == int(rank):
+                self._wait_for([f"watchdog/{other}" for other in range(self._world_size)], deadline)
+                write_error(self._report(float(limit)))
+                self._store.set(_TOLD, "1")
+            else:
+                self._wait_for([_TOLD], deadline + 1.0)
+        finally:
+            with suppress(Exception):
+                mark_done(self._store, self._rank)
+            os._exit(1)
+
+    def _wait_for(self, keys: list[str], deadline: float) -> None:
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _report(self, limit: float) -> str:
+        states: dict[int, dict[str, Any]] = {}
+        for rank in range(self._world_size):
+            key = f"watchdog/{rank}"
+            if self._store.check([key]):
+                states[rank] = json.loads(self._store.get(key))
+        silent = [rank for rank in range(self._world_size) if rank not in states]
+        least = min(state["heartbeats"] for state in states.values())
+        behind = [rank for rank, state in states.items() if state["heartbeats"] == least]
+        if silent:
+            who = f"{_ranks(silent)} did not answer: stopped, or something there holds Python's interpreter lock."
+        elif len(behind) < self._world_size:
+            who = f"{_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
+        else:
+            who = "No rank is behind the others; the stacks above show what each one waits for."
+        how = "watchdog_seconds" if self._learnt is None else "watchdog_seconds='auto', learnt from this run"
+        lines = [f"the run hangs: no progress for {limit:g} s ({how}). {who}"]
+        shown = sorted(states, key=lambda rank: (states[rank]["heartbeats"], rank))[:16]
+        lines += [
+            f"  rank {rank}: {states[rank]['step']} steps done, last sign of life {states[rank]['silent']:.1f} s ago, "
+            f"in {states[rank]['where']}"
+            for rank in shown
+        ]
+        if len(states) > len(shown):
+            lines.append(f"  and {len(states) - len(shown)} more")
+        return "\n".join(lines) + "\n"
+
+
+def stacks() -> str:
+    """The stacks of all Python threads but the calling one, the main thread first.
+
+    Without the source lines: reading them could hang, too, on the very file system that hangs.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    lines = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        lines.append(f"  thread {names.get(ident, ident)} (most recent call last):")
+        lines += [f"    {line}" for line in reversed([_line(frame) for frame in _walk(frames[ident])])]
+    return "\n".join(lines) + "\n"
+
+
+def _where() -> str:
+    """What the main thread is in: the innermost call that is neither torch's nor Python's own."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "an unknown place"
+    foreign = tuple({sysconfig.get_path("stdlib"), *filter(None, [_folder_of("torch")])})
+    own = [one for one in _walk(frame) if not one.f_code.co_filename.startswith((*foreign, "<"))]
+    inner = own[0] if own else frame
+    return f"{inner.f_code.co_name} ({inner.f_code.co_filename}:{inner.f_lineno})"
+
+
+def _folder_of(package: str) -> str | None:
+    module = sys.modules.get(package)
+    return os.path.dirname(str(module.__file__)) if module is not None else None
+
+
+def _walk(frame: FrameType | None) -> list[FrameType]:
+    """From the innermost call outwards."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _line(frame: FrameType) -> str:
+    return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+
+
+def _ranks(ranks: list[int]) -> str:
+    few = ", ".join(map(str, ranks[:16])) + (" and more" if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {few}"

@@ -1,0 +1,1 @@
+"""Start processes on one machine or several, and start them again."""

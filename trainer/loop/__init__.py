@@ -1,0 +1,1 @@
+"""What surrounds the training loop: set-up, evaluation, and the contents of a checkpoint."""

@@ -1,0 +1,114 @@
+"""Windows: what a step's micro-batches give, and how much each one counts in the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainer.data.batch import Batch
+from trainer.errors import ConfigError
+from trainer.module import TrainModule
+from trainer.strategy import Strategy
+
+Divisor = float | torch.Tensor | None
+
+NO_DIVISOR: Sequence[Divisor] = (None,)
+"""Of a window of one micro-batch on one process, whose loss is over samples."""
+
+
+StepOutputs = tuple[Any, Any, list[torch.Tensor]]
+"""What a step leaves: what `training_step` returned for the last micro-batch; that micro-batch, on the device; and the
+losses of all micro-batches as they went into backward, whose sum is the step's loss."""
+
+
+def checked_loss(
+    outputs: Any, module: TrainModule, detect_anomaly: bool, where: str = "training_step returned"
+) -> torch.Tensor:
+    """The loss in what `training_step` returned, or what `manual_backward` got.
+
+    Raises:
+        ConfigError: there is none, or it cannot be differentiated; with `detect_anomaly`, it is not finite.
+    """
+    loss = outputs
+    if not isinstance(loss, torch.Tensor) and isinstance(loss, Mapping):
+        loss = loss.get("loss", outputs)
+    fits = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
+    if not fits or (detect_anomaly and not torch.isfinite(loss).all()):
+        raise ConfigError(f"{type(module).__name__}.{where} {_what_is_wrong(loss)}")
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+def _what_is_wrong(loss: Any) -> str:
+    """With something that is not a finite loss with a gradient."""
+    if isinstance(loss, Mapping):
+        return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
+    if not isinstance(loss, torch.Tensor):
+        what = "None" if loss is None else f"a value of type {type(loss).__name__}"
+        hint = " Did you forget 'return loss'? A batch cannot be skipped here: leave it out of the data."
+        return (
+            f"{what}; what is needed is the loss, a tensor with one element and a gradient."
+            f"{hint if loss is None else ''} To optimize by hand, set automatic_optimization = False."
+        )
+    if loss.numel() != 1:
+        return f"a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()."
+    if not loss.requires_grad:
+        return (
+            "a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no parameter that "
+            "requires a gradient took part in it. Compute it from the module's outputs."
+        )
+    return (
+        f"the loss {loss.item()}, which is not finite. Look at the batch and the learning rate; gradient_clip_val or a "
+        "lower lr often help."
+    )
+
+
+def loss_divisors(
+    window: Sequence[Batch], module: TrainModule, strategy: Strategy, weights_loss_by_items: bool
+) -> Sequence[Divisor]:
+    """By what each micro-batch's loss, a mean over its own items, is divided before backward; None: by nothing.
+
+    The sum of the divided losses over the window and all processes, averaged by the strategy, is then the mean over all
+    items: the loss of one big batch. Items are those of `module.num_items` with `weights_loss_by_items`, else samples,
+    else whole micro-batches.
+    """
+    average = strategy.gradient_average
+    if weights_loss_by_items:
+        return _by_items([_items(batch, module) for batch in window], strategy)
+    if len(window) == 1 and average == 1:
+        return NO_DIVISOR
+    if any(batch.samples is None for batch in window):
+        return [None if len(window) == 1 else len(window)] * len(window)
+    total = sum(batch.total or 0 for batch in window)
+    return [_divisor(total, batch.samples or 0, average) for batch in window]
+
+
+def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
+    """The items of a micro-batch; its samples when the module does not say. A filler has none."""
+    items = module.num_items(batch.data)
+    if items is None:
+        return batch.samples
+    # Times 0, not 0: a number on the device stays there, as on the other processes.
+    return items * 0 if batch.samples == 0 else items
+
+
+def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:
+    """As above, for numbers that only this process knows: one sum over processes, without reading the device."""
+    average = strategy.gradient_average
+    if any(isinstance(item, torch.Tensor) and item.device.type != "cpu" for item in items):
+        counts = [torch.as_tensor(item, dtype=torch.float32, device=strategy.device) for item in items]
+        everywhere = strategy.sum(torch.stack(counts).sum())
+        return [everywhere / (count * average) for count in counts]
+    numbers = [int(item or 0) for item in items]
+    total = int(strategy.sum(torch.tensor(sum(numbers), dtype=torch.int64)))
+    return [_divisor(total, number, average) for number in numbers]
+
+
+def _divisor(total: int, own: int, average: int) -> float | None:
+    if own == 0:
+        return math.inf
+    divisor = total / (own * average)
+    return None if divisor == 1 else divisor

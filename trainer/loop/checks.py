@@ -1,0 +1,199 @@
+"""What can be known to be wrong with a module or data module before a run: names and parameters of its methods."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from trainer.callback import HOOKS, NOT_ON_MODULES, Callback, check_hooks, parameters_of, wrong_parameters
+from trainer.data.datamodule import DataModule
+from trainer.errors import ConfigError
+from trainer.hyperparameters import Hyperparameters, check_data
+from trainer.module import TrainModule
+
+if TYPE_CHECKING:
+    from trainer.strategy import Strategy
+
+MODULE_HOOKS = [hook for hook in HOOKS if hook not in NOT_ON_MODULES] + [
+    name for name in vars(TrainModule) if name.startswith("on_")
+]
+
+STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+CALLED = (
+    *STEPS.values(),
+    "configure_optimizers",
+    "configure_model",
+    "configure_callbacks",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "num_items",
+    "prepare_data",
+    "transfer_batch_to_device",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+)
+"""The methods that the trainer calls, beside the hooks."""
+
+CALLED_ON_DATA = ("setup", "teardown", "state_dict", "load_state_dict", *(name for name in CALLED if "data" in name))
+
+LIGHTNING_EQUIVALENTS = {
+    "training_epoch_end": "on_train_epoch_end",
+    "training_step_end": "on_train_batch_end",
+    "validation_step_end": "on_validation_batch_end",
+    "test_step_end": "on_test_batch_end",
+    "configure_sharded_model": "configure_model",
+    "optimizer_step": "on_before_optimizer_step, or automatic_optimization = False",
+    "optimizer_zero_grad": "on_before_zero_grad, or automatic_optimization = False",
+    "backward": "on_before_backward, or automatic_optimization = False with manual_backward",
+}
+"""Methods of other trainers' modules that would never be called here, and what to define instead."""
+
+
+def module_problems(module: TrainModule, stage: str) -> list[str]:
+    """One sentence for everything that cannot work, naming the fix."""
+    name = type(module).__name__
+    if "_modules" not in vars(module):
+        return [f"{name}.__init__ does not call super().__init__(): make that its first line."]
+    problems = check_hooks(module, MODULE_HOOKS)
+    problems += [
+        f"{name}.{method} would never be called. Define {instead} instead."
+        for method, instead in LIGHTNING_EQUIVALENTS.items()
+        if callable(getattr(type(module), method, None))
+    ]
+    misspelt = _misspelt(module, TrainModule, CALLED)
+    problems += misspelt.values()
+    needed = [STEPS[stage], *(["configure_optimizers"] if stage == "fit" else [])]
+    for method in needed:
+        if not module.overrides(method) and method not in misspelt and not _predicts_by_forward(module, method):
+            problems.append(_missing(name, method))
+    problems += _wrong_parameters(module)
+    problems += [
+        f"{name}.{step} contains 'yield', so a call would not run it: use 'return'."
+        for step in (*STEPS.values(), "configure_optimizers")
+        if inspect.isgeneratorfunction(getattr(module, step))
+    ]
+    problems += [
+        f"{name}.{method} is of type {type(value).__name__}, but TrainModule has a method of that name: call yours "
+        f"something else, such as self.my_{method}."
+        for method, value in vars(module).items()
+        if callable(getattr(TrainModule, method, None)) and not callable(value) and method not in CALLED
+    ]
+    return problems + _wrong_hyperparameters(module)
+
+
+def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
+    """Wrappers of torch's that are in the module already, though strategies wrap by themselves."""
+    if module._wrapper is not None:
+        if strategy.reusable_wrapper:
+            return []
+        return [
+            f"{type(module).__name__} was divided by another strategy in a run before, and cannot be used under "
+            f"{strategy.name!r}: make it anew, with load_from_checkpoint for instance."
+        ]
+    problems, wrappers = [], _wrappers()
+    for name, child in module.named_modules():
+        wrapper = next((words for kind, words in wrappers if isinstance(child, kind)), None)
+        if wrapper is not None:
+            place = f"{type(module).__name__}.{name}" if name else type(module).__name__
+            problems.append(
+                f"{place} is already wrapped by {wrapper}, and strategy {strategy.name!r} wraps by itself: "
+                "give it unwrapped."
+            )
+    return problems
+
+
+def _wrappers() -> list[tuple[type, str]]:
+    """The wrappers that have been imported: a module cannot have others."""
+    homes = (
+        ("torch.nn.parallel.distributed", "DistributedDataParallel", "DistributedDataParallel (its .module is inside)"),
+        ("torch.nn.parallel.data_parallel", "DataParallel", "DataParallel (its .module is inside)"),
+        ("torch.distributed.fsdp", "FSDPModule", "fully_shard"),
+        ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel"),
+    )
+    there = [(sys.modules.get(home), name, words) for home, name, words in homes]
+    return [(getattr(home, name), words) for home, name, words in there if hasattr(home, name)]
+
+
+def datamodule_problems(datamodule: DataModule) -> list[str]:
+    """As `module_problems`."""
+    wrong = [
+        wrong_parameters(datamodule, method, parameters_of(getattr(DataModule, method)))
+        for method in CALLED_ON_DATA
+        if hasattr(DataModule, method) and datamodule.overrides(method)
+    ]
+    known = tuple(method for method in CALLED_ON_DATA if hasattr(DataModule, method))
+    return [*_misspelt(datamodule, DataModule, known).values(), *filter(None, wrong)]
+
+
+def _missing(name: str, method: str) -> str:
+    if method == "configure_optimizers":
+        return (
+            f"{name} has no configure_optimizers: define configure_optimizers(self) and return an optimizer, "
+            "for example torch.optim.AdamW(self.parameters(), lr=1e-3)."
+        )
+    if method == "predict_step":
+        return f"{name} has neither predict_step(self, batch, batch_idx) nor forward(self, batch): define one of them."
+    return f"{name} has no {method}: define {method}(self, batch, batch_idx)."
+
+
+def _predicts_by_forward(module: TrainModule, method: str) -> bool:
+    return method == "predict_step" and type(module).forward is not nn.Module.forward
+
+
+def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...]) -> dict[str, str]:
+    """For methods that nobody would call because their name is nearly that of a method: the problem, by that method."""
+    own = [name for kind in type(owner).__mro__[: type(owner).__mro__.index(base)] for name in vars(kind)]
+    problems = {}
+    for name in own:
+        if (
+            name.startswith("_")
+            or name in LIGHTNING_EQUIVALENTS
+            or hasattr(base, name)
+            or not callable(getattr(owner, name))
+        ):
+            continue
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if close and not owner.overrides(close[0]):
+            problems[close[0]] = (
+                f"{type(owner).__name__}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? "
+                "If not, give it a name that is less like it."
+            )
+    return problems
+
+
+def _wrong_parameters(module: TrainModule) -> list[str]:
+    problems = []
+    for name in MODULE_HOOKS:
+        if module.overrides(name):
+            on_module = name in vars(TrainModule)
+            expected = parameters_of(getattr(TrainModule if on_module else Callback, name))
+            problems.append(wrong_parameters(module, name, expected if on_module else expected[2:]))
+    for name in CALLED:
+        if module.overrides(name):
+            expected, least = parameters_of(getattr(TrainModule, name)), None
+            if name in STEPS.values() and name != "training_step":
+                expected, least = [*expected, "dataloader_idx=0"], len(expected)
+            problems.append(wrong_parameters(module, name, expected, least))
+    return [problem for problem in problems if problem is not None]
+
+
+def _wrong_hyperparameters(module: TrainModule) -> list[str]:
+    """A checkpoint could not store them; better known now than after the first epoch."""
+    if not isinstance(module.hparams, Hyperparameters):
+        return [
+            f"{type(module).__name__}.hparams is a {type(module.hparams).__name__}: do not assign it, call "
+            "self.save_hyperparameters() in __init__ (or self.hparams.update(...) with a dict)."
+        ]
+    try:
+        for name, value in module.hparams.items():
+            check_data(value, name)
+    except ConfigError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,159 @@
+"""Plan: what a run will use, and why. Made from the settings before any process is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from trainer.callback import Callback, Logger, callback_problems
+from trainer.callbacks import PROFILERS
+from trainer.callbacks.checkpoint import ModelCheckpoint
+from trainer.callbacks.csv_logger import CSVLogger
+from trainer.callbacks.model_summary import ModelSummary
+from trainer.callbacks.progress_bar import ProgressBar
+from trainer.callbacks.tensorboard import TensorBoardLogger
+from trainer.callbacks.timer import Timer
+from trainer.distributed.devices import choose_accelerator, parse_devices
+from trainer.distributed.environment import detect_environment
+from trainer.distributed.tpu import sharing_problems
+from trainer.errors import ConfigError, raise_problems
+from trainer.model.compile import Compilation, check_toolchain, read_compile
+from trainer.precision import Precision, resolve_precision
+from trainer.settings import Settings
+from trainer.strategies import Strategy, needed_device, resolve_strategy
+
+
+@dataclass
+class Plan:
+    """The objects of a run, and the reasons for each choice."""
+
+    device_type: str
+    devices: int
+    """Processes on this machine."""
+    num_processes: int
+    """Processes on all machines."""
+    strategy: Strategy
+    precision: Precision
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    compilation: Compilation | None
+    """What torch.compile is to do."""
+    reasons: dict[str, str]
+    """What was chosen, in words: "device", "devices", "strategy", "precision"."""
+
+
+def make_plan(settings: Settings) -> Plan:
+    """Choose device, processes, strategy, precision, callbacks and loggers.
+
+    Raises:
+        ConfigError: listing everything that cannot be, with what to do instead.
+    """
+    needed = needed_device(settings.strategy) if settings.accelerator == "auto" else None
+    if needed is not None:
+        device_type, device_reason = needed, "auto: what the strategy runs on"
+    else:
+        device_type, device_reason = choose_accelerator(settings.accelerator)
+    environment = detect_environment()
+    devices, device_ids, devices_reason = parse_devices(settings.devices, device_type)
+    num_nodes = settings.num_nodes
+    problems: list[str] = []
+    if environment.source != "single process":
+        if settings.devices != "auto" and devices != environment.local_world_size:
+            problems.append(
+                f"devices={settings.devices!r}, but {environment.source} started {environment.local_world_size} "
+                f"processes on this machine: give devices='auto', or {environment.nproc_flag} {devices}."
+            )
+        devices, devices_reason = environment.local_world_size, f"as started by {environment.source}"
+        if num_nodes not in (1, environment.num_nodes):
+            problems.append(
+                f"num_nodes={num_nodes}, but the number of machines on which {environment.source} started processes is "
+                f"{environment.num_nodes}: leave num_nodes out, or start on {num_nodes} machines."
+            )
+        num_nodes = environment.num_nodes
+        problems += sharing_problems(device_type, devices, environment.source)
+        if environment.source == "Ray Train" and not Path(settings.default_root_dir).is_absolute():
+            problems.append(
+                f"default_root_dir={str(settings.default_root_dir)!r} is relative, and each worker of Ray has a folder "
+                "of its own, which is lost with its machine: give an absolute one that all machines see."
+            )
+    elif num_nodes > 1:
+        problems.append(
+            f"num_nodes={num_nodes}, but this process was not started on several machines. Start it on each one with: "
+            f"trainer launch --nnodes {num_nodes} --nproc-per-node {devices} --rdzv HOST:29500 ..."
+        )
+    strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
+    strategy.device_ids = device_ids
+    precision = resolve_precision(settings.precision)
+    problems += strategy.problems(precision, device_type, devices * num_nodes, settings)
+    compilation = read_compile(settings.compile)
+    if compilation is not None:
+        problems += check_toolchain(compilation, device_type)
+    callbacks, loggers = _callbacks(settings, problems)
+    raise_problems(problems, "the Trainer's arguments")
+    reasons = {
+        "device": device_reason,
+        "devices": devices_reason,
+        "strategy": strategy_reason,
+        "precision": "the default" if settings.precision == "32-true" else "given",
+    }
+    return Plan(
+        device_type, devices, devices * num_nodes, strategy, precision, callbacks, loggers, compilation, reasons
+    )
+
+
+def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback], list[Logger]]:
+    """The user's callbacks, and those that the settings ask for where the user gave none of the kind."""
+    given = [] if settings.callbacks is None else settings.callbacks
+    callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
+    for number, callback in enumerate(callbacks):
+        problems += callback_problems(callback)
+        if any(callback is other for other in callbacks[:number]):
+            problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: take one away.")
+
+    def missing(kind: type[Callback]) -> bool:
+        return not any(isinstance(callback, kind) for callback in callbacks)
+
+    if settings.max_seconds is not None and missing(Timer):
+        callbacks.append(Timer(duration=settings.max_seconds))
+    if settings.profiler is not None:
+        profiler = settings.profiler
+        callbacks.append(PROFILERS[profiler]() if isinstance(profiler, str) else profiler)
+    if settings.enable_model_summary and missing(ModelSummary):
+        callbacks.append(ModelSummary())
+    if settings.enable_progress_bar and missing(ProgressBar):
+        callbacks.append(ProgressBar())
+    if settings.fast_dev_run:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, (ModelCheckpoint, Logger))]
+        return callbacks, []
+    if not settings.enable_checkpointing and not missing(ModelCheckpoint):
+        problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: take one of the two away.")
+    if settings.enable_checkpointing and missing(ModelCheckpoint):
+        callbacks.append(ModelCheckpoint())
+    callbacks += _loggers(settings)
+    return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
+
+
+def _loggers(settings: Settings) -> list[Logger]:
+    if isinstance(settings.logger, Logger):
+        return [settings.logger]
+    if isinstance(settings.logger, (list, tuple)):
+        return list(settings.logger)
+    if not settings.logger:
+        return []
+    return [CSVLogger(), TensorBoardLogger()] if find_spec("tensorboard") else [CSVLogger()]
+
+
+def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) -> list[Callback]:
+    """The trainer's callbacks and those of `configure_callbacks`, which replace the trainer's of the same class."""
+    if not isinstance(of_module, (list, tuple)):
+        raise ConfigError(f"configure_callbacks gave {of_module!r}: return a list of callbacks, or an empty one.")
+    for callback in of_module:
+        if isinstance(callback, type):
+            raise ConfigError(f"configure_callbacks gave the class {callback.__name__}: give {callback.__name__}(...).")
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
+    kinds = {type(callback) for callback in of_module}
+    kept = [callback for callback in callbacks if type(callback) not in kinds]
+    # A checkpoint holds the state of all the others, as it is when they are done with the same moment.
+    return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, ModelCheckpoint))

@@ -1,0 +1,180 @@
+"""The run directory: where one run writes, and where a run that goes on finds what it wrote."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.checkpoint.directory import CheckpointDirectory, locate
+from trainer.checkpoint.format import read_metadata
+from trainer.checkpoint.storage import StoragePath, as_storage_path
+from trainer.errors import CheckpointError, ConfigError
+from trainer.fault_tolerance.file_lock import FolderLock
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"
+
+
+def versions(root: Path) -> list[Path]:
+    """The run directories below `root`, oldest first."""
+    if not root.is_dir():
+        return []
+    numbered = [
+        (int(match[1]), path) for path in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))
+    ]
+    return [path for _, path in sorted(numbered)]
+
+
+def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> StoragePath | None:
+    """The checkpoint meant by `ckpt_path`; None for none, and for "last" in `fit` when there is none yet.
+
+    "last" and "best" are looked for in this trainer's own run directory or its ModelCheckpoint's `dirpath`; in a new
+    process in the newest run directory below `default_root_dir` that has one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path not in ("last", "best"):
+        given = as_storage_path(ckpt_path)
+        inside = given / CHECKPOINTS
+        if inside.is_dir():
+            known = sorted(str(path) for path in inside.iterdir() if path.is_dir())
+            raise CheckpointError(
+                f"ckpt_path={str(ckpt_path)!r} is a run directory; give one of its checkpoints: "
+                f"{', '.join(known) or 'there is none'}."
+            )
+        return locate(given)
+    folders = _places(trainer)
+    for folder in folders:
+        try:
+            return CheckpointDirectory(folder).resolve(ckpt_path)
+        except CheckpointError as error:
+            if ckpt_path == "last" and (corruption_report := CheckpointDirectory(folder).corruption_report()):
+                # Neither an older run nor a fresh start is what was meant.
+                raise CheckpointError(
+                    f"ckpt_path='last': {error}, but there was one: {'; '.join(corruption_report)}. "
+                    "To start anew, leave out ckpt_path or remove that folder."
+                ) from None
+    if ckpt_path == "last" and trainer.stage == "fit":
+        return None
+    looked = [str(folder) for folder in folders] or [str(trainer.settings.default_root_dir)]
+    more = f" and {len(looked) - 3} more" if len(looked) > 3 else ""
+    which = " Which one is the best, only ModelCheckpoint(monitor=...) says." if ckpt_path == "best" else ""
+    raise CheckpointError(
+        f"ckpt_path={ckpt_path!r}: no such checkpoint.{which} Looked in: {', '.join(looked[:3])}{more}. "
+        "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
+    )
+
+
+def find_after_restart(trainer: Trainer, former: str) -> StoragePath | None:
+    """The newest checkpoint that a former attempt at this very run wrote, in the run directory `former`, if it did."""
+    folders = [as_storage_path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+    for folder in [*folders, Path(former) / CHECKPOINTS]:
+        try:
+            found = CheckpointDirectory(folder).resolve("last")
+        except CheckpointError:
+            continue
+        # A dirpath may hold those of older runs.
+        if read_metadata(found)["run_dir"] == former:
+            return found
+    return None
+
+
+def _places(trainer: Trainer) -> list[StoragePath]:
+    """Where checkpoints of this run may be, the likeliest first."""
+    places = [as_storage_path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+    if trainer.has_fit:
+        return [*places, trainer.run_dir / CHECKPOINTS]
+    return [*places, *(run / CHECKPOINTS for run in reversed(versions(Path(trainer.settings.default_root_dir))))]
+
+
+def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: StoragePath | None) -> Path:
+    """Where this run writes: training that goes on from "last" goes on in its directory, any other gets a new one.
+
+    Validate, test and predict write beside the checkpoint that they look at, or where this trainer's `fit` did.
+    """
+    goes_on = checkpoint is not None and (ckpt_path == "last" or trainer.stage != "fit")
+    if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint)) is not None:
+        return known
+    if trainer.has_fit and trainer.stage != "fit":
+        return trainer.run_dir
+    root = Path(trainer.settings.default_root_dir)
+    taken = versions(root)
+    number = int(taken[-1].name.removeprefix("version_")) + 1 if taken else 0
+    if trainer.settings.fast_dev_run or not trainer.is_global_zero or trainer.stage != "fit":
+        return root / f"version_{number}"
+    while True:
+        path = root / f"version_{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(
+                f"default_root_dir={str(root)!r}: no run directory can be made there ({error.strerror}). "
+                "Give a folder that can be written."
+            ) from None
+        else:
+            return path
+
+
+def _run_dir_of(checkpoint: StoragePath) -> Path | None:
+    """Where the run wrote that wrote this; None if that is no run directory here.
+
+    A checkpoint may come from another machine, or from anybody: it must not name the place where files are written.
+    """
+    if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
+        return checkpoint.parent.parent
+    named = read_metadata(checkpoint).get("run_dir")
+    path = Path(named) if isinstance(named, str) else None
+    return path if path is not None and path in versions(path.parent) and path.is_dir() else None
+
+
+def lock_folders(trainer: Trainer) -> None:
+    """For training: take the run directory, and the folders of checkpoints outside of it, for this run alone.
+
+    Rank 0 holds the locks; all processes call this. They end with `release_folders`, or with the process.
+
+    Raises:
+        ConfigError: another run has one of them; says which process, where, since when.
+    """
+    problem = None
+    if trainer.is_global_zero and trainer.stage == "fit" and not trainer.settings.fast_dev_run:
+        places = [as_storage_path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+        folders = [trainer.run_dir, *(place for place in places if isinstance(place, Path))]
+        for folder in {folder.absolute(): folder for folder in folders}.values():
+            problem = problem or _lock(trainer, folder)
+    problem = trainer.strategy.broadcast_object(problem)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _lock(trainer: Trainer, folder: Path) -> str | None:
+    """What is wrong, or None."""
+    lock = FolderLock(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        holder = lock.acquire()
+    except FileExistsError:
+        return None  # a file; ModelCheckpoint says so
+    except OSError as error:
+        return f"{folder} cannot be written to ({error.strerror}). Give another folder: default_root_dir=, or dirpath=."
+    if holder is None:
+        trainer.locks.append(lock)
+        return None
+    return (
+        f"{folder} is in use: {holder} is training there, and two runs in one folder would delete each other's "
+        "checkpoints. Wait for it, or end it (kill PID, on that host); or let this run write elsewhere: leave "
+        "ckpt_path='last' out, or give another default_root_dir (dirpath, if ModelCheckpoint has one)."
+    )
+
+
+def release_folders(trainer: Trainer) -> None:
+    """Give the locks back, if there are any."""
+    while trainer.locks:
+        trainer.locks.pop().release()

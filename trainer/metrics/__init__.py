@@ -1,0 +1,1 @@
+"""Logged values: accumulated on the device, reduced over processes."""

@@ -1,0 +1,387 @@
+"""What `self.log` records: values stay on the device, and are reduced and read together, late."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import torch
+
+from trainer.errors import ConfigError, did_you_mean
+from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host
+
+GatherObjects = Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """How a name is logged. Travels with its values, since a process may not have logged that name itself."""
+
+    reduction: str
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    logger: bool
+    metric: str | None = None
+    """Where a logged `torchmetrics.Metric` sits in the module: its `named_modules` name."""
+
+
+@dataclass
+class Entry:
+    """One logged name: its options, the values of the current window, and the reduction over the epoch."""
+
+    name: str
+    options: LogOptions
+    metric: Any = None
+    """The torchmetrics object, if that is what was logged first."""
+    window: int = -1
+    window_values: list[tuple[Number, Number]] = field(default_factory=list)
+    epoch: Accumulator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.epoch = Accumulator(self.options.reduction)
+
+
+@dataclass
+class MetricScope:
+    """The values logged in one place: the training batches of an epoch, one evaluation, or the hooks around them."""
+
+    batches: bool
+    """Values belong to batches and are weighted by their samples."""
+    steps: bool
+    """Single steps are logged by default, not the epoch."""
+    loader: str = ""
+    """The evaluation loader in progress, when there are several."""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    overall: dict[str, Entry] = field(default_factory=dict)
+    """With several loaders: the reductions over all of them."""
+
+
+@dataclass
+class Values:
+    """Reduced values, ready for the loggers, the bar and `monitor=`."""
+
+    logged: dict[str, float] = field(default_factory=dict)
+    shown: dict[str, float] = field(default_factory=dict)
+    known: dict[str, float] = field(default_factory=dict)
+
+    def put(self, name: str, options: LogOptions, value: float, suffix: str) -> None:
+        full_name = f"{name}_{suffix}" if options.on_step and options.on_epoch else name
+        self.known[full_name] = value
+        self.known[name] = value
+        if options.logger:
+            self.logged[full_name] = value
+        if options.prog_bar:
+            self.shown[full_name] = value
+
+
+class MetricLog:
+    """Records values without touching the device's stream, and reads them all in one host copy and one gather.
+
+    Every rank must call the `read_*` methods at the same place; the names logged may differ between ranks (a rank
+    without a batch logs nothing), because names travel with the values.
+    """
+
+    def __init__(self, module: torch.nn.Module, gather_objects: GatherObjects) -> None:
+        self.module = module
+        self.gather_objects = gather_objects
+        self.train = MetricScope(batches=True, steps=True)
+        self.hooks = MetricScope(batches=False, steps=False)
+        self.section = self.hooks
+        self.window = 0
+        self.batch: Any = None
+        """The batch in progress, from which the number of samples is taken when the loader does not tell it."""
+        self.samples: int | None = None
+        """Samples of the batch in progress; 0 for a filler, whose values do not count."""
+        self.disabled_reason: str | None = None
+        """Why nothing can be logged now."""
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduction: str = "mean",
+        weight: Number | None = None,
+    ) -> None:
+        """See `TrainModule.log`."""
+        section = self.section
+        if section.batches and self.samples == 0:
+            return
+        key = f"{name}/{section.loader}" if section.loader else name
+        entry = section.entries.get(key)
+        if entry is None:
+            metric = value if is_torchmetric(value) else None
+            entry = section.entries[key] = self._new_entry(
+                section, key, metric, on_step, on_epoch, reduction, prog_bar, logger
+            )
+            entry.metric = metric
+        if entry.metric is not None and value is entry.metric:
+            self._log_metric(entry, value)
+            return
+        if isinstance(value, torch.Tensor):
+            if value.dim():
+                value = _as_scalar(name, value)
+            if value.requires_grad:
+                value = value.detach()
+        elif not isinstance(value, (int, float)):
+            if is_torchmetric(value):  # another object by the same name
+                self._log_metric(entry, value)
+                return
+            value = as_number(name, value)
+        if weight is not None:
+            weight = checked_weight(name, weight)
+        elif section.batches:
+            weight = self.samples if self.samples is not None else self._batch_weight()
+        else:
+            weight = 1
+        options = entry.options
+        if options.on_step:
+            if entry.window != self.window:
+                entry.window = self.window
+                entry.window_values.clear()
+            entry.window_values.append((value, weight))
+        if options.on_epoch:
+            entry.epoch.add(value, weight)
+        if section.loader:
+            overall = section.overall.setdefault(name, Entry(name, entry.options))
+            overall.epoch.add(value, weight)
+
+    def _new_entry(
+        self,
+        section: MetricScope,
+        key: str,
+        metric: Any,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduction: str,
+        prog_bar: bool,
+        logger: bool,
+    ) -> Entry:
+        """The first call for a name decides its options."""
+        check_name(key, self.disabled_reason)
+        if reduction not in REDUCTIONS:
+            raise ConfigError(f"self.log({key!r}, reduction={reduction!r}): allowed are {', '.join(REDUCTIONS)}.")
+        if on_step is None:
+            on_step = section.steps and metric is None
+        if on_epoch is None:
+            on_epoch = not section.steps or metric is not None
+        if not on_step and not on_epoch:
+            raise ConfigError(f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
+        if on_step and not section.steps:
+            # There is one step axis, that of training; elsewhere a value per step has no place on it.
+            on_step, on_epoch = False, True
+        where = self._name_of_metric(key, metric) if metric is not None else None
+        return Entry(key, LogOptions(reduction, on_step, on_epoch, prog_bar, logger, where))
+
+    def _name_of_metric(self, key: str, metric: torch.nn.Module) -> str:
+        for name, submodule in self.module.named_modules():
+            if submodule is metric:
+                return str(name)
+        raise ConfigError(
+            f"self.log({key!r}) got a {type(metric).__name__} that is not an attribute of the module. "
+            "Create it in __init__ as self.<name> = ..., so that it moves to the device and is found on every process."
+        )
+
+    def _log_metric(self, entry: Entry, metric: Any) -> None:
+        if not entry.options.on_step:
+            return
+        value = metric._forward_cache
+        if value is None:
+            raise ConfigError(
+                f"self.log({entry.name!r}, on_step=True) needs the value of this batch: call the metric, "
+                f"self.{entry.options.metric}(preds, target), instead of update(); or log it with on_epoch=True only."
+            )
+        weight = self.samples if self.samples is not None else self._batch_weight()
+        entry.window, entry.window_values = self.window, [(value, weight)]
+
+    def _batch_weight(self) -> int:
+        """The samples of a batch of which the loader does not tell it."""
+        sizes: set[int] = set()
+        add_sizes(self.batch, sizes)
+        if len(sizes) == 1:
+            self.samples = sizes.pop()
+        else:
+            self.samples = 1
+            warnings.warn(
+                "the number of samples of a batch cannot be told, so every batch counts the same in means over the "
+                "epoch. Pass batch_size=... to self.log.",
+                stacklevel=4,
+            )
+        return self.samples
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read_step(self) -> Values:
+        """The values of the window just done, reduced over its micro-batches and over processes."""
+        logged = [e for e in self.train.entries.values() if e.options.on_step and e.window == self.window]
+        numbers = iter(to_host([n for e in logged for one in e.window_values for n in one if is_tensor(n)]))
+        local: dict[str, tuple[LogOptions, Accumulator]] = {}
+        for entry in logged:
+            accumulator = Accumulator(entry.options.reduction)
+            for one in entry.window_values:
+                value, weight = (next(numbers) if is_tensor(n) else n for n in one)
+                accumulator.add(value, weight)
+            local[entry.name] = (entry.options, accumulator)
+        values = Values()
+        for name, (options, value) in self._reduce(local).items():
+            values.put(name, options, value, "step")
+        return values
+
+    def read_epoch(self, section: MetricScope) -> Values:
+        """The reductions over what was logged in `section`, which then starts afresh."""
+        values = self._read_entries(section.entries)
+        section.entries.clear()
+        return values
+
+    def peek_epoch(self, section: MetricScope) -> Values:
+        """The reductions so far over what was logged in `section`, which goes on; without torchmetrics objects, because
+        to compute one means to start it afresh."""
+        return self._read_entries({name: e for name, e in section.entries.items() if e.options.metric is None})
+
+    def read_overall(self, section: MetricScope) -> Values:
+        """The reductions over all loaders of an evaluation; empty when there is one."""
+        return self._read_entries(section.overall)
+
+    def _read_entries(self, entries: dict[str, Entry]) -> Values:
+        local = {name: (e.options, e.epoch) for name, e in entries.items() if e.options.on_epoch}
+        values = Values()
+        for name, (options, value) in self._reduce(local).items():
+            values.put(name, options, value, "epoch")
+        return values
+
+    def _reduce(self, local: dict[str, tuple[LogOptions, Accumulator]]) -> dict[str, tuple[LogOptions, float]]:
+        """One host copy of everything, one gather; then the same arithmetic on every process."""
+        numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
+        mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
+        combined: dict[str, tuple[LogOptions, float | None, float]] = {}
+        for theirs in self.gather_objects(mine):
+            for name, (options, value, weight) in theirs.items():
+                if name in combined and value is not None:
+                    _, before, weight_before = combined[name]
+                    value = value if before is None else COMBINE_HOST[options.reduction](before, value)
+                    weight += weight_before
+                combined[name] = (options, value, weight)
+        return {
+            name: (options, self._finish(name, options, value, weight))
+            for name, (options, value, weight) in combined.items()
+            if options.metric is not None or (value is not None and (options.reduction != "mean" or weight))
+        }
+
+    def _finish(self, name: str, options: LogOptions, value: float | None, weight: float) -> float:
+        if value is None:
+            assert options.metric is not None
+            return self._compute(name, self.module.get_submodule(options.metric))
+        return value / weight if options.reduction == "mean" else value
+
+    def _compute(self, name: str, metric: Any) -> float:
+        with warnings.catch_warnings():
+            # A process without a batch computes too, because the synchronisation inside needs all of them.
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+            value = metric.compute()
+        with torch.inference_mode(False):  # else its state could be updated in evaluation only from now on
+            metric.reset()
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise ConfigError(
+                f"self.log({name!r}): {type(metric).__name__}.compute() gives more than one number. "
+                "Compute it in an epoch-end hook and log its parts one by one."
+            )
+        return float(value)
+
+
+def _as_scalar(name: str, value: torch.Tensor) -> torch.Tensor:
+    if value.numel() != 1:
+        raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
+    return value.reshape(())
+
+
+def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
+
+
+def is_torchmetric(value: Any) -> bool:
+    """Whether `value` is a `torchmetrics.Metric`, without importing torchmetrics for those who do not use it."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def add_sizes(batch: Any, sizes: set[int]) -> None:
+    """Add the first dimension of each tensor in a batch of nested dicts, lists and tuples."""
+    if isinstance(batch, (list, tuple)):
+        for item in batch:
+            if isinstance(item, torch.Tensor):
+                if item.dim():
+                    sizes.add(item.size(0))
+            else:
+                add_sizes(item, sizes)
+    elif isinstance(batch, torch.Tensor):
+        if batch.dim():
+            sizes.add(batch.size(0))
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            add_sizes(item, sizes)
+
+
+OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduction", "batch_size", "weight")
+
+OTHER_NAMES = {
+    "sync_dist": "Leave it out: values are always reduced over all processes.",
+    "sync_dist_group": "Leave it out: values are always reduced over all processes.",
+    "rank_zero_only": "Leave it out, and log on every process: loggers are only on rank 0 anyway.",
+    "reduce_fx": "Use reduction='mean', 'sum', 'min' or 'max'.",
+    "add_dataloader_idx": "Leave it out: with several loaders a name is 'name/loader', and 'name' is over all of them.",
+    "metric_attribute": "Leave it out: the metric is found among the module's attributes.",
+    "enable_graph": "Leave it out: values are logged without their graph.",
+}
+"""Options of other trainers, and what to do here."""
+
+
+def reject_unknown_options(options: Iterable[str]) -> None:
+    """Raise `ConfigError` for options that `self.log` does not have."""
+    for option in options:
+        hint = OTHER_NAMES.get(option) or did_you_mean(option, OPTIONS).strip()
+        raise ConfigError(f"self.log has no option {option!r}. {hint} Options: {', '.join(OPTIONS)}.")
+
+
+def check_name(name: Any, disabled_reason: str | None) -> None:
+    """The first value of a name: raise `ConfigError` if it is no name, or for the given reason."""
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"self.log got a {type(name).__name__} as the name: write self.log('loss', value), the name first."
+        )
+    if disabled_reason is not None:
+        raise ConfigError(f"self.log({name!r}): {disabled_reason}")
+
+
+def as_number(name: str, value: Any) -> float:
+    """numpy scalars and the like, as a number; anything else is refused."""
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise ConfigError(
+        f"self.log({name!r}) got {what}: give a number, a tensor with one element, or a torchmetrics.Metric object; "
+        "for a dict of values or a MetricCollection use self.log_dict."
+    )
+
+
+def checked_weight(name: str, weight: Any) -> Any:
+    """A weight as it is, if it is one."""
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() == 1:
+            return weight
+        raise ConfigError(
+            f"self.log({name!r}): batch_size or weight is a tensor of shape {tuple(weight.shape)}; give one number, "
+            "for example len(batch)."
+        )
+    if not isinstance(weight, (int, float)) or weight < 0:
+        raise ConfigError(f"self.log({name!r}): batch_size or weight is {weight!r}; give a number from 0.")
+    return weight

@@ -1,0 +1,206 @@
+"""Running reductions of logged values, which are added up where they are: on the device, or on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.distributed.tpu import xla_scalar
+
+Number = float | torch.Tensor
+
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+class TensorBuffer:
+    """Copies of a few 0-dim tensors, side by side in one that is used again and again; and their weights."""
+
+    SIZE = 64
+
+    def __init__(self) -> None:
+        self.weights: list[float] = []
+        self._values = torch.empty(0)
+        self._places: list[torch.Tensor] = []
+        self._dtype: torch.dtype | None = None
+        self._device = -1
+
+    def fits(self, value: torch.Tensor) -> bool:
+        """Whether the value can stand beside the others without being changed."""
+        return value.dtype is self._dtype and value.get_device() == self._device
+
+    # A tensor made in inference mode could not be written to outside of it.
+    @torch.inference_mode(False)
+    def begin(self, value: torch.Tensor) -> None:
+        """From here on values of this dtype and device."""
+        assert not self.weights
+        self._dtype, self._device = value.dtype, value.get_device()
+        self._values, self._places = torch.empty(self.SIZE, dtype=value.dtype, device=value.device), []
+
+    def add(self, value: torch.Tensor, weight: float) -> None:
+        count = len(self.weights)
+        if count == len(self._places):
+            self._make_place()
+        self._places[count].copy_(value.detach() if value.requires_grad else value)
+        self.weights.append(weight)
+
+    @torch.inference_mode(False)
+    def _make_place(self) -> None:
+        self._places.append(self._values[len(self._places)])
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self._places[: len(self.weights)]
+
+    def values(self) -> torch.Tensor:
+        """What is there, in one dimension."""
+        return self._values[: len(self.weights)]
+
+
+@dataclass
+class Accumulator:
+    """A running reduction. Tensors are added up where they are; Python numbers on the host; they meet when read."""
+
+    reduction: str
+    on_host: float | None = None
+    on_device: torch.Tensor | None = None
+    weight_on_host: float = 0.0
+    weight_on_device: torch.Tensor | None = None
+    pending: TensorBuffer = field(default_factory=TensorBuffer)
+    """The latest values of a mean, which are added up together: one by one takes six times as long. They are always the
+    same number, counted from the first value of a dtype, so that a resumed run rounds in the same places."""
+
+    def add(self, value: Number, weight: Number) -> None:
+        """Tensors are 0-dim."""
+        if self.reduction == "mean":
+            self._add_weighted(value, weight)
+        elif isinstance(value, torch.Tensor):
+            wide = to_float64(value)
+            before = identity_element(wide, self.reduction) if self.on_device is None else self.on_device
+            self.on_device = wide if before is None else _COMBINE[self.reduction](before, wide)
+        else:
+            self.on_host = value if self.on_host is None else COMBINE_HOST[self.reduction](self.on_host, value)
+
+    def _add_weighted(self, value: Number, weight: Number) -> None:
+        if isinstance(weight, torch.Tensor):
+            self._add_product(value, weight)
+            return
+        self.weight_on_host += weight
+        if not isinstance(value, torch.Tensor):
+            self.on_host = (self.on_host or 0.0) + value * weight
+            return
+        pending = self.pending
+        if not pending.fits(value):
+            if value.device.type == "xla":  # there a step is a program: the same ones every time
+                before = identity_element(value, "mean") if self.on_device is None else self.on_device
+                self.on_device = to_float64(value) * weight if before is None else before.add_(value, alpha=weight)
+                return
+            self.flush()
+            pending.begin(value)
+        pending.add(value, weight)
+        if len(pending.weights) == pending.SIZE:
+            self.flush()
+
+    def _add_product(self, value: Number, weight: torch.Tensor) -> None:
+        wide = to_float64(weight)
+        before = identity_element(wide, "mean") if self.weight_on_device is None else self.weight_on_device
+        self.weight_on_device = wide if before is None else before + wide
+        product = to_float64(torch.as_tensor(value, device=weight.device)) * wide
+        before = identity_element(product, "mean") if self.on_device is None else self.on_device
+        self.on_device = product if before is None else before + product
+
+    def flush(self) -> None:
+        """Add up what is pending."""
+        pending = self.pending
+        weights = set(pending.weights)
+        if len(weights) == 1:
+            added = _widened(pending.values()).sum() * weights.pop()
+            self.on_device = added if self.on_device is None else self.on_device + added
+        else:  # without copying the weights to the device, which would wait for it
+            for value, weight in zip(pending.tensors(), pending.weights, strict=True):
+                added = to_float64(value) * weight
+                self.on_device = added if self.on_device is None else self.on_device + added
+        pending.weights.clear()
+
+    def merge(self, other: Accumulator) -> None:
+        """Take in what another process has added up of the same name."""
+        self.flush()
+        other.flush()
+        if other.on_host is not None:
+            on_host = self.on_host
+            self.on_host = other.on_host if on_host is None else COMBINE_HOST[self.reduction](on_host, other.on_host)
+        if other.on_device is not None:
+            on_device = self.on_device
+            combine = _COMBINE.get(self.reduction, torch.add)
+            self.on_device = other.on_device if on_device is None else combine(on_device, other.on_device)
+        self.weight_on_host += other.weight_on_host
+        if other.weight_on_device is not None:
+            weight = self.weight_on_device
+            self.weight_on_device = other.weight_on_device if weight is None else weight + other.weight_on_device
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The device values to read; `host_value` takes their numbers in the same order."""
+        summed = [tensor for tensor in (self.on_device, self.weight_on_device) if tensor is not None]
+        return summed + self.pending.tensors()
+
+    def host_value(self, read: Iterator[float]) -> tuple[float | None, float]:
+        """(reduced value so far, weight so far), given the numbers of `tensors()`."""
+        value = self.on_host
+        if self.on_device is not None:
+            from_device = next(read)
+            value = from_device if value is None else COMBINE_HOST[self.reduction](value, from_device)
+        weight = self.weight_on_host + (next(read) if self.weight_on_device is not None else 0.0)
+        for pending_weight in self.pending.weights:
+            value = (0.0 if value is None else value) + next(read) * pending_weight
+        return value, weight
+
+
+def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
+    """Numbers of any shape of one element, in one wide tensor."""
+    there = [value.reshape(()) if value.dim() else value for value in values]
+    if any(value.dtype != there[0].dtype for value in there):
+        there = [to_float64(value) for value in there]
+    return _widened(torch.stack(there))
+
+
+def to_float64(value: torch.Tensor) -> torch.Tensor:
+    """A 0-dim copy in float64 (float32 on devices without it), so that long sums keep their digits."""
+    return _widened(value.detach().reshape(()), copy=True)
+
+
+def _widened(values: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64, copy=copy)
+
+
+def identity_element(value: torch.Tensor, reduction: str) -> torch.Tensor | None:
+    """What the first value of a reduction is combined with, as if there had been others; None: with nothing.
+
+    Where steps are recorded as programs, the first one of an epoch would otherwise be another program than the rest.
+    """
+    return xla_scalar(_BEGINNINGS[reduction]) if value.device.type == "xla" else None
+
+
+_BEGINNINGS = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
+_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+COMBINE_HOST: dict[str, Callable[[float, float], float]] = {
+    "mean": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "min": min,
+    "max": max,
+}
+
+
+def to_host(tensors: list[torch.Tensor]) -> list[float]:
+    """The numbers of tensors of one element, with one copy from each device."""
+    numbers = [0.0] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        there = _stacked([tensors[place].detach() for place in places])
+        for place, number in zip(places, there.tolist(), strict=True):
+            numbers[place] = number
+    return numbers

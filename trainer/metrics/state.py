@@ -1,0 +1,136 @@
+"""What a half-finished epoch has added up, as data for a checkpoint: logged values and torchmetrics objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer.metrics.metric_log import Entry, LogOptions, MetricLog, MetricScope, is_torchmetric
+from trainer.metrics.reductions import Accumulator
+
+log = logging.getLogger("trainer")
+
+
+def metrics_state(metrics: MetricLog) -> dict[str, Any]:
+    """This process's sums and counts since they were last read. The objects' lists of tensors are not copied."""
+    return {
+        "train": _section_state(metrics.train),
+        "hooks": _section_state(metrics.hooks),
+        "objects": {
+            name: {"updates": metric.update_count, "state": metric.metric_state}
+            for name, metric in _objects(metrics.module)
+            if metric.update_count
+        },
+    }
+
+
+def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], device: torch.device) -> None:
+    """Go on from what `metrics_state` gave: on as many processes as then, each from its own; else from several or none.
+
+    A torchmetrics object that cannot be merged with another starts afresh, and a warning says so.
+    """
+    for section, name in ((metrics.train, "train"), (metrics.hooks, "hooks")):
+        section.entries.clear()
+        for state in states:
+            _add_to_section(section, state[name], device)
+    for name, metric in _objects(metrics.module):
+        saved = [state["objects"][name] for state in states if name in state["objects"]]
+        if saved or metric.update_count:
+            metric.reset()
+        for number, one in enumerate(saved):
+            try:
+                _add_to_object(metric, one, first=number == 0)
+            except RuntimeError:
+                metric.reset()
+                log.warning(
+                    "%s (%s) cannot be merged from several processes: it starts afresh in the middle of the epoch",
+                    name,
+                    type(metric).__name__,
+                )
+                break
+
+
+@contextmanager
+def preserve_torchmetrics(metrics: MetricLog) -> Iterator[None]:
+    """Torchmetrics objects forget what the block updates."""
+    before = [
+        (metric, {"updates": metric.update_count, "state": {k: _copied(v) for k, v in metric.metric_state.items()}})
+        for _, metric in _objects(metrics.module)
+    ]
+    yield
+    for metric, state in before:
+        metric.reset()
+        if state["updates"]:
+            _add_to_object(metric, state, first=True)
+
+
+def _copied(state: Any) -> Any:
+    return state.clone() if isinstance(state, torch.Tensor) else list(state)
+
+
+def _section_state(section: MetricScope) -> dict[str, Any]:
+    return {
+        name: {"options": vars(entry.options), "epoch": _epoch_state(entry.epoch)}
+        for name, entry in section.entries.items()
+        if entry.options.on_epoch
+    }
+
+
+def _epoch_state(epoch: Accumulator) -> dict[str, Any]:
+    pending = {"pending": epoch.pending.values().clone(), "pending_weights": list(epoch.pending.weights)}
+    return {**vars(epoch), **pending}
+
+
+def _accumulator(state: dict[str, Any], device: torch.device) -> Accumulator:
+    moved: dict[str, Any] = {
+        key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in state.items()
+    }
+    values, weights = moved.pop("pending"), moved.pop("pending_weights")
+    accumulator = Accumulator(**moved)
+    if weights:
+        accumulator.pending.begin(values)
+    for value, weight in zip(values.unbind(), weights, strict=True):
+        accumulator.pending.add(value, weight)
+    return accumulator
+
+
+def _add_to_section(section: MetricScope, state: dict[str, Any], device: torch.device) -> None:
+    for name, saved in state.items():
+        accumulator = _accumulator(saved["epoch"], device)
+        entry = section.entries.get(name)
+        if entry is None:
+            entry = section.entries[name] = Entry(name, LogOptions(**saved["options"]))
+            entry.epoch = accumulator
+        else:
+            entry.epoch.merge(accumulator)
+
+
+def _objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The torchmetrics objects among the submodules, by name."""
+    for name, submodule in module.named_modules():
+        if is_torchmetric(submodule):
+            yield name, submodule
+        elif type(submodule).__name__ == "MetricCollection":
+            # Metrics that share a state get it when they are asked for; until then only one of them is up to date.
+            list(submodule.values(copy_state=False))
+
+
+def _add_to_object(metric: Any, saved: dict[str, Any], first: bool) -> None:
+    # The counter has no public setter; torchmetrics itself restores it in this way (Metric._restore_cache).
+    metric._update_count += saved["updates"]
+    state = {key: _moved(value, metric.device) for key, value in saved["state"].items()}
+    if first:
+        for key, value in state.items():
+            setattr(metric, key, value)
+    else:
+        metric.merge_state(state)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [one.to(device) for one in value]
+    return value.to(device)

@@ -1,0 +1,1 @@
+"""Functions of a module: its blocks, memory, weights, compilation."""

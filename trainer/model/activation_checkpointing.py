@@ -1,0 +1,114 @@
+"""Activation checkpointing: a block's activations are computed again in the backward pass instead of being kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from trainer.errors import ConfigError
+from trainer.model.blocks import BlockPolicy, find_blocks
+
+
+def enable_activation_checkpointing(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn.Module]:
+    """From now on, keep of each block only its inputs between forward and backward.
+
+    Results, gradients, random numbers (dropout) and the running statistics of norms are the same bits as without; names
+    in `state_dict()` and `named_parameters()` stay. Call it before or after the module is wrapped. Blocks that are done
+    already stay as they are.
+
+    Args:
+        module: changed in place, until `disable_activation_checkpointing(module)`.
+        policy: which blocks, see `find_blocks`. `"auto"`: those it finds by itself.
+
+    Returns:
+        The blocks by name.
+
+    Raises:
+        ConfigError: the policy matches nothing; later, in the second training forward of a block: it changes a buffer
+            each time.
+    """
+    blocks = find_blocks(module, policy)
+    if not blocks:
+        raise ConfigError(
+            f"activation checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
+        )
+    for block in blocks.values():
+        if not isinstance(vars(block).get("forward"), _Recomputed):
+            block.forward = _Recomputed(block)
+    return blocks
+
+
+def disable_activation_checkpointing(module: nn.Module) -> None:
+    """Undo `enable_activation_checkpointing` everywhere in `module`."""
+    for block in module.modules():
+        forward = vars(block).get("forward")
+        if isinstance(forward, _Recomputed):
+            del block.forward
+            if forward.replaced is not None:
+                block.forward = forward.replaced
+
+
+class _Recomputed:
+    """The `forward` of a block. Hooks, and with them those of FSDP and DDP, are outside of it: they run once.
+
+    An object and no closure, so that a deep copy of the block calls itself and not the original.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.replaced: Callable[..., Any] | None = vars(block).get("forward")
+        self.forward: Callable[..., Any] = block.forward
+        self.norms = [child for child in block.modules() if isinstance(child, _NormBase)]
+        self.checked = self.changed_before = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        # With statistics that the second forward may change. Only then: the compiler does not know such contexts.
+        options: dict[str, Any] = {"context_fn": self._contexts} if self.norms else {}
+        if self.checked or torch.compiler.is_compiling():
+            return checkpoint(self._run, args, kwargs, use_reentrant=False, **options)
+        before = self._buffer_versions()
+        # Arguments in a tuple and a dict: none is taken for an option of `checkpoint`, and it finds the devices of all,
+        # to keep the states of their generators.
+        result = checkpoint(self._run, args, kwargs, use_reentrant=False, **options)
+        changed = [name for name, version in self._buffer_versions().items() if before.get(name) != version]
+        if changed and self.changed_before:
+            raise ConfigError(
+                f"activation checkpointing runs the forward of {type(self.block).__name__} twice, and it changes the "
+                f"buffer {', '.join(map(repr, changed))} each time: the gradients would be wrong. Choose blocks that "
+                "leave it out."
+            )
+        # Once may be a table that is filled when it is first needed.
+        self.changed_before, self.checked = bool(changed), not changed
+        return result
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), self._own_statistics()
+
+    @contextmanager
+    def _own_statistics(self) -> Iterator[None]:
+        """The second forward updates copies of the running statistics, which are thrown away."""
+        kept = [dict(norm._buffers) for norm in self.norms]
+        for norm in self.norms:
+            norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
+        try:
+            yield
+        finally:
+            for norm, buffers in zip(self.norms, kept, strict=True):
+                norm._buffers.update(buffers)
+
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        """Identity and number of changes of each buffer that is not a norm's."""
+        own = {id(buffer) for norm in self.norms for buffer in norm.buffers(recurse=False)}
+        buffers = self.block.named_buffers()
+        return {name: (id(buffer), buffer._version) for name, buffer in buffers if id(buffer) not in own}

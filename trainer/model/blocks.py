@@ -1,0 +1,291 @@
+"""Finding the blocks of a module: the submodules that are sharded, gathered or recomputed one at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+
+from torch import nn
+
+from trainer.errors import ConfigError, did_you_mean, raise_problems
+
+BlockPolicy = str | type | int | Collection[str | type] | Callable[[str, nn.Module], bool]
+"""Which submodules are blocks: `"auto"`, class names or classes, a least number of parameters, or a function of a
+submodule's name and the submodule."""
+
+LISTS = (nn.ModuleList, nn.Sequential)
+MIN_BLOCK_FRACTION = 20
+"""Where nothing repeats, a block has at least one part in so many of the parameters."""
+
+
+def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn.Module]:
+    """The blocks of `module` by name: children before their parents, siblings in the order of registration.
+
+    Never `module` itself, and never a container without a `forward`, such as `nn.ModuleList`. A submodule with several
+    names has the first one. By policy:
+
+    - `"auto"`: what Hugging Face models name as not to be split (`_no_split_modules`), and elsewhere the members of one
+      class of the outermost `nn.ModuleList`s and `nn.Sequential`s (an encoder and a decoder, say), those made of
+      modules before plain layers, and three or more attributes of one class; without any of these, two attributes of
+      one class. Classes with less than a tenth of the largest one's parameters are left out. Where all this holds less
+      than half of the parameters, the large submodules of the rest are blocks too. Blocks do not overlap, and what
+      shares a parameter with the rest of the module is left out. Empty where nothing is left.
+    - class names (`"Block"`, `"package.Block"`) or classes (subclasses count), one or a collection: all of these. Each
+      has to match something.
+    - an int: submodules with at least so many parameters outside the blocks within them.
+    - a callable: the submodules for which `policy(name, submodule)` is true.
+
+    Raises:
+        ConfigError: the policy is none of these, or matches nothing.
+    """
+    if policy == "auto":
+        return _auto(module)
+    if isinstance(policy, bool) or (isinstance(policy, int) and policy < 1):
+        raise ConfigError(f"the blocks' least number of parameters has to be at least 1, and is {policy!r}.")
+    if isinstance(policy, int):
+        found = _by_size(module, policy)
+        problem = f"no submodule of {type(module).__name__} has {policy:,} parameters or more"
+    elif isinstance(policy, (str, type)):
+        return _by_class(module, [policy])
+    elif callable(policy):
+        found = {name: child for name, child in _submodules(module) if policy(name, child)}
+        problem = "the function that chooses the blocks returned False for every submodule with a forward"
+    elif isinstance(policy, Collection) and policy and all(isinstance(entry, (str, type)) for entry in policy):
+        return _by_class(module, policy)
+    else:
+        raise ConfigError(
+            f"blocks are chosen by 'auto', class names, classes, a least number of parameters, or a function of a name "
+            f"and a submodule; got {policy!r}."
+        )
+    if not found:
+        raise ConfigError(f"{problem}. {_classes_in_words(module)}")
+    return found
+
+
+def exclude_tied_weights(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those blocks that share no parameter with anything outside of them: each can be divided by itself."""
+    owners = _number_of_owners(module)
+    return {name: block for name, block in blocks.items() if not _tied(block, owners)}
+
+
+def blocks_in_words(blocks: dict[str, nn.Module]) -> str:
+    """`"12 x Block (net.blocks.0 to net.blocks.11), Embedding (net.embedding)"`; `"nothing"` when empty."""
+    names: dict[str, list[str]] = {}
+    for name, block in blocks.items():
+        names.setdefault(type(block).__name__, []).append(name)
+    groups = (
+        f"{len(own)} x {kind} ({own[0]} to {own[-1]})" if len(own) > 1 else f"{kind} ({own[0]})"
+        for kind, own in names.items()
+    )
+    return ", ".join(groups) or "nothing"
+
+
+def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All submodules that can be a block, children first, each once."""
+    seen = {id(module)}
+
+    def below(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in parent.named_children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            yield from below(child, f"{prefix}{name}.")
+            if _has_forward(child):
+                yield f"{prefix}{name}", child
+
+    return below(module, "")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _size(module: nn.Module) -> int:
+    return sum(map(_elements, module.parameters()))
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Of a parameter that ZeRO-3 has divided nothing is there, but it knows."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+# -- by size -----------------------------------------------------------------------------------------------------------
+
+
+def _by_size(module: nn.Module, least: int, taken: Collection[nn.Module] = ()) -> dict[str, nn.Module]:
+    """Submodules with at least `least` parameters that are in no block below; nothing in or around `taken` ones."""
+    covered = {id(parameter) for block in taken for parameter in block.parameters()}
+    found = {}
+    for name, child in _submodules(module):
+        rest = {id(p): _elements(p) for p in child.parameters() if id(p) not in covered}
+        if sum(rest.values()) >= least:
+            found[name] = child
+            covered |= rest.keys()
+    return found
+
+
+# -- by class ----------------------------------------------------------------------------------------------------------
+
+
+def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.Module]:
+    children = list(_submodules(module))
+    unmatched = [kind for kind in kinds if not any(_is_a(child, kind) for _, child in children)]
+    problems = [_no_such_class(module, kind) for kind in unmatched]
+    if problems:
+        problems[-1] += " " + _classes_in_words(module)
+    raise_problems(problems, "the choice of blocks")
+    return {name: child for name, child in children if any(_is_a(child, kind) for kind in kinds)}
+
+
+def _is_a(module: nn.Module, kind: str | type) -> bool:
+    if isinstance(kind, type):
+        return isinstance(module, kind)
+    return kind in _names_of(type(module))
+
+
+def _names_of(kind: type) -> tuple[str, str]:
+    return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _no_such_class(module: nn.Module, kind: str | type) -> str:
+    if any(_is_a(child, kind) for child in module.modules() if child is not module):
+        return f"{_named(kind)} has no forward, so it cannot be a block: name the class of its members."
+    if _is_a(module, kind):
+        return f"{_named(kind)} is the whole module: name a class within it."
+    known = {type(child).__name__ for _, child in _submodules(module)}
+    suggestion = did_you_mean(_named(kind), known)
+    return f"no submodule of {type(module).__name__} is a {_named(kind)}.{suggestion}"
+
+
+def _named(kind: str | type) -> str:
+    return kind.__name__ if isinstance(kind, type) else kind
+
+
+def _classes_in_words(module: nn.Module) -> str:
+    """The classes there are, those that hold most parameters first."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for _, child in _submodules(module):
+        counts[type(child).__name__] += 1
+        sizes[type(child).__name__] += _size(child)
+    if not counts:
+        return f"{type(module).__name__} has no submodules with a forward."
+    ordered = sorted(counts, key=lambda name: -sizes[name])
+    shown = ", ".join(f"{name} ({counts[name]})" for name in ordered[:20])
+    more = f" and {len(ordered) - 20} more" if len(ordered) > 20 else ""
+    return f"Its classes, with how many there are of each: {shown}{more}."
+
+
+# -- auto --------------------------------------------------------------------------------------------------------------
+
+
+def _auto(module: nn.Module) -> dict[str, nn.Module]:
+    owners = _number_of_owners(module)
+    declared = _not_to_be_split(module)
+    stacks = _stacks(module, declared, _repeated)
+    if not declared and not stacks:
+        stacks = _stacks(module, [], partial(_repeated_attributes, least=2))
+    stacks += _stacks(module, declared + [block for stack in stacks for block in stack], _plain_members)
+    by_kind: Counter[type] = Counter()
+    for stack in stacks:
+        by_kind[type(stack[0])] += sum(map(_size, stack))
+    largest = max(by_kind.values(), default=0)
+    large_stacks = [stack for stack in stacks if by_kind[type(stack[0])] * 10 >= largest]
+    chosen = declared + [block for stack in large_stacks for block in stack]
+    chosen = [block for block in chosen if not _tied(block, owners)]
+
+    total = _size(module)
+    if sum(map(_size, chosen)) * 2 < total:
+        own = [sum(map(_elements, child.parameters(recurse=False))) for _, child in _submodules(module)]
+        least = max(1, min(total // MIN_BLOCK_FRACTION, max(own, default=1)))
+        large = [block for block in _by_size(module, least, chosen).values() if not _tied(block, owners)]
+        # What lies around a block stays with the whole module.
+        around = _around(module, chosen + large)
+        chosen += [block for block in large if id(block) not in around]
+    wanted = set(map(id, chosen))
+    return {name: child for name, child in _submodules(module) if id(child) in wanted}
+
+
+def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that a Hugging Face model declares to be one piece."""
+    declared: list[nn.Module] = []
+    for model in module.modules():
+        names = vars(type(model)).get("_no_split_modules") or vars(model).get("_no_split_modules") or ()
+        declared += [child for child in model.modules() if type(child).__name__ in names and child is not module]
+    unique = {id(block): block for block in declared if _has_forward(block) and _size(block)}
+    within = {id(child) for block in unique.values() for child in block.modules() if child is not block}
+    return [block for key, block in unique.items() if key not in within]
+
+
+def _stacks(
+    module: nn.Module, taken: list[nn.Module], repeated: Callable[[nn.Module], list[list[nn.Module]]]
+) -> list[list[nn.Module]]:
+    """The outermost groups of repeated modules, apart from those taken."""
+    within = {id(child) for block in taken for child in block.modules()}
+    around = _around(module, taken)
+
+    def below(parent: nn.Module) -> list[list[nn.Module]]:
+        found = [group for group in repeated(parent) if not any(id(m) in around or id(m) in within for m in group)]
+        inside = {id(member) for group in found for member in group} | within
+        for child in parent.children():
+            if id(child) not in inside:
+                found += below(child)
+        return found
+
+    return below(module)
+
+
+def _repeated(module: nn.Module) -> list[list[nn.Module]]:
+    """Members of lists, or three attributes and more: two are rather two towers, each with blocks of its own."""
+    return _composite_members(module) if isinstance(module, LISTS) else _repeated_attributes(module, least=3)
+
+
+def _composite_members(module: nn.Module) -> list[list[nn.Module]]:
+    """Of a list: its members of one class, made of modules themselves. In a ModuleList one is enough, as nobody makes
+    a list of something that is not meant to repeat. Lists of blocks are no blocks."""
+    least = 1 if isinstance(module, nn.ModuleList) else 2
+    groups = [group for group in _by_kind(module) if len(group) >= least and _is_composite(group[0])]
+    return [g for g in groups if not (isinstance(g[0], LISTS) and any(map(_composite_members, g)))]
+
+
+def _plain_members(module: nn.Module) -> list[list[nn.Module]]:
+    """Of a list: its layers of one class, as in an MLP."""
+    if not isinstance(module, LISTS):
+        return []
+    return [group for group in _by_kind(module) if len(group) > 1 and not _is_composite(group[0])]
+
+
+def _repeated_attributes(module: nn.Module, least: int) -> list[list[nn.Module]]:
+    """Attributes of one class that are made of modules themselves: `self.block1`, `self.block2`."""
+    groups = _by_kind(module)
+    return [g for g in groups if len(g) >= least and _is_composite(g[0]) and not isinstance(g[0], LISTS)]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _by_kind(module: nn.Module) -> list[list[nn.Module]]:
+    groups: dict[type, list[nn.Module]] = {}
+    for child in module.children():
+        if _has_forward(child) and _size(child):
+            groups.setdefault(type(child), []).append(child)
+    return list(groups.values())
+
+
+def _around(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
+    """The ids of the modules that have one of `blocks` within them."""
+    wanted = set(map(id, blocks))
+    return {id(m) for m in module.modules() if any(id(child) in wanted for child in m.modules() if child is not m)}
+
+
+def _number_of_owners(module: nn.Module) -> Counter[int]:
+    """How many submodules hold each parameter directly; more than one: the weight is tied."""
+    return Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
+
+
+def _tied(block: nn.Module, owners: Counter[int]) -> bool:
+    """Whether a parameter of `block` is also held outside of it."""
+    within = _number_of_owners(block)
+    return any(owners[key] > number for key, number in within.items())

@@ -1,1 +1,0 @@
-"""Processes: which one this is, how several are started, seeded, stopped together, and how they fail."""
