@@ -48,7 +48,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("cli", "testing"),
     ("__main__",),
 )
-"""Files and folders of the package. At run time a room imports only rooms of earlier rows, and itself without a circle."""
+"""At run time a room imports only rooms of earlier rows, and inside itself no circle."""
 
 NOT_YET = {
     ("profiling", "callback"),

@@ -33,8 +33,8 @@ class Watchdog:
 
     The main thread only increments `heartbeats`. When one process has not done so for the limit, it says so in the
     store; then all of them print the stacks of their Python threads to stderr, the first one says who is behind, and
-    all end with exit code 1. A process that cannot even do that, because something holds the interpreter's lock, is ended by
-    `faulthandler`, which prints its stacks as well.
+    all end with exit code 1. A process that cannot even do that, because something holds the interpreter's lock, is
+    ended by `faulthandler`, which prints its stacks as well.
     """
 
     def __init__(self) -> None:
