@@ -319,7 +319,7 @@ def test_an_error_in_on_exception_hides_neither_the_first_one_nor_teardown(
 
 
 def test_every_moment_stands_in_the_pseudocode_and_every_moment_of_the_pseudocode_exists() -> None:
-    pseudocode = trainer.callbacks.base.__doc__
+    pseudocode = trainer.callback.__doc__
     assert pseudocode is not None
     named = set(re.findall(r"\bon_[a-z_]+[a-z]\b", pseudocode)) - {"on_epoch"}
     lines = set(re.findall(r"^\s+(setup|teardown|prepare_data|configure_\w+)", pseudocode, re.MULTILINE))

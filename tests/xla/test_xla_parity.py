@@ -86,7 +86,7 @@ def train(strategy: str, kind: str, accumulate: int, clip: float | None) -> dict
         module: TrainModule = MLP()
         loaders = [DataLoader(numbers(), 8), DataLoader(numbers(), 8)]
     else:
-        module = GPT(context=16, layers=2, heads=2, width=32, compile_warmup_steps=5)
+        module = GPT(context=16, layers=2, heads=2, width=32, warmup_steps=5)
         loaders = [DataLoader(text(STEPS * 2 * 8), 8), DataLoader(text(24), 8)]
     trainer.fit(module, *loaders)
     return {
