@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Literal
-
-from typing_extensions import ParamSpec
+from typing import Any, Literal
 
 from trainer.callback import Callback, Logger
 from trainer.callbacks import PROFILERS
 from trainer.distributed.devices import choose_accelerator
-from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.errors import ConfigError, did_you_mean
 from trainer.fault_tolerance.deadline import read_deadline
 from trainer.model.compile import compile_problems
 from trainer.precision import Precision, resolve_precision
 from trainer.strategies import Strategy, resolve_strategy
-
-P = ParamSpec("P")
-Init = Callable[[Any, "Settings"], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,46 +139,18 @@ class Settings:
         return None if self.deadline is None else read_deadline(self.deadline)
 
 
-def takes(settings: Callable[P, Settings]) -> Callable[[Init], Callable[Concatenate[Any, P], None]]:
-    """Let a constructor that takes a `Settings` object be called with the arguments of `Settings` themselves.
-
-    Raises:
-        ConfigError: for unknown arguments, with a suggestion, and for all wrong values together.
-    """
-
-    def decorate(init: Init) -> Callable[Concatenate[Any, P], None]:
-        @wraps(init)
-        def with_arguments(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            wrong_names = _wrong_names(args, kwargs)
-            if wrong_names:
-                known: dict[str, Any] = {name: value for name, value in kwargs.items() if name in _NAMES}
-                raise_problems([*wrong_names, *Settings(**known).problems()], "the Trainer's arguments")
-            made = settings(*args, **kwargs)
-            raise_problems(made.problems(), "the Trainer's arguments")
-            init(self, made)
-
-        signature = inspect.signature(settings)
-        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        with_arguments.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[self_parameter, *signature.parameters.values()], return_annotation=None
-        )
-        return with_arguments
-
-    return decorate
+ARGUMENTS = tuple(field.name for field in dataclasses.fields(Settings))
+"""The names of the Trainer's arguments."""
 
 
-def _wrong_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if args else []
-    for name in kwargs:
-        if name not in _NAMES:
-            hint = (
-                f" Use {LIGHTNING_EQUIVALENTS[name]}." if name in LIGHTNING_EQUIVALENTS else did_you_mean(name, _NAMES)
-            )
-            problems.append(f"Trainer has no argument {name!r}.{hint or ' trainer fit --help lists them all.'}")
+def wrong_names(positional: Collection[object], unknown: Iterable[str]) -> list[str]:
+    """Return one problem for arguments given by position, and one for each name that `Trainer` does not take."""
+    problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if positional else []
+    for name in unknown:
+        instead = f" Use {LIGHTNING_EQUIVALENTS[name]}." if name in LIGHTNING_EQUIVALENTS else ""
+        hint = instead or did_you_mean(name, ARGUMENTS) or " trainer fit --help lists them all."
+        problems.append(f"Trainer has no argument {name!r}.{hint}")
     return problems
-
-
-_NAMES = tuple(field.name for field in dataclasses.fields(Settings))
 
 
 LIGHTNING_EQUIVALENTS = {
@@ -208,7 +173,7 @@ LIGHTNING_EQUIVALENTS = {
     "reload_dataloaders_every_n_epochs": "an iterable of your own: its __iter__ is called in every epoch",
     "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
 }
-"""Where the meaning of an argument of other trainers is found here."""
+"""Arguments of other trainers, and what to use here."""
 
 _WHOLE_NUMBERS = {  # name: smallest value
     "num_nodes": 1,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
+from typing_extensions import Never
 
+from trainer.callback import Callback, Logger
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.batch import Batch
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, raise_problems
 from trainer.fault_tolerance.stop import exit_code
 from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors
 from trainer.loop.describe import describe
@@ -34,8 +37,10 @@ from trainer.loop.training_state import save_state
 from trainer.metrics.metric_log import MetricScope
 from trainer.module import TrainModule
 from trainer.optimizers import monitored_value, zero_grad_fast
+from trainer.precision import Precision
 from trainer.seed import seed_everything
-from trainer.settings import Settings, takes
+from trainer.settings import ARGUMENTS, Settings, wrong_names
+from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
 
@@ -43,15 +48,64 @@ log = logging.getLogger("trainer")
 class Trainer(RunState):
     """Runs a `TrainModule`: `Trainer(max_epochs=3).fit(module, train_loader, val_loader)`.
 
-    The arguments are the fields of `trainer.settings.Settings`, by keyword. The loop has no branch on strategy, device
-    or precision; `trainer.describe()` prints what was chosen and why.
+    `trainer.settings.Settings` explains the arguments, and so does `trainer fit --help`. The loop has no branch on
+    strategy, device or precision; `trainer.describe()` prints what was chosen and why.
 
     Raises:
         ConfigError: listing everything that is wrong with the arguments.
     """
 
-    @takes(Settings)
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self,
+        *positional: Never,
+        accelerator: str = "auto",
+        devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
+        strategy: str | Strategy = "auto",
+        precision: str | int | Precision = "32-true",
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        deadline: str | datetime | None = None,
+        deadline_margin: float | None = None,
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
+        limit_train_batches: int | float = 1.0,
+        limit_val_batches: int | float = 1.0,
+        limit_test_batches: int | float = 1.0,
+        limit_predict_batches: int | float = 1.0,
+        overfit_batches: int | float = 0,
+        fast_dev_run: bool | int = False,
+        val_check_interval: int | float = 1.0,
+        check_val_every_n_epoch: int = 1,
+        num_sanity_val_steps: int = 2,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        log_every_n_steps: int = 50,
+        callbacks: Callback | list[Callback] | None = None,
+        logger: bool | Logger | list[Logger] = True,
+        enable_progress_bar: bool = True,
+        enable_checkpointing: bool = True,
+        enable_model_summary: bool = True,
+        default_root_dir: str | Path = "runs",
+        max_restarts: int = 0,
+        watchdog_seconds: float | Literal["auto"] | None = 1800.0,
+        seed: int | None = None,
+        seed_per_sample: bool = False,
+        deterministic: bool | Literal["warn"] = False,
+        benchmark: bool | None = None,
+        detect_anomaly: bool = False,
+        inference_mode: bool = True,
+        profiler: str | Callback | None = None,
+        compile: bool | str | dict[str, Any] = False,
+        activation_checkpointing: str | int | list[Any] | Callable[..., bool] | None = None,
+        **unknown: Never,
+    ) -> None:
+        arguments = locals()
+        settings = Settings(**{name: arguments[name] for name in ARGUMENTS})
+        problems = [*wrong_names(positional, unknown), *settings.problems()]
+        raise_problems(problems, "the Trainer's arguments")
         super().__init__(settings)
         if settings.seed is not None:
             seed_everything(settings.seed)
