@@ -14,9 +14,9 @@ from trainer.callback import Callback
 from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
-from trainer.checkpoint.format import MANIFEST_FILE, is_committed
+from trainer.checkpoint.format import is_committed
 from trainer.checkpoint.retention import Retention, format_name, mode_of, template_problems
-from trainer.checkpoint.storage import StoragePath, as_storage_path, path_in_use
+from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
 
@@ -278,7 +278,7 @@ class ModelCheckpoint(Callback):
     def _free_name(self, name: str) -> str:
         """The name, with a version if it is taken: an existing checkpoint is never overwritten."""
         candidate, version = name, 1
-        while path_in_use(self._in_folder(candidate), MANIFEST_FILE):
+        while storage_of(path := self._in_folder(candidate)).path_in_use(path):
             candidate, version = f"{name}-v{version}", version + 1
         return candidate
 

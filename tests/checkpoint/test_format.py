@@ -298,7 +298,7 @@ def test_files_that_are_no_files_are_refused(checkpoint: Path, reseal: Callable[
     file.unlink()
     os.mkfifo(file)  # opening one would wait for ever
     reseal(checkpoint)
-    assert_noticed(checkpoint, "model.safetensors is a symbolic link or no regular file")
+    assert_noticed(checkpoint, "model.safetensors is a symbolic link or not a regular file")
 
 
 def test_a_huge_header_is_refused_without_being_read(checkpoint: Path, reseal: Callable[..., None]) -> None:

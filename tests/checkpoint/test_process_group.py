@@ -77,12 +77,12 @@ def write_and_fail(folder: str) -> dict[str, Any]:
     results["a part is missing"] = error_of(lambda: write_checkpoint(place / "missing", lacking, peers=peers))
     if rank == 1:
         # Writing under this rank's name is impossible: a folder is in the way.
-        from trainer.checkpoint import writing as write
+        from trainer.checkpoint.disk import LocalStorage
 
-        def refuse(path: Any, chunks: Any) -> Any:
+        def refuse(self: Any, path: Any, chunks: Any) -> Any:
             raise OSError(28, "No space left on device")
 
-        write.write_file = refuse  # type: ignore[assignment]
+        LocalStorage.write_file = refuse  # type: ignore[method-assign]
     results["a full disk on rank 1"] = error_of(lambda: write_checkpoint(place / "full", own, peers=peers))
     results["left"] = sorted(path.name for path in place.iterdir())
     peers.barrier()

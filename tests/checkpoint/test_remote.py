@@ -294,7 +294,7 @@ def test_places(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Path("s3://bucket/run"), r"was a URL before it became a Path: give it as a text"),
+        (Path("s3://bucket/run"), r"was a URL before it became a Path: give it as a string"),
         ("nosuch://bucket/run", r"'nosuch://bucket/run': fsspec cannot open it: Protocol not known: nosuch"),
     ],
 )

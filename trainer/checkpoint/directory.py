@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
-from trainer.checkpoint.disk import WriteError, leftovers, sync_folder
-from trainer.checkpoint.format import MANIFEST_FILE, checkpoints_in, find_damage, is_committed, read_manifest
-from trainer.checkpoint.remote import RemotePath, remove_leftovers
+from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.serialization import from_json, to_json
-from trainer.checkpoint.storage import StoragePath, as_storage_path, remove_folder, replace_file
+from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.errors import CheckpointError, did_you_mean
 
 Pointer = Literal["last", "best"]
@@ -35,6 +34,7 @@ class CheckpointDirectory:
 
     def __init__(self, folder: str | StoragePath) -> None:
         self.folder = as_storage_path(folder)
+        self._storage = storage_of(self.folder)
 
     def list(self) -> _Paths:
         """The committed checkpoints, by the step in their info (those without one first), then by name.
@@ -69,7 +69,7 @@ class CheckpointDirectory:
         read_manifest(target)
         file = self._pointer_file(pointer)
         try:
-            replace_file(file, to_json({"checkpoint": target.name}) + b"\n")
+            self._storage.replace_file(file, to_json({"checkpoint": target.name}) + b"\n")
         except OSError as error:
             raise WriteError(f"cannot write {file}: {error.strerror or error}") from error
 
@@ -152,7 +152,7 @@ class CheckpointDirectory:
         if not find_damage(target, contents=False) and all(find_damage(path, contents=False) for path in others):
             raise CheckpointError(f"{target} is the only whole checkpoint in {self.folder}, so it is not removed")
         try:
-            remove_folder(target, MANIFEST_FILE)
+            self._storage.remove_checkpoint(target)
         except OSError as error:
             raise WriteError(f"cannot remove {target}: {error.strerror or error}") from error
 
@@ -163,24 +163,7 @@ class CheckpointDirectory:
         checkpoint that was being replaced when the process died goes back to its place. In an object store nobody can
         tell whose process is gone: there only the age counts.
         """
-        if isinstance(self.folder, RemotePath):
-            return [*remove_leftovers(self.folder, MANIFEST_FILE, max_age)]
-        removed: _Paths = []
-        for leftover in leftovers(self.folder) if self.folder.is_dir() else ():
-            if not leftover.is_dead(max_age):
-                continue
-            place = leftover.path.with_name(leftover.name)
-            if leftover.kind == "old" and is_committed(leftover.path) and not place.exists():
-                leftover.path.rename(place)
-                sync_folder(self.folder)
-                _log.warning("The checkpoint %s was being replaced when its process died; the old one is back.", place)
-                continue
-            if leftover.path.is_dir():
-                shutil.rmtree(leftover.path, ignore_errors=True)
-            else:
-                leftover.path.unlink(missing_ok=True)
-            removed.append(leftover.path)
-        return removed
+        return self._storage.remove_leftovers(self.folder, max_age)
 
     def _followed(self, target: StoragePath | None) -> StoragePath | None:
         """The checkpoint that was committed after `target` by a process that died before it could point to it."""
@@ -199,7 +182,7 @@ class CheckpointDirectory:
         """The place of a checkpoint of this folder, given by its name or its path."""
         text = str(name)
         path = self.folder / text if len(PurePath(text).parts) == 1 else as_storage_path(name)
-        if _absolute(path.parent) != _absolute(self.folder) or not path.name or path.name.startswith("."):
+        if path.parent.absolute() != self.folder.absolute() or not path.name or path.name.startswith("."):
             raise CheckpointError(f"{text!r} is not the name of a checkpoint in {self.folder}")
         return self.folder / path.name
 
@@ -218,7 +201,3 @@ def locate(path: str | StoragePath) -> StoragePath:
     given = as_storage_path(path)
     wanted = given.name if given.name in POINTERS and not given.exists() else given
     return CheckpointDirectory(given.parent).resolve(wanted)
-
-
-def _absolute(path: StoragePath) -> StoragePath:
-    return path if isinstance(path, RemotePath) else path.absolute()

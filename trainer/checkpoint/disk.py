@@ -1,11 +1,11 @@
-"""Files and folders that are wholly there or not there, whatever happens while they are written.
+"""Write files and directories atomically on a local or mounted file system.
 
-The order is always the same: write under a temporary name, flush the contents (fsync of each file, then of the folder
-that names it), rename, flush the folder in which the rename happened. A crash leaves at most a leftover, known by its
-name:
+The order is always the same: write under a temporary name, flush the contents (fsync of each file, then of the
+directory that names it), rename, flush the directory in which the rename happened. A crash leaves at most a leftover,
+recognized by its name:
 
     .tmp-<name>-<pid>-<random>       being written or deleted: worthless once its process is gone
-    .old-<name>-<pid>-<random>       being replaced, where the system cannot exchange two folders: may have to go back
+    .old-<name>-<pid>-<random>       being replaced, where the system cannot exchange directories: may have to go back
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -28,33 +29,120 @@ from typing import BinaryIO
 from trainer.errors import CheckpointError
 from trainer.fault_tolerance.fault_points import fault_point
 
+MANIFEST_FILE = "manifest.json"
+"""The file, written last, that makes a directory a checkpoint."""
+
 _LEFTOVER = re.compile(r"\.(tmp|old)-(.+)-(\d+)-[0-9a-f]{8}")
+_log = logging.getLogger("trainer")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be: its size in bytes and the SHA-256 of its contents, in hexadecimal."""
+    """Size in bytes and SHA-256 (hexadecimal) of a file."""
 
     bytes: int
     sha256: str
 
 
 class WriteError(CheckpointError):
-    """The disk or the network did not take a checkpoint; those before it are unchanged."""
+    """The disk or the network did not take a checkpoint; earlier checkpoints are unchanged."""
+
+
+class LocalStorage:
+    """Checkpoints in directories of a file system; see `Storage` for the contract."""
+
+    @contextmanager
+    def atomic_directory(self, final: Path, replace: bool) -> Iterator[Path]:
+        temporary = temporary_beside(final)
+        try:
+            make_directory(final.parent)
+            temporary.mkdir()
+            yield temporary
+            publish_directory(temporary, final, replace)
+        except OSError as error:
+            raise WriteError(_write_failure(final, temporary, error)) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # a partial one, or after an exchange the replaced one
+
+    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+        """Also flush the contents to the disk, but not yet the name."""
+        digest = hashlib.sha256()
+        size = 0
+        with open(path, "xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                fault_point("in_file")
+            file.flush()
+            os.fsync(file.fileno())
+        fault_point("after_file")
+        return FileEntry(size, digest.hexdigest())
+
+    def replace_file(self, path: Path, contents: bytes) -> None:
+        temporary = temporary_beside(path)
+        try:
+            self.write_file(temporary, [contents])
+            fault_point("before_pointer")
+            os.replace(temporary, path)
+            sync_directory(path.parent)
+            fault_point("after_pointer")
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @contextmanager
+    def open_file(self, path: Path) -> Iterator[tuple[BinaryIO, int]]:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} is a symbolic link or not a regular file: a checkpoint has only files")
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            yield file, status.st_size
+
+    def path_in_use(self, path: Path) -> bool:
+        return path.exists() or path.is_symlink()
+
+    def remove_checkpoint(self, folder: Path) -> None:
+        doomed = temporary_beside(folder)
+        os.rename(folder, doomed)
+        sync_directory(folder.parent)
+        fault_point("in_removal")
+        shutil.rmtree(doomed)
+
+    def leftovers(self, folder: Path) -> list[Path]:
+        return [leftover.path for leftover in _temporary_paths(folder)]
+
+    def remove_leftovers(self, folder: Path, max_age: float) -> list[Path]:
+        """Also move a checkpoint back into place whose replacement was interrupted between two renames."""
+        removed = []
+        for leftover in _temporary_paths(folder):
+            if not leftover.is_dead(max_age):
+                continue
+            final = leftover.path.with_name(leftover.name)
+            if leftover.kind == "old" and (leftover.path / MANIFEST_FILE).is_file() and not final.exists():
+                leftover.path.rename(final)
+                sync_directory(folder)
+                _log.warning("The checkpoint %s was being replaced when its process died; the old one is back.", final)
+                continue
+            if leftover.path.is_dir():
+                shutil.rmtree(leftover.path, ignore_errors=True)
+            else:
+                leftover.path.unlink(missing_ok=True)
+            removed.append(leftover.path)
+        return removed
 
 
 @dataclass(frozen=True)
 class TemporaryPath:
-    """A temporary file or folder that a process left, or is using."""
+    """A temporary file or directory that a process left behind or is still using."""
 
     path: Path
     kind: str
     name: str
-    """The name of what it was to become, or was."""
+    """The name of the file or directory that it was to become, or was."""
     pid: int
 
     def is_dead(self, max_age: float) -> bool:
-        """Its process is gone from this machine, or nothing touched it for `max_age` seconds."""
+        """Return True if its process is gone from this machine, or nothing touched it for `max_age` seconds."""
         try:
             idle = time.time() - self.path.stat().st_mtime
             os.kill(self.pid, 0)
@@ -66,20 +154,12 @@ class TemporaryPath:
 
 
 def temporary_beside(path: Path, kind: str = "tmp") -> Path:
-    """A name in the same folder that nobody has: renaming from there to `path` never crosses file systems."""
+    """Return an unused name in the same directory: renaming from there to `path` never crosses file systems."""
     return path.with_name(f".{kind}-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
 
 
-def leftovers(folder: Path) -> Iterator[TemporaryPath]:
-    """The temporary files and folders in `folder`, of living processes too."""
-    for path in sorted(folder.iterdir()):
-        match = _LEFTOVER.fullmatch(path.name)
-        if match:
-            yield TemporaryPath(path, match[1], match[2], int(match[3]))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power loss."""
+def sync_directory(folder: Path) -> None:
+    """Flush the names in `folder` to the disk, so that they survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -87,74 +167,23 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(folder: Path) -> None:
-    """Create it and its parents, durably, where they are missing."""
+def make_directory(folder: Path) -> None:
+    """Create `folder` and its missing parents, flushing each name to the disk."""
     if not folder.is_dir():
-        make_folder(folder.parent)
+        make_directory(folder.parent)
         folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        sync_directory(folder.parent)
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-    """Write a new file, hashing on the way, and flush its contents to the disk (but not yet its name)."""
-    digest = hashlib.sha256()
-    size = 0
-    with open(path, "xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-            fault_point("in_file")
-        file.flush()
-        os.fsync(file.fileno())
-    fault_point("after_file")
-    return FileEntry(size, digest.hexdigest())
-
-
-def replace_file(path: Path, contents: bytes) -> None:
-    """Give a small file new contents: readers see the old ones or the new ones."""
-    temporary = temporary_beside(path)
-    try:
-        write_file(temporary, [contents])
-        fault_point("before_pointer")
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-        fault_point("after_pointer")
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def atomic_directory(final: Path, replace: bool) -> Iterator[Path]:
-    """A temporary folder: what is written into it in the block appears at `final` at its end, or not at all.
-
-    Args:
-        replace: there is a folder at `final`, which is to be replaced.
-
-    Raises:
-        WriteError: the disk is full or refuses. What was at `final` is unchanged.
-    """
-    temporary = temporary_beside(final)
-    try:
-        make_folder(final.parent)
-        temporary.mkdir()
-        yield temporary
-        publish_folder(temporary, final, replace)
-    except OSError as error:
-        raise WriteError(_write_failure(final, temporary, error)) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # a partial one, or after an exchange the one that was replaced
-
-
-def publish_folder(temporary: Path, final: Path, replace: bool) -> None:
-    """Make a finished folder appear at `final` by one rename.
+def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
+    """Make a finished directory appear at `final` by one rename.
 
     Args:
         replace: `final` exists and is to be replaced. The two are exchanged in one step where the system can do that
             (Linux on its usual file systems); the old one is then under the name `temporary`. Elsewhere the old one is
             first renamed aside, to where `CheckpointDirectory.clean` finds it if the process dies right then.
     """
-    sync_folder(temporary)
+    sync_directory(temporary)
     fault_point("before_rename")
     if not replace:
         os.rename(temporary, final)
@@ -166,34 +195,16 @@ def publish_folder(temporary: Path, final: Path, replace: bool) -> None:
         except OSError:
             os.rename(aside, final)
             raise
-        sync_folder(final.parent)
+        sync_directory(final.parent)
         shutil.rmtree(aside, ignore_errors=True)
     fault_point("after_rename")
-    sync_folder(final.parent)
+    sync_directory(final.parent)
 
 
-def remove_folder(folder: Path) -> None:
-    """Delete a folder that others may be about to open: it disappears in one step, then its contents go."""
-    doomed = temporary_beside(folder)
-    os.rename(folder, doomed)
-    sync_folder(folder.parent)
-    fault_point("in_removal")
-    shutil.rmtree(doomed)
-
-
-@contextmanager
-def open_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """A regular file, open for reading, and its size in bytes.
-
-    Raises:
-        CheckpointError: it is a symbolic link or something else that is not a regular file.
-        OSError: it is missing or unreadable.
-    """
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is a symbolic link or no regular file: a checkpoint consists of files only")
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        yield file, status.st_size
+def _temporary_paths(folder: Path) -> Iterator[TemporaryPath]:
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if match := _LEFTOVER.fullmatch(path.name):
+            yield TemporaryPath(path, match[1], match[2], int(match[3]))
 
 
 def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
@@ -208,7 +219,7 @@ def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system cannot (then nothing happened)."""
+    """Swap two names in one step; return False, with nothing changed, where the system cannot."""
     if sys.platform != "linux":
         return False
     try:

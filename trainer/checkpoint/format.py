@@ -21,18 +21,24 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainer.checkpoint.disk import FileEntry
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors
 from trainer.checkpoint.serialization import TensorInfo, from_json, join
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
-from trainer.checkpoint.storage import StoragePath, as_storage_path, check_entry, open_entry, open_file, read_small_file
+from trainer.checkpoint.storage import (
+    StoragePath,
+    as_storage_path,
+    check_entry,
+    open_entry,
+    read_small_file,
+    storage_of,
+)
 from trainer.errors import CheckpointError, did_you_mean
 
 FORMAT = "exact-trainer checkpoint"
 VERSION = 1
 DATA_FILE = "checkpoint.json"
-MANIFEST_FILE = "manifest.json"
 
 _MAX_MANIFEST = 16 << 20
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
@@ -375,7 +381,7 @@ class FileTensor(StoredTensor):
 @contextmanager
 def _opened(path: StoragePath) -> Iterator[BinaryIO]:
     try:
-        with open_file(path) as (file, _):
+        with storage_of(path).open_file(path) as (file, _):
             yield file
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

@@ -1,4 +1,4 @@
-"""Where a checkpoint is, a folder on a disk or in an object store, and the few operations that differ between them."""
+"""Store checkpoints in a local directory or an object store, and read their files with checks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
-from trainer.checkpoint import disk, remote
-from trainer.checkpoint.disk import FileEntry
-from trainer.checkpoint.remote import RemotePath
+from trainer.checkpoint.disk import FileEntry, LocalStorage
+from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
 from trainer.errors import CheckpointError, ConfigError
 
 StoragePath: TypeAlias = Path | RemotePath
+PathT = TypeVar("PathT", Path, RemotePath)
 
 _CHUNK = 16 << 20
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.:-]+)://(?P<rest>.*)", re.DOTALL)
@@ -22,66 +22,75 @@ _SQUEEZED_URL = re.compile(r"[a-z][a-z0-9+.:-]+:/[^/]")
 
 
 def as_storage_path(path: str | StoragePath) -> StoragePath:
-    """A path on this machine, or a URL such as "s3://bucket/run". "file:///data/run" is the path /data/run.
+    """Parse a path on this machine or a URL such as "s3://bucket/run". "file:///data/run" is the path /data/run.
 
     Raises:
-        ConfigError: a URL that fsspec cannot open; a `Path` that was made of a URL, which lost a slash by that.
+        ConfigError: fsspec cannot open the URL, or the `Path` was made from a URL and has lost a slash.
     """
     if isinstance(path, RemotePath):
         return path
     url = _URL.fullmatch(str(path))
     if url is None:
         if isinstance(path, Path) and _SQUEEZED_URL.match(str(path)):
-            raise ConfigError(f"{path!r} was a URL before it became a Path: give it as a text.")
+            raise ConfigError(f"{path!r} was a URL before it became a Path: give it as a string.")
         return Path(path)
     if url["scheme"] in ("file", "local"):
         return Path(url["rest"])
-    remote.check_url(str(path))
+    check_url(str(path))
     return RemotePath(str(path).rstrip("/"))
 
 
-def atomic_directory(final: StoragePath, replace: bool) -> AbstractContextManager[StoragePath]:
-    """The files written into the folder it gives appear at `final` as a whole; the one that makes it valid last.
+class Storage(Protocol[PathT]):
+    """The operations that differ between a file system and an object store."""
 
-    Raises:
-        WriteError: they do not; what was there before is unchanged.
-    """
-    return (
-        remote.atomic_directory(final, replace)
-        if isinstance(final, RemotePath)
-        else disk.atomic_directory(final, replace)
-    )
+    def atomic_directory(self, final: PathT, replace: bool) -> AbstractContextManager[PathT]:
+        """Give a directory whose contents appear at `final` at the end of the block, or not at all.
+
+        Args:
+            replace: there is a checkpoint at `final`, which is to be replaced.
+
+        Raises:
+            WriteError: the disk is full, or the storage refuses; what was at `final` is unchanged.
+        """
+
+    def write_file(self, path: PathT, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+        """Write a new file of such a directory, hashing on the way."""
+
+    def replace_file(self, path: PathT, contents: bytes) -> None:
+        """Replace a small file atomically: readers see the old contents or the new ones."""
+
+    def open_file(self, path: PathT) -> AbstractContextManager[tuple[BinaryIO, int]]:
+        """Open a regular file for reading; give the file and its size in bytes.
+
+        Raises:
+            CheckpointError: it is a symbolic link or otherwise not a regular file.
+            OSError: it is missing or unreadable.
+        """
+
+    def path_in_use(self, path: PathT) -> bool:
+        """Return True if something is there that a new checkpoint would harm."""
+
+    def remove_checkpoint(self, folder: PathT) -> None:
+        """Delete a committed checkpoint: for readers it disappears in one step."""
+
+    def leftovers(self, folder: PathT) -> list[PathT]:
+        """Return what interrupted writes left in `folder`, and what is being written now."""
+
+    def remove_leftovers(self, folder: PathT, max_age: float) -> list[PathT]:
+        """Delete leftovers of dead processes, or untouched for `max_age` seconds; return the deleted paths."""
 
 
-def write_file(path: StoragePath, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-    """Write a new file of such a folder, hashing on the way."""
-    return remote.write_file(path, chunks) if isinstance(path, RemotePath) else disk.write_file(path, chunks)
+_LOCAL: Storage[Path] = LocalStorage()
+_REMOTE: Storage[RemotePath] = RemoteStorage()
 
 
-def replace_file(path: StoragePath, contents: bytes) -> None:
-    """Give a small file new contents: readers see the old ones or the new ones."""
-    return remote.replace_file(path, contents) if isinstance(path, RemotePath) else disk.replace_file(path, contents)
-
-
-def remove_folder(folder: StoragePath, mark: str) -> None:
-    """Delete a folder that is valid by its file `mark`: for readers it disappears in one step."""
-    return remote.remove_folder(folder, mark) if isinstance(folder, RemotePath) else disk.remove_folder(folder)
-
-
-def path_in_use(path: StoragePath, mark: str) -> bool:
-    """Whether something is there; what an interrupted write left in an object store is nothing."""
-    if isinstance(path, RemotePath):
-        return remote.path_in_use(path, mark)
-    return path.exists() or path.is_symlink()
-
-
-def open_file(path: StoragePath) -> AbstractContextManager[tuple[BinaryIO, int]]:
-    """A regular file, open for reading, and its size in bytes."""
-    return remote.open_file(path) if isinstance(path, RemotePath) else disk.open_file(path)
+def storage_of(path: StoragePath) -> Storage[Any]:
+    """Return the storage in which a path lies."""
+    return _REMOTE if isinstance(path, RemotePath) else _LOCAL
 
 
 class HashedReader:
-    """Reads a file from its start and hashes what it hands out, so that what is checked is what is used."""
+    """Read a file from its start and hash the bytes it returns, so that the bytes checked are the bytes used."""
 
     def __init__(self, file: BinaryIO, hashing: bool, where: str) -> None:
         self._file = file
@@ -89,10 +98,10 @@ class HashedReader:
         self._where = where
 
     def read(self, size: int) -> bytes:
-        """Exactly `size` bytes.
+        """Return exactly `size` bytes.
 
         Raises:
-            CheckpointError: the file ends before.
+            CheckpointError: the file ends too early.
         """
         data = self._file.read(size)
         self._check(len(data), size)
@@ -104,7 +113,7 @@ class HashedReader:
         """Fill `view`.
 
         Raises:
-            CheckpointError: the file ends before.
+            CheckpointError: the file ends too early.
         """
         for start in range(0, len(view), _CHUNK):
             part = view[start : start + _CHUNK]
@@ -113,7 +122,7 @@ class HashedReader:
                 self._digest.update(part)
 
     def hexdigest(self) -> str | None:
-        """SHA-256 of all that was read; None when not hashing."""
+        """Return the SHA-256 of all bytes read so far; None when not hashing."""
         return self._digest.hexdigest() if self._digest else None
 
     def _check(self, got: int, wanted: int) -> None:
@@ -123,14 +132,13 @@ class HashedReader:
 
 @contextmanager
 def open_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> Iterator[HashedReader]:
-    """Open a file for reading that must be exactly `entry`; when it was read to its end, its hash is checked.
+    """Open a file for reading that must match `entry`; at the end of the block, check its hash.
 
     Raises:
-        CheckpointError: it is missing, unreadable, not a regular file, or of another size; at the end of the block: of
-            another hash.
+        CheckpointError: it is missing, unreadable, not a regular file, or differs in size or, at the end, in hash.
     """
     try:
-        with open_file(path) as (file, size):
+        with storage_of(path).open_file(path) as (file, size):
             if size != entry.bytes:
                 raise CheckpointError(f"{path} has {size} bytes, but {entry.bytes} were written: it is damaged")
             reader = HashedReader(file, hashing, str(path))
@@ -143,23 +151,23 @@ def open_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> Iterator[H
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def read_small_file(path: StoragePath, most: int) -> bytes:
-    """The whole contents of a file of at most so many bytes.
+def read_small_file(path: StoragePath, max_size: int) -> bytes:
+    """Return the contents of a file of at most `max_size` bytes.
 
     Raises:
-        CheckpointError: it is larger, missing, unreadable, or no regular file.
+        CheckpointError: it is larger, missing, unreadable, or not a regular file.
     """
     try:
-        with open_file(path) as (file, size):
-            if size > most:
-                raise CheckpointError(f"{path} has {size} bytes, more than it can have: it is damaged")
+        with storage_of(path).open_file(path) as (file, size):
+            if size > max_size:
+                raise CheckpointError(f"{path} has {size} bytes, more than the limit of {max_size}: it is damaged")
             return file.read(size)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def check_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> str | None:
-    """What is wrong with a file, or None."""
+    """Return a description of the damage to a file, or None."""
     try:
         with open_entry(path, entry, hashing) as reader:
             for start in range(0, entry.bytes if hashing else 0, _CHUNK):

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk import FileEntry, WriteError
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError
 from trainer.checkpoint.format import (
     DATA_FILE,
     FORMAT,
     KEY,
-    MANIFEST_FILE,
     VERSION,
     is_committed,
     part_file,
@@ -24,7 +23,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import file_chunks
 from trainer.checkpoint.serialization import Split, split, to_json
 from trainer.checkpoint.shards import EMPTY_SLICE
-from trainer.checkpoint.storage import StoragePath, as_storage_path, atomic_directory, path_in_use, write_file
+from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.errors import CheckpointError
 from trainer.fault_tolerance.fault_points import fault_point
 
@@ -108,7 +107,7 @@ def write_prepared(
     if peers.world_size > 1:
         _write_together(final, prepared, overwrite, peers)
         return
-    with atomic_directory(final, _check_destination(final, overwrite)) as folder:
+    with storage_of(final).atomic_directory(final, _check_destination(final, overwrite)) as folder:
         _write_index(folder, prepared, _write_tensors(folder, prepared))
 
 
@@ -161,7 +160,7 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
     """
     if not final.name or final.name.startswith("."):
         raise CheckpointError(f"{str(final)!r} is no name for a checkpoint: give one that does not begin with '.'")
-    if not path_in_use(final, MANIFEST_FILE):
+    if not storage_of(final).path_in_use(final):
         return False
     if not overwrite:
         raise CheckpointError(f"{final} exists. Give another name, or overwrite=True to replace it.")
@@ -191,7 +190,7 @@ def _write_together(final: StoragePath, prepared: SavePlan, overwrite: bool, pee
 def _commit_together(final: StoragePath, prepared: SavePlan, overwrite: bool, peers: ProcessGroup) -> None:
     told = False
     try:
-        with atomic_directory(final, _check_destination(final, overwrite)) as folder:
+        with storage_of(final).atomic_directory(final, _check_destination(final, overwrite)) as folder:
             peers.broadcast_object(folder)
             told = True
             _write_index(folder, prepared, _all_entries(folder, prepared, peers))
@@ -230,10 +229,12 @@ def _all_entries(folder: StoragePath, prepared: SavePlan, peers: ProcessGroup) -
 
 
 def _write_tensors(folder: StoragePath, prepared: SavePlan) -> dict[str, FileEntry]:
+    write_file = storage_of(folder).write_file
     return {name: write_file(folder / name, file_chunks(tensors)) for name, tensors in prepared.files.items()}
 
 
 def _write_index(folder: StoragePath, prepared: SavePlan, files: dict[str, FileEntry]) -> None:
+    write_file = storage_of(folder).write_file
     files = {**files, DATA_FILE: write_file(folder / DATA_FILE, [to_json(prepared.data)])}
     entries = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in files.items()}
     manifest = {"format": FORMAT, "version": VERSION, "info": prepared.info, "files": entries}

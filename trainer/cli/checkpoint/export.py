@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.disk import atomic_directory, sync_folder, temporary_beside, write_file
+from trainer.checkpoint.disk import LocalStorage, sync_directory, temporary_beside
 from trainer.checkpoint.format import open_checkpoint
 from trainer.checkpoint.safetensors_io import file_chunks, is_native, size_of
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
@@ -106,9 +106,9 @@ def _write_file(out: Path, weights: Mapping[str, StoredTensor]) -> int:
     """Write beside `out`, and rename when all is on the disk. Returns the size."""
     temporary = temporary_beside(out)
     try:
-        entry = write_file(temporary, file_chunks(weights))
+        entry = LocalStorage().write_file(temporary, file_chunks(weights))
         os.replace(temporary, out)
-        sync_folder(out.parent)
+        sync_directory(out.parent)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}. Nothing was changed.") from error
     finally:
@@ -128,12 +128,13 @@ def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int) -> 
         shards[-1][name] = weight
         room -= needed
     total, place = 0, {}
-    with atomic_directory(out, replace=out.exists()) as folder:
+    storage = LocalStorage()
+    with storage.atomic_directory(out, replace=out.exists()) as folder:
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            write_file(folder / file, file_chunks(shard))
+            storage.write_file(folder / file, file_chunks(shard))
             total += sum(size_of(weight.dtype, weight.shape) for weight in shard.values())
             place.update(dict.fromkeys(shard, file))
         index = {"metadata": {"total_size": total}, "weight_map": place}
-        write_file(folder / INDEX_FILE, [(json.dumps(index, indent=2) + "\n").encode()])
+        storage.write_file(folder / INDEX_FILE, [(json.dumps(index, indent=2) + "\n").encode()])
     return total

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
-from trainer.checkpoint.disk import leftovers
-from trainer.checkpoint.format import MANIFEST_FILE, checkpoints_in, find_damage, is_committed, read_manifest
+from trainer.checkpoint.disk import MANIFEST_FILE
+from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
 from trainer.checkpoint.remote import RemotePath
-from trainer.checkpoint.storage import StoragePath, as_storage_path
+from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
 from trainer.loop.run_directory import CHECKPOINTS, versions
 
@@ -122,8 +122,8 @@ def choose(path: str, wanted: str | None) -> StoragePath:
 
 
 def leftover_names(folder: StoragePath) -> list[str]:
-    """What killed processes left, or living ones are writing."""
-    return [] if isinstance(folder, RemotePath) else [leftover.path.name for leftover in leftovers(folder)]
+    """Return the names of what interrupted writes left, and of what is being written now."""
+    return [path.name for path in storage_of(folder).leftovers(folder)]
 
 
 def written_at(path: StoragePath) -> float | None:
