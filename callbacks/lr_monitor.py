@@ -58,7 +58,7 @@ class LearningRateMonitor(Callback):
                 continue
             for key, value in self._values(name, optimizer):
                 # The largest of equal values is that value to the last bit; a mean need not be.
-                options = {"on_step": interval == "step", "on_epoch": interval == "epoch", "reduction": "max"}
+                options = {"on_step": interval == "step", "on_epoch": interval == "epoch", "reduce_fx": "max"}
                 trainer.log(key, value, weight=1, **options)
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

@@ -150,7 +150,7 @@ class ThroughputMonitor(Callback):
             items = (last.items - first.items) / seconds
             name = f"throughput/{self.items_name}_per_s"
             # Only this process's own items are known here; the sum over processes is made when the log is read.
-            trainer.log(name, items, on_step=True, on_epoch=False, reduction="sum", weight=1)
+            trainer.log(name, items, on_step=True, on_epoch=False, reduce_fx="sum", weight=1)
 
 
 # Dense peaks in TFLOP/s: (fp16 and bf16, TF32, fp32, fp64), from NVIDIA's data sheets, where many are given "with

@@ -57,7 +57,7 @@ class Classifier(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = cross_entropy(self(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("largest", loss, on_step=False, on_epoch=True, reduction="max")
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -91,7 +91,7 @@ class Regressor(TrainModule):
         loss = self.loss(batch)
         items = self.num_items(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=items)
-        self.log("largest", batch[0].max(), on_epoch=True, on_step=False, reduction="max")
+        self.log("largest", batch[0].max(), on_epoch=True, on_step=False, reduce_fx="max")
         return loss
 
     def optimizer(self) -> Optimizer:

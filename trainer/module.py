@@ -17,7 +17,7 @@ from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
-from trainer.metrics.metric_log import reject_unknown_options
+from trainer.metrics.metric_log import LogOptions, reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.weights import load_weights
 
@@ -154,7 +154,7 @@ class TrainModule(nn.Module):
         logger: bool = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduction: Reduction = "mean",
+        reduce_fx: Reduction = "mean",
         batch_size: int | None = None,
         weight: float | torch.Tensor | None = None,
         **unknown: Never,
@@ -170,14 +170,14 @@ class TrainModule(nn.Module):
                 metric or this is an epoch hook.
             on_epoch: log the reduction over the epoch. Default: in validation and test, and for metrics. With both, the
                 two are called `name_step` and `name_epoch`.
-            reduction: over batches and processes: "mean" (weighted), "sum", "min" or "max".
+            reduce_fx: how values are combined over batches and processes: "mean" (weighted), "sum", "min" or "max".
             batch_size: how many samples `value` is a mean over. Default: the samples of this batch.
             weight: as `batch_size`, for means over other things, such as tokens.
         """
         if unknown:
             reject_unknown_options(unknown)
         weight = weight if weight is not None else batch_size
-        self.trainer.metrics.log(name, value, prog_bar, logger, on_step, on_epoch, reduction, weight)
+        self.trainer.metrics.log(name, value, LogOptions(reduce_fx, on_step, on_epoch, prog_bar, logger), weight)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """`log` each entry with the same options."""

@@ -255,12 +255,15 @@ class Trainer(RunState):
         if self.validation_due() and self.progress.validated_step != self.progress.step:
             validate_during_fit(self)
         for window in self._windows():
-            if self.closure_needed:
-                outputs, data, _ = self._step_with_closure(window)
-            else:
-                outputs, data, _ = self._train_step(window)
-                self._update()
-            self._end_step(window, outputs, data)
+            with self.metrics.recording(self.metrics.train):
+                if self.closure_needed:
+                    outputs, data, _ = self._step_with_closure(window)
+                else:
+                    outputs, data, _ = self._train_step(window)
+                    self._update()
+                self._count(window)
+                self.hooks.on_train_batch_end(self, self.module, outputs, data, self.progress.batch - 1)
+            self._end_step()
             if self.val_loaders and self.validation_due():
                 validate_during_fit(self)
             if self._stopped_inside_epoch():
@@ -273,9 +276,9 @@ class Trainer(RunState):
         if not resumed:
             self.restore_rng()
         # In the middle of an epoch the hook is called a second time: what it logs and draws has been done before.
-        self.metrics.section = MetricScope(batches=False, steps=False) if resumed else self.metrics.hooks
-        self.hooks.on_train_epoch_start(self, self.module)
-        self.metrics.section = self.metrics.hooks
+        scope = MetricScope(batches=False, steps=False) if resumed else self.metrics.hook_metrics
+        with self.metrics.recording(scope):
+            self.hooks.on_train_epoch_start(self, self.module)
         self.restore_rng()
 
     def _windows(self) -> Iterator[list[Batch]]:
@@ -294,8 +297,7 @@ class Trainer(RunState):
     def _train_step(self, window: list[Batch]) -> StepOutputs:
         """Forward and backward of each micro-batch; the gradients are complete after it."""
         module, hooks, strategy, metrics = self.module, self.hooks, self.strategy, self.metrics
-        metrics.section = metrics.train
-        metrics.window += 1
+        metrics.start_window()
         if not module.automatic_optimization:
             return manual_step(self, window)
         for optimizer in self.optimizers:
@@ -305,7 +307,7 @@ class Trainer(RunState):
         last = len(window) - 1
         for position, divisor in enumerate(loss_divisors(window, module, strategy, self.weights_loss_by_items)):
             data, batch_idx = self.transfer(window[position].data, 0), self.progress.batch + position
-            metrics.batch, metrics.samples = data, window[position].samples
+            metrics.start_batch(data, window[position].samples)
             hooks.on_train_batch_start(self, module, data, batch_idx)
             with strategy.gradient_sync(last=position == last):
                 outputs = strategy.call("training_step", data, batch_idx)
@@ -351,8 +353,8 @@ class Trainer(RunState):
         self.strategy.step(self.optimizers[0], closure)
         return evaluations[-1]
 
-    def _end_step(self, window: list[Batch], outputs: Any, data: Any) -> None:
-        """Everything after the update; when it is over, the step is wholly done."""
+    def _count(self, window: list[Batch]) -> None:
+        """Count the step as done, and step the schedulers that go by steps."""
         progress = self.progress
         self.watchdog.heartbeats += 1
         self.watchdog.allow_slow = False
@@ -362,11 +364,12 @@ class Trainer(RunState):
             progress.samples += batch.total or 0
         if self.scheduler_configs and self.module.automatic_optimization:
             self._step_schedulers("step", progress.step)
-        self.hooks.on_train_batch_end(self, self.module, outputs, data, progress.batch - 1)
-        if progress.step % self.settings.log_every_n_steps == 0:
+
+    def _end_step(self) -> None:
+        """Flush the log if it is time, and call the hook after which the step is wholly done."""
+        if self.progress.step % self.settings.log_every_n_steps == 0:
             # Before a checkpoint of this step is written: a resumed run does not log the step again.
             self.log_to_loggers(self.metrics.read_step())
-        self.metrics.section = self.metrics.hooks
         self.hooks.on_train_step_end(self, self.module)
 
     def _end_epoch(self) -> None:
@@ -383,19 +386,19 @@ class Trainer(RunState):
         self.update_metrics(self.metrics.read_step())
         self.log_to_loggers(self.metrics.read_epoch(self.metrics.train))
         progress.epoch_ended = True
-        self.metrics.section = self.metrics.hooks
         self.hooks.on_train_epoch_end(self, self.module)
-        self.log_to_loggers(self.metrics.read_epoch(self.metrics.hooks))
+        self.log_to_loggers(self.metrics.read_epoch(self.metrics.hook_metrics))
         progress.next_epoch()
 
     def _end_training(self) -> None:
         self.stop_reason = self.stop_reason or self.stop_coordinator.finish(self.progress.step)
         # Not among the values of an unfinished epoch, which a resumed run goes on with.
-        self.metrics.section = closing = MetricScope(batches=False, steps=False)
-        self.hooks.on_train_end(self, self.module)
-        self.log_to_loggers(self.metrics.read_epoch(closing))
-        self.training = False
-        self.hooks.on_fit_end(self, self.module)
+        closing = MetricScope(batches=False, steps=False)
+        with self.metrics.recording(closing):
+            self.hooks.on_train_end(self, self.module)
+            self.log_to_loggers(self.metrics.read_epoch(closing))
+            self.training = False
+            self.hooks.on_fit_end(self, self.module)
 
     # -- when ----------------------------------------------------------------------------------------------------------
 

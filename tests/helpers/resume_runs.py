@@ -104,13 +104,13 @@ class Classifier(TrainModule):
         )
 
     def on_train_epoch_start(self) -> None:
-        self.log("epochs_begun", 1.0 + float(torch.rand(())), reduction="sum")
+        self.log("epochs_begun", 1.0 + float(torch.rand(())), reduce_fx="sum")
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         logits = self.layers(batch[0])
         loss = nn.functional.cross_entropy(logits, batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("largest", loss, on_step=False, on_epoch=True, reduction="max")
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         self.log("python", random.random() + np.random.rand(), on_step=False, on_epoch=True)
         self.accuracy.update(logits, batch[1])
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)

@@ -41,7 +41,7 @@ class Trained(TrainModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch)
         self.log("val_loss", loss, weight=self.num_items(batch))
-        self.log("val_largest", batch[0].float().max(), reduction="max")
+        self.log("val_largest", batch[0].float().max(), reduce_fx="max")
 
     def optimizer(self) -> Optimizer:
         parameters = [p for p in self.parameters() if p.requires_grad]

@@ -38,9 +38,9 @@ class Measured(TrainModule):
         value, predicted, label, tokens = batch
         self.log("mean", value.mean())
         self.log("mean_of_floats", value.mean().item())
-        self.log("sum", value.sum(), reduction="sum")
-        self.log("min", value.min(), reduction="min")
-        self.log("max", value.max().item(), reduction="max")
+        self.log("sum", value.sum(), reduce_fx="sum")
+        self.log("min", value.min(), reduce_fx="min")
+        self.log("max", value.max().item(), reduce_fx="max")
         per_token = (value * tokens).sum() / tokens.sum()
         self.log("token_mean", per_token, weight=tokens.sum())
         self.log("token_mean_of_ints", per_token, batch_size=int(tokens.sum()))
@@ -236,7 +236,7 @@ def test_the_metrics_given_back_are_plain_numbers_and_start_afresh() -> None:
 
 class TwoStepArguments(Measured):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        self.log("loader", float(dataloader_idx), reduction="max")
+        self.log("loader", float(dataloader_idx), reduce_fx="max")
 
 
 def test_a_step_that_wants_the_loader_gets_its_number() -> None:

@@ -29,11 +29,11 @@ LOGGED: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], list[str]]] = {
         ["on_step=False, on_epoch=False", "to True"],
     ),
     "reduction unknown": (
-        lambda self, loss, batch: self.log("x", loss, reduction="avg"),
-        ["reduction='avg'", "mean, sum, min, max"],
+        lambda self, loss, batch: self.log("x", loss, reduce_fx="avg"),
+        ["reduce_fx='avg'", "mean, sum, min, max"],
     ),
     "option of old": (lambda self, loss, batch: self.log("x", loss, sync_dist=True), ["'sync_dist'", "Leave it out"]),
-    "reduction of old": (lambda self, loss, batch: self.log("x", loss, reduce_fx="max"), ["reduction='mean'"]),
+    "reduction of old": (lambda self, loss, batch: self.log("x", loss, reduction="max"), ["It is called reduce_fx"]),
     "option misspelt": (
         lambda self, loss, batch: self.log_dict({"x": loss}, progbar=True),
         ["'progbar'", "Did you mean 'prog_bar'?"],

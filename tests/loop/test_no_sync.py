@@ -98,7 +98,7 @@ class Module(TrainModule):
         loss = output.square().mean()
         self.log("loss", loss, prog_bar=True)
         self.log("both", loss * 2, on_step=True, on_epoch=True)
-        self.log("largest", output.max(), on_step=False, on_epoch=True, reduction="max")
+        self.log("largest", output.max(), on_step=False, on_epoch=True, reduce_fx="max")
         self.log("weighted", loss, on_step=False, on_epoch=True, weight=x.count_nonzero())
         return loss
 

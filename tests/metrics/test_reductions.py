@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.metrics.metric_log import MetricLog
+from trainer.metrics.metric_log import LogOptions, MetricLog
 from trainer.metrics.reductions import Accumulator, to_host
 from trainer.metrics.state import load_metrics_state, metrics_state
 
@@ -77,14 +77,15 @@ def test_values_of_inference_mode_and_of_training_go_together() -> None:
 
 def log_of(values: list[torch.Tensor]) -> MetricLog:
     log = MetricLog(torch.nn.Linear(1, 1), lambda value: [value])
-    log.section, log.samples = log.train, 1
+    log.scope = log.train
+    log.start_batch(None, samples=1)
     add(log, values)
     return log
 
 
 def add(log: MetricLog, values: list[torch.Tensor]) -> None:
     for value in values:
-        log.log("loss", value, on_step=False, on_epoch=True)
+        log.log("loss", value, LogOptions(on_step=False, on_epoch=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -95,12 +96,12 @@ def test_a_mean_that_went_through_a_checkpoint_has_the_same_bits(stop: int, dtyp
     broken, resumed = log_of(values[:stop]), log_of([])
     load_metrics_state(resumed, [metrics_state(broken)], torch.device("cpu"))
     add(resumed, values[stop:])
-    assert resumed.read_epoch(resumed.train).known == whole.read_epoch(whole.train).known
+    assert resumed.read_epoch(resumed.train).all == whole.read_epoch(whole.train).all
 
 
 def test_a_logged_tensor_may_have_any_shape_of_one_element() -> None:
     log = log_of([torch.tensor(1.0), torch.tensor([2.0]), torch.tensor([[6.0]])])
-    assert log.read_epoch(log.train).known == {"loss": 3.0}
+    assert log.read_epoch(log.train).all == {"loss": 3.0}
 
 
 def test_to_look_at_a_mean_changes_no_bit_of_it() -> None:
@@ -109,4 +110,4 @@ def test_to_look_at_a_mean_changes_no_bit_of_it() -> None:
     for value in values:
         add(looked, [value])
         looked.peek_epoch(looked.train)
-    assert looked.read_epoch(looked.train).known == whole.read_epoch(whole.train).known
+    assert looked.read_epoch(looked.train).all == whole.read_epoch(whole.train).all

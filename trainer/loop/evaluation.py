@@ -14,7 +14,7 @@ import torch
 from trainer.data.batch import Batch
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError
-from trainer.metrics.metric_log import MetricScope
+from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.state import preserve_torchmetrics
 from trainer.module import TrainModule
 from trainer.seed import isolated_rng
@@ -101,7 +101,12 @@ def sanity_check(trainer: Trainer) -> None:
         trainer.hooks.on_sanity_check_start(trainer, trainer.module)
         few = None if batches == -1 else batches
         evaluate(
-            trainer, validation_moments(trainer), trainer.val_loaders, torch.no_grad(), keep=False, max_batches=few
+            trainer,
+            validation_moments(trainer),
+            trainer.val_loaders,
+            torch.no_grad(),
+            log_results=False,
+            max_batches=few,
         )
         trainer.hooks.on_sanity_check_end(trainer, trainer.module)
     trainer.sanity_checking = False
@@ -112,42 +117,46 @@ def evaluate(
     moments: StageHooks,
     feeds: dict[str, BatchLoader],
     no_gradients: AbstractContextManager[Any],
-    keep: bool = True,
+    log_results: bool = True,
     max_batches: int | None = None,
 ) -> dict[str, float]:
     """One pass of validation or test over all loaders.
 
     Every sample counts once, on any number of processes. Returns the reductions over the pass by name; with several
     loaders `name/loader` for each, and `name` over all of them (not for torchmetrics objects, which start afresh with
-    each loader). `keep=False` leaves no trace of them. `max_batches`: of each loader.
+    each loader). `log_results=False` leaves no trace of them. `max_batches`: of each loader.
     """
     module, metrics = trainer.module, trainer.metrics
-    section = MetricScope(batches=True, steps=False)
-    before, metrics.section = metrics.section, section
+    scope = MetricScope(batches=True, steps=False)
     trainer.dataloader_names = list(feeds)
     trainer.strategy.synchronize_buffers()
-    results = {}
+    results: dict[str, float] = {}
+
+    def read(values: ReducedMetrics) -> None:
+        if log_results:
+            results.update(trainer.log_to_loggers(values))
+
     if trainer.stage == "fit":
         module.on_validation_model_zero_grad()
     with eval_mode(module), no_gradients:
-        moments.model_eval()
-        moments.start(trainer, module)
-        moments.epoch_start(trainer, module)
-        for dataloader_idx, (name, feed) in enumerate(feeds.items()):
-            section.loader = name if len(feeds) > 1 else ""
-            for _ in run_batches(trainer, moments, feed, dataloader_idx, max_batches):
-                pass
-            results.update(trainer.log_to_loggers(metrics.read_epoch(section), keep))
-        results.update(trainer.log_to_loggers(metrics.read_overall(section), keep))
-        metrics.section = metrics.hooks
-        moments.epoch_end(trainer, module)
-        results.update(trainer.log_to_loggers(metrics.read_epoch(metrics.hooks), keep))
-        if trainer.stage == "fit" and keep:
-            trainer.progress.validated_step = trainer.progress.step
-        moments.end(trainer, module)
-        results.update(trainer.log_to_loggers(metrics.read_epoch(metrics.hooks), keep))
+        with metrics.recording(scope):
+            moments.model_eval()
+            moments.start(trainer, module)
+            moments.epoch_start(trainer, module)
+            for dataloader_idx, (name, feed) in enumerate(feeds.items()):
+                scope.loader = name if len(feeds) > 1 else ""
+                for _ in run_batches(trainer, moments, feed, dataloader_idx, max_batches):
+                    pass
+                read(metrics.read_epoch(scope))
+            read(metrics.read_overall(scope))
+        with metrics.recording(metrics.hook_metrics):
+            moments.epoch_end(trainer, module)
+            read(metrics.read_epoch(metrics.hook_metrics))
+            if trainer.stage == "fit" and log_results:
+                trainer.progress.validated_step = trainer.progress.step
+            moments.end(trainer, module)
+            read(metrics.read_epoch(metrics.hook_metrics))
     moments.model_train()
-    metrics.section = before
     return results
 
 
@@ -174,7 +183,7 @@ def run_batches(
     with_idx = takes_dataloader_idx(module, moments.step)
     for batch_idx, batch in enumerate(islice(_batches(trainer, feed), max_batches)):
         data = trainer.transfer(batch.data, dataloader_idx)
-        metrics.batch, metrics.samples = data, batch.samples
+        metrics.start_batch(data, batch.samples)
         arguments = (data, batch_idx, dataloader_idx) if with_idx else (data, batch_idx)
         if batch.samples == 0:
             with preserve_torchmetrics(metrics):

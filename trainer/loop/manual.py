@@ -15,7 +15,7 @@ def manual_step(trainer: Trainer, window: list[Batch]) -> StepOutputs:
     """Call `training_step` with the window's one batch; what it calls comes back through the trainer."""
     batch, batch_idx = window[0], trainer.progress.batch
     data = trainer.transfer(batch.data, 0)
-    trainer.metrics.batch, trainer.metrics.samples = data, batch.samples
+    trainer.metrics.start_batch(data, batch.samples)
     (trainer.manual_loss_divisor,) = loss_divisors(
         window, trainer.module, trainer.strategy, trainer.weights_loss_by_items
     )

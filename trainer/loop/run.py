@@ -28,7 +28,7 @@ from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.loop.accumulation import Divisor, checked_loss
 from trainer.loop.resolved_config import make_plan
 from trainer.loop.training_state import full_state
-from trainer.metrics.metric_log import MetricLog, Values
+from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.module import TrainModule
 from trainer.optimizers import ManualOptimizer, SchedulerConfig
 from trainer.profiling import Phases
@@ -266,25 +266,23 @@ class RunState:
         self.meet("read_metrics")
         self.update_metrics(self.metrics.read_step())
         if (self.progress.epoch_ended or self.evaluating) and not self.sanity_checking:
-            self.log_to_loggers(self.metrics.read_epoch(self.metrics.hooks))
+            self.log_to_loggers(self.metrics.read_epoch(self.metrics.hook_metrics))
         else:
-            self.update_metrics(self.metrics.peek_epoch(self.metrics.hooks))
+            self.update_metrics(self.metrics.peek_epoch(self.metrics.hook_metrics))
         return self.callback_metrics
 
-    def log_to_loggers(self, values: Values, keep: bool = True) -> dict[str, float]:
-        """Remember reduced values and send them to the loggers; returns them by name. `keep=False`: do nothing."""
-        if not keep:
-            return {}
+    def log_to_loggers(self, values: ReducedMetrics) -> dict[str, float]:
+        """Remember reduced values and send them to the loggers; return them by name."""
         self.update_metrics(values)
-        if values.logged and self.is_global_zero:
+        if values.logger and self.is_global_zero:
             for logger in self.loggers:
-                logger.log_metrics(values.logged, self.global_step)
-        return values.known
+                logger.log_metrics(values.logger, self.global_step)
+        return values.all
 
-    def update_metrics(self, values: Values) -> None:
-        self.callback_metrics.update(values.known)
-        self.logged_metrics.update(values.logged)
-        self.progress_bar_metrics.update(values.shown)
+    def update_metrics(self, values: ReducedMetrics) -> None:
+        self.callback_metrics.update(values.all)
+        self.logged_metrics.update(values.logger)
+        self.progress_bar_metrics.update(values.progress_bar)
 
     def begin_save(self) -> float:
         """Writing a checkpoint begins, which may take long; returns the time for `end_save`."""

@@ -1,12 +1,13 @@
-"""What `self.log` records: values stay on the device, and are reduced and read together, late."""
+"""Record the values of `self.log` on their device; reduce and read them together, late."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -16,15 +17,15 @@ from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Nu
 GatherObjects = Callable[[Any], list[Any]]
 
 
-@dataclass(frozen=True)
-class LogOptions:
+class LogOptions(NamedTuple):
     """How a name is logged. Travels with its values, since a process may not have logged that name itself."""
 
-    reduction: str
-    on_step: bool
-    on_epoch: bool
-    prog_bar: bool
-    logger: bool
+    reduction: str = "mean"
+    on_step: bool | None = None
+    """None, in a call of `self.log`: as it is usual where the call stands."""
+    on_epoch: bool | None = None
+    prog_bar: bool = False
+    logger: bool = True
     metric: str | None = None
     """Where a logged `torchmetrics.Metric` sits in the module: its `named_modules` name."""
 
@@ -61,21 +62,21 @@ class MetricScope:
 
 
 @dataclass
-class Values:
-    """Reduced values, ready for the loggers, the bar and `monitor=`."""
+class ReducedMetrics:
+    """Values reduced over processes, by name: those for the loggers, those for the bar, and all, for `monitor=`."""
 
-    logged: dict[str, float] = field(default_factory=dict)
-    shown: dict[str, float] = field(default_factory=dict)
-    known: dict[str, float] = field(default_factory=dict)
+    logger: dict[str, float] = field(default_factory=dict)
+    progress_bar: dict[str, float] = field(default_factory=dict)
+    all: dict[str, float] = field(default_factory=dict)
 
     def put(self, name: str, options: LogOptions, value: float, suffix: str) -> None:
         full_name = f"{name}_{suffix}" if options.on_step and options.on_epoch else name
-        self.known[full_name] = value
-        self.known[name] = value
+        self.all[full_name] = value
+        self.all[name] = value
         if options.logger:
-            self.logged[full_name] = value
+            self.logger[full_name] = value
         if options.prog_bar:
-            self.shown[full_name] = value
+            self.progress_bar[full_name] = value
 
 
 class MetricLog:
@@ -89,8 +90,9 @@ class MetricLog:
         self.module = module
         self.gather_objects = gather_objects
         self.train = MetricScope(batches=True, steps=True)
-        self.hooks = MetricScope(batches=False, steps=False)
-        self.section = self.hooks
+        self.hook_metrics = MetricScope(batches=False, steps=False)
+        self.scope = self.hook_metrics
+        """The scope to which `log` adds; see `recording`."""
         self.window = 0
         self.batch: Any = None
         """The batch in progress, from which the number of samples is taken when the loader does not tell it."""
@@ -99,29 +101,33 @@ class MetricLog:
         self.disabled_reason: str | None = None
         """Why nothing can be logged now."""
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool = True,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduction: str = "mean",
-        weight: Number | None = None,
-    ) -> None:
-        """See `TrainModule.log`."""
-        section = self.section
-        if section.batches and self.samples == 0:
+    @contextmanager
+    def recording(self, scope: MetricScope) -> Iterator[None]:
+        """Within the block, what is logged belongs to `scope`."""
+        before, self.scope = self.scope, scope
+        try:
+            yield
+        finally:
+            self.scope = before
+
+    def start_window(self) -> None:
+        """Begin a step: the values of single steps that were logged before belong to an older one."""
+        self.window += 1
+
+    def start_batch(self, batch: Any, samples: int | None) -> None:
+        """Count what is logged from now on with the samples of this batch; None: the loader does not tell them."""
+        self.batch, self.samples = batch, samples
+
+    def log(self, name: str, value: Any, options: LogOptions, weight: Number | None = None) -> None:
+        """Record a value; see `TrainModule.log`. `weight`: what it counts in a mean; None: the samples of its batch."""
+        scope = self.scope
+        if scope.batches and self.samples == 0:
             return
-        key = f"{name}/{section.loader}" if section.loader else name
-        entry = section.entries.get(key)
+        key = f"{name}/{scope.loader}" if scope.loader else name
+        entry = scope.entries.get(key)
         if entry is None:
             metric = value if is_torchmetric(value) else None
-            entry = section.entries[key] = self._new_entry(
-                section, key, metric, on_step, on_epoch, reduction, prog_bar, logger
-            )
-            entry.metric = metric
+            entry = scope.entries[key] = self._new_entry(scope, key, metric, options)
         if entry.metric is not None and value is entry.metric:
             self._log_metric(entry, value)
             return
@@ -137,48 +143,39 @@ class MetricLog:
             value = as_number(name, value)
         if weight is not None:
             weight = checked_weight(name, weight)
-        elif section.batches:
+        elif scope.batches:
             weight = self.samples if self.samples is not None else self._batch_weight()
         else:
             weight = 1
-        options = entry.options
-        if options.on_step:
+        if entry.options.on_step:
             if entry.window != self.window:
                 entry.window = self.window
                 entry.window_values.clear()
             entry.window_values.append((value, weight))
-        if options.on_epoch:
+        if entry.options.on_epoch:
             entry.epoch.add(value, weight)
-        if section.loader:
-            overall = section.overall.setdefault(name, Entry(name, entry.options))
+        if scope.loader:
+            overall = scope.overall.setdefault(name, Entry(name, entry.options))
             overall.epoch.add(value, weight)
 
-    def _new_entry(
-        self,
-        section: MetricScope,
-        key: str,
-        metric: Any,
-        on_step: bool | None,
-        on_epoch: bool | None,
-        reduction: str,
-        prog_bar: bool,
-        logger: bool,
-    ) -> Entry:
-        """The first call for a name decides its options."""
+    def _new_entry(self, scope: MetricScope, key: str, metric: Any, options: LogOptions) -> Entry:
+        """Make the entry of a name that is logged for the first time; this call decides its options."""
         check_name(key, self.disabled_reason)
-        if reduction not in REDUCTIONS:
-            raise ConfigError(f"self.log({key!r}, reduction={reduction!r}): allowed are {', '.join(REDUCTIONS)}.")
+        on_step, on_epoch = options.on_step, options.on_epoch
+        if options.reduction not in REDUCTIONS:
+            allowed = ", ".join(REDUCTIONS)
+            raise ConfigError(f"self.log({key!r}, reduce_fx={options.reduction!r}): allowed are {allowed}.")
         if on_step is None:
-            on_step = section.steps and metric is None
+            on_step = scope.steps and metric is None
         if on_epoch is None:
-            on_epoch = not section.steps or metric is not None
+            on_epoch = not scope.steps or metric is not None
         if not on_step and not on_epoch:
             raise ConfigError(f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
-        if on_step and not section.steps:
+        if on_step and not scope.steps:
             # There is one step axis, that of training; elsewhere a value per step has no place on it.
             on_step, on_epoch = False, True
         where = self._name_of_metric(key, metric) if metric is not None else None
-        return Entry(key, LogOptions(reduction, on_step, on_epoch, prog_bar, logger, where))
+        return Entry(key, options._replace(on_step=on_step, on_epoch=on_epoch, metric=where), metric)
 
     def _name_of_metric(self, key: str, metric: torch.nn.Module) -> str:
         for name, submodule in self.module.named_modules():
@@ -202,7 +199,7 @@ class MetricLog:
         entry.window, entry.window_values = self.window, [(value, weight)]
 
     def _batch_weight(self) -> int:
-        """The samples of a batch of which the loader does not tell it."""
+        """Return the number of samples of the batch, taken from its tensors."""
         sizes: set[int] = set()
         add_sizes(self.batch, sizes)
         if len(sizes) == 1:
@@ -218,8 +215,8 @@ class MetricLog:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def read_step(self) -> Values:
-        """The values of the window just done, reduced over its micro-batches and over processes."""
+    def read_step(self) -> ReducedMetrics:
+        """Return the values of the window just done, reduced over its micro-batches and over processes."""
         logged = [e for e in self.train.entries.values() if e.options.on_step and e.window == self.window]
         numbers = iter(to_host([n for e in logged for one in e.window_values for n in one if is_tensor(n)]))
         local: dict[str, tuple[LogOptions, Accumulator]] = {}
@@ -229,29 +226,29 @@ class MetricLog:
                 value, weight = (next(numbers) if is_tensor(n) else n for n in one)
                 accumulator.add(value, weight)
             local[entry.name] = (entry.options, accumulator)
-        values = Values()
+        values = ReducedMetrics()
         for name, (options, value) in self._reduce(local).items():
             values.put(name, options, value, "step")
         return values
 
-    def read_epoch(self, section: MetricScope) -> Values:
-        """The reductions over what was logged in `section`, which then starts afresh."""
-        values = self._read_entries(section.entries)
-        section.entries.clear()
+    def read_epoch(self, scope: MetricScope) -> ReducedMetrics:
+        """Return the reductions over what was logged in `scope`, which then starts afresh."""
+        values = self._read_entries(scope.entries)
+        scope.entries.clear()
         return values
 
-    def peek_epoch(self, section: MetricScope) -> Values:
-        """The reductions so far over what was logged in `section`, which goes on; without torchmetrics objects, because
-        to compute one means to start it afresh."""
-        return self._read_entries({name: e for name, e in section.entries.items() if e.options.metric is None})
+    def peek_epoch(self, scope: MetricScope) -> ReducedMetrics:
+        """Return the reductions so far over what was logged in `scope`, which goes on; without torchmetrics objects,
+        because to compute one means to start it afresh."""
+        return self._read_entries({name: e for name, e in scope.entries.items() if e.options.metric is None})
 
-    def read_overall(self, section: MetricScope) -> Values:
-        """The reductions over all loaders of an evaluation; empty when there is one."""
-        return self._read_entries(section.overall)
+    def read_overall(self, scope: MetricScope) -> ReducedMetrics:
+        """Return the reductions over all loaders of an evaluation; empty when there is one."""
+        return self._read_entries(scope.overall)
 
-    def _read_entries(self, entries: dict[str, Entry]) -> Values:
+    def _read_entries(self, entries: dict[str, Entry]) -> ReducedMetrics:
         local = {name: (e.options, e.epoch) for name, e in entries.items() if e.options.on_epoch}
-        values = Values()
+        values = ReducedMetrics()
         for name, (options, value) in self._reduce(local).items():
             values.put(name, options, value, "epoch")
         return values
@@ -328,18 +325,18 @@ def add_sizes(batch: Any, sizes: set[int]) -> None:
             add_sizes(item, sizes)
 
 
-OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduction", "batch_size", "weight")
+OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight")
 
 OTHER_NAMES = {
     "sync_dist": "Leave it out: values are always reduced over all processes.",
     "sync_dist_group": "Leave it out: values are always reduced over all processes.",
     "rank_zero_only": "Leave it out, and log on every process: loggers are only on rank 0 anyway.",
-    "reduce_fx": "Use reduction='mean', 'sum', 'min' or 'max'.",
+    "reduction": "It is called reduce_fx: 'mean', 'sum', 'min' or 'max'.",
     "add_dataloader_idx": "Leave it out: with several loaders a name is 'name/loader', and 'name' is over all of them.",
     "metric_attribute": "Leave it out: the metric is found among the module's attributes.",
     "enable_graph": "Leave it out: values are logged without their graph.",
 }
-"""Options of other trainers, and what to do here."""
+"""Options of other trainers and of old, and what to do here."""
 
 
 def reject_unknown_options(options: Iterable[str]) -> None:
@@ -350,7 +347,7 @@ def reject_unknown_options(options: Iterable[str]) -> None:
 
 
 def check_name(name: Any, disabled_reason: str | None) -> None:
-    """The first value of a name: raise `ConfigError` if it is no name, or for the given reason."""
+    """Raise `ConfigError` if `name` is no name, or for the given reason."""
     if not isinstance(name, str):
         raise ConfigError(
             f"self.log got a {type(name).__name__} as the name: write self.log('loss', value), the name first."
@@ -360,7 +357,7 @@ def check_name(name: Any, disabled_reason: str | None) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """numpy scalars and the like, as a number; anything else is refused."""
+    """Return a numpy scalar or the like as a number; refuse anything else."""
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
@@ -374,7 +371,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def checked_weight(name: str, weight: Any) -> Any:
-    """A weight as it is, if it is one."""
+    """Return a weight as it is; raise `ConfigError` if it is none."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() == 1:
             return weight

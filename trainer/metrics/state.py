@@ -1,4 +1,4 @@
-"""What a half-finished epoch has added up, as data for a checkpoint: logged values and torchmetrics objects."""
+"""Checkpoint state of a half-finished epoch's metrics: logged values and torchmetrics objects."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger("trainer")
 def metrics_state(metrics: MetricLog) -> dict[str, Any]:
     """This process's sums and counts since they were last read. The objects' lists of tensors are not copied."""
     return {
-        "train": _section_state(metrics.train),
-        "hooks": _section_state(metrics.hooks),
+        "train": _scope_state(metrics.train),
+        "hooks": _scope_state(metrics.hook_metrics),
         "objects": {
             name: {"updates": metric.update_count, "state": metric.metric_state}
             for name, metric in _objects(metrics.module)
@@ -33,10 +33,10 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
 
     A torchmetrics object that cannot be merged with another starts afresh, and a warning says so.
     """
-    for section, name in ((metrics.train, "train"), (metrics.hooks, "hooks")):
-        section.entries.clear()
+    for scope, name in ((metrics.train, "train"), (metrics.hook_metrics, "hooks")):
+        scope.entries.clear()
         for state in states:
-            _add_to_section(section, state[name], device)
+            _add_to_scope(scope, state[name], device)
     for name, metric in _objects(metrics.module):
         saved = [state["objects"][name] for state in states if name in state["objects"]]
         if saved or metric.update_count:
@@ -56,7 +56,7 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
 
 @contextmanager
 def preserve_torchmetrics(metrics: MetricLog) -> Iterator[None]:
-    """Torchmetrics objects forget what the block updates."""
+    """Restore the state of torchmetrics objects on exit."""
     before = [
         (metric, {"updates": metric.update_count, "state": {k: _copied(v) for k, v in metric.metric_state.items()}})
         for _, metric in _objects(metrics.module)
@@ -72,10 +72,10 @@ def _copied(state: Any) -> Any:
     return state.clone() if isinstance(state, torch.Tensor) else list(state)
 
 
-def _section_state(section: MetricScope) -> dict[str, Any]:
+def _scope_state(scope: MetricScope) -> dict[str, Any]:
     return {
-        name: {"options": vars(entry.options), "epoch": _epoch_state(entry.epoch)}
-        for name, entry in section.entries.items()
+        name: {"options": entry.options._asdict(), "epoch": _epoch_state(entry.epoch)}
+        for name, entry in scope.entries.items()
         if entry.options.on_epoch
     }
 
@@ -98,12 +98,12 @@ def _accumulator(state: dict[str, Any], device: torch.device) -> Accumulator:
     return accumulator
 
 
-def _add_to_section(section: MetricScope, state: dict[str, Any], device: torch.device) -> None:
+def _add_to_scope(scope: MetricScope, state: dict[str, Any], device: torch.device) -> None:
     for name, saved in state.items():
         accumulator = _accumulator(saved["epoch"], device)
-        entry = section.entries.get(name)
+        entry = scope.entries.get(name)
         if entry is None:
-            entry = section.entries[name] = Entry(name, LogOptions(**saved["options"]))
+            entry = scope.entries[name] = Entry(name, LogOptions(**saved["options"]))
             entry.epoch = accumulator
         else:
             entry.epoch.merge(accumulator)
