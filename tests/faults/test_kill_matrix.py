@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import Result, Running, run_python, start_python, wait_until
+from tests.helpers.processes import ROOT, Result, Running, run_python, start_python, wait_until
 from tests.helpers.trouble import STEPS, TROUBLE, fit
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint
@@ -19,7 +19,7 @@ from trainer.testing.compare import IGNORED, compare_runs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
-SCRIPT = Path(__file__).with_name("trouble.py")
+SCRIPT = ROOT / "tests" / "helpers" / "trouble.py"
 WHO = ("0", "1", "both")
 CODES = {"error": 1, "SIGKILL": 137, "hang": 1}
 WATCHDOG_S = 4.0

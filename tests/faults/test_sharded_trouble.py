@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import Running, run_python, start_python
+from tests.helpers.processes import ROOT, Running, run_python, start_python
 from tests.helpers.trouble import STEPS, TROUBLE
 from trainer.strategies import STRATEGIES
 from trainer.testing import fault
@@ -17,7 +17,7 @@ from trainer.testing.compare import compare_runs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are killed, and their parents looked at")
 
-SCRIPT = Path(__file__).with_name("trouble.py")
+SCRIPT = ROOT / "tests" / "helpers" / "trouble.py"
 KINDS = ("fsdp", "deepspeed_stage_2", "deepspeed_stage_3")
 """One of each kind of dividing."""
 OTHERS = sorted(
@@ -36,7 +36,7 @@ DISTURBED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "killed in the background while it writes its part": ({"async_save": True}, fault("in_file", count=16, rank=1)),
 }
 ONCE = ("killed while it writes its part",)
-LIGHTNING_EQUIVALENTS = (
+ELSEWHERE = (
     "killed in a step",
     "killed while it writes its part",
     "killed in the background while it writes its part",
@@ -51,7 +51,7 @@ def start(strategy: str, *runs: dict[str, Any], env: dict[str, str] | None = Non
 @pytest.mark.parametrize("strategy", [*KINDS, *OTHERS])
 def test_it_goes_on_to_the_same_bits(strategy: str) -> None:
     start(strategy, {"root": "whole"}).wait(200).check(0)
-    names = ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else LIGHTNING_EQUIVALENTS
+    names = ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else ELSEWHERE
     disturbed = {name: DISTURBED[name] for name in names}
     whole = Path("whole/version_0")
     running = [start(strategy, {"root": name, **AGAIN, **run}, env=env) for name, (run, env) in disturbed.items()]
