@@ -57,6 +57,7 @@ class SimpleProfiler(Callback):
         """How many times each part was entered."""
         self.synchronize = synchronize
         self._clock = clock
+        self._running = False
         self._inside: list[str] = []
         self._last = 0.0
 
@@ -78,13 +79,17 @@ class SimpleProfiler(Callback):
     # -- the clock -----------------------------------------------------------------------------------------------------
 
     def begin_phase(self, part: str) -> None:
-        """What follows belongs to it, until another one begins inside it."""
+        """Count what follows as time of the phase, until another one begins inside it."""
+        if not self._running:
+            return
         self._count_time()
         self._inside.append(part)
         self.calls[part] = self.calls.get(part, 0) + 1
 
     def end_phase(self, part: str) -> None:
-        """What follows belongs to the one around it."""
+        """Count what follows as time of the phase around this one."""
+        if not self._running:
+            return
         self._count_time()
         if part in self._inside:
             # Those within it have ended too: with an exception they may not have said so.
@@ -107,7 +112,7 @@ class SimpleProfiler(Callback):
         self.calls.clear()
         self._inside.clear()
         self.calls[LOOP] = 1
-        trainer.phases.listen(trainer, self)
+        self._running = True
         self._last = self._clock()
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -118,9 +123,10 @@ class SimpleProfiler(Callback):
         self._close(trainer)
 
     def _close(self, trainer: Trainer) -> None:
-        if not trainer.phases.unsubscribe(self):
+        if not self._running:
             return
         self._count_time()
+        self._running = False
         if trainer.is_global_zero:
             trainer.print(self.table())
             hint = self._hint(trainer)

@@ -141,7 +141,6 @@ class StragglerMonitor(Callback):
         self._device = trainer.device
         self._forget()
         self._steps = -1  # the first one does not count
-        trainer.phases.listen(trainer, self)
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._steps += 1
@@ -157,11 +156,8 @@ class StragglerMonitor(Callback):
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._steps > 0:
             self._look(trainer)
-        if trainer.phases.unsubscribe(self) and self.total:
+        if self.total:
             trainer.print(self.table())
-
-    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        trainer.phases.unsubscribe(self)
 
     # -- the comparison ------------------------------------------------------------------------------------------------
 

@@ -83,13 +83,15 @@ class TorchProfiler(Callback):
         self._rank = self._step = 0
 
     def begin_phase(self, name: str) -> None:
-        """What follows has its name in the trace."""
+        """Give what follows the name of the phase in the trace."""
+        if self._profile is None:
+            return
         label = record_function(name)
         label.__enter__()
         self._open.append((name, label))
 
     def end_phase(self, name: str) -> None:
-        """It ends here, with all that began inside it."""
+        """End the phase, and all that began inside it."""
         began = [phase for phase, _ in self._open]
         while name in began:
             label = self._open.pop()[1]
@@ -104,7 +106,6 @@ class TorchProfiler(Callback):
         steps = schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
         self._profile = profile(schedule=steps, on_trace_ready=self._write, **self.options)
         self._profile.start()
-        trainer.phases.listen(trainer, self)
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._profile is None:
@@ -132,7 +133,6 @@ class TorchProfiler(Callback):
         self._close(trainer)
 
     def _close(self, trainer: Trainer) -> None:
-        trainer.phases.unsubscribe(self)
         if self._profile is not None:
             running, self._profile = self._profile, None
             running.stop()

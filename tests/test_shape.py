@@ -51,7 +51,6 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 """At run time a room imports only rooms of earlier rows, and inside itself no circle."""
 
 NOT_YET = {
-    ("profiling", "callback"),
     ("settings", "callback"),
     ("settings", "callbacks"),
     ("settings", "strategies"),

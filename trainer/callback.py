@@ -86,6 +86,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer.errors import did_you_mean, raise_problems
+from trainer.profiling import Phase, unheard
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +259,7 @@ def callback_problems(callback: Callback) -> list[str]:
     wrong = [
         wrong_parameters(callback, hook, parameters_of(getattr(Callback, hook)))
         for hook in HOOKS
-        if _overriding([callback], hook)
+        if _overrides(callback, hook)
     ]
     return [*check_hooks(callback, HOOKS), *filter(None, wrong)]
 
@@ -267,29 +268,39 @@ class CallbackList(Callback):
     """The callbacks of a run as one callback: each moment calls, in order, those callbacks that override it.
 
     The calls are bound once, in the constructor, so a moment that nobody uses costs one call of nothing. A hook that is
-    set on an instance (`callback.on_fit_start = f`) counts as overridden.
+    set on an instance (`callback.on_fit_start = f`) counts as overridden. Where profilers listen to `phase`, each call
+    of a hook is a phase.
     """
 
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
+    def __init__(self, callbacks: Iterable[Callback], phase: Phase = unheard) -> None:
         self.callbacks = list(callbacks)
         for hook in HOOKS:
-            setattr(self, hook, _call_each(_overriding(self.callbacks, hook)))
+            used_by = [callback for callback in self.callbacks if _overrides(callback, hook)]
+            setattr(self, hook, _call_each([_bind(callback, hook, phase) for callback in used_by]))
 
     def uses(self, hook: str) -> bool:
         """Whether any callback overrides this moment."""
-        return bool(_overriding(self.callbacks, hook))
+        return any(_overrides(callback, hook) for callback in self.callbacks)
 
 
-def _overriding(callbacks: list[Callback], hook: str) -> tuple[Any, ...]:
-    empty = getattr(Callback, hook)
-    return tuple(
-        getattr(callback, hook)
-        for callback in callbacks
-        if getattr(getattr(callback, hook), "__func__", None) is not empty
-    )
+def _overrides(callback: Callback, hook: str) -> bool:
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
 
 
-def _call_each(methods: tuple[Any, ...]) -> Any:
+def _bind(callback: Callback, hook: str, phase: Phase) -> Callable[..., None]:
+    method: Callable[..., None] = getattr(callback, hook)
+    if phase is unheard:
+        return method
+    name = f"{'module' if isinstance(callback, ModuleCallback) else type(callback).__name__}.{hook}"
+
+    def call(*args: Any) -> None:
+        with phase(name):
+            method(*args)
+
+    return call
+
+
+def _call_each(methods: list[Callable[..., None]]) -> Callable[..., None]:
     if not methods:
         return _nothing
     if len(methods) == 1:
@@ -327,12 +338,12 @@ def _without_trainer_and_module(method: Any) -> Any:
     return call
 
 
-def build_callback_list(callbacks: list[Callback], module: TrainModule) -> CallbackList:
+def build_callback_list(callbacks: list[Callback], module: TrainModule, phase: Phase = unheard) -> CallbackList:
     """The list as it is called: callbacks, the module's hooks, then the callbacks that read what was logged."""
     raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
     first = [callback for callback in callbacks if not callback.runs_last]
     last = [callback for callback in callbacks if callback.runs_last]
-    return CallbackList([*first, ModuleCallback(module), *last])
+    return CallbackList([*first, ModuleCallback(module), *last], phase)
 
 
 def parameters_of(method: Callable[..., Any]) -> list[str]:

@@ -38,6 +38,7 @@ from trainer.metrics.metric_log import MetricScope
 from trainer.module import TrainModule
 from trainer.optimizers import monitored_value, zero_grad_fast
 from trainer.precision import Precision
+from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, each_wait
 from trainer.seed import seed_everything
 from trainer.settings import ARGUMENTS, Settings, wrong_names
 from trainer.strategy import Strategy
@@ -284,7 +285,7 @@ class Trainer(RunState):
     def _windows(self) -> Iterator[list[Batch]]:
         """The epoch's batches, a step's worth at a time; shorter at the end. All processes get the same number."""
         assert self.train_loader is not None
-        batches = self.train_loader.iterate(self.progress.epoch, self.progress.batch)
+        batches = each_wait(self.phase, DATA, self.train_loader.iterate(self.progress.epoch, self.progress.batch))
         uneven = self.world_size > 1 and self.train_loader.samples_per_epoch is None
         while True:
             window = list(islice(batches, self.accumulate_grad_batches))
@@ -296,7 +297,7 @@ class Trainer(RunState):
 
     def _train_step(self, window: list[Batch]) -> StepOutputs:
         """Forward and backward of each micro-batch; the gradients are complete after it."""
-        module, hooks, strategy, metrics = self.module, self.hooks, self.strategy, self.metrics
+        module, hooks, strategy, metrics, phase = self.module, self.hooks, self.strategy, self.metrics, self.phase
         metrics.start_window()
         if not module.automatic_optimization:
             return manual_step(self, window)
@@ -310,13 +311,15 @@ class Trainer(RunState):
             metrics.start_batch(data, window[position].samples)
             hooks.on_train_batch_start(self, module, data, batch_idx)
             with strategy.gradient_sync(last=position == last):
-                outputs = strategy.call("training_step", data, batch_idx)
+                with phase(FORWARD):
+                    outputs = strategy.call("training_step", data, batch_idx)
                 self.watchdog.heartbeats += 1  # here: in the backward, processes wait for those that are not there yet
                 loss = checked_loss(outputs, module, self.settings.detect_anomaly)
                 if divisor is not None:
                     loss = loss / divisor
                 hooks.on_before_backward(self, module, loss)
-                strategy.backward(loss)
+                with phase(BACKWARD):
+                    strategy.backward(loss)
                 hooks.on_after_backward(self, module)
             losses.append(loss)
             if position < last:
@@ -329,7 +332,8 @@ class Trainer(RunState):
             return
         for optimizer in self.optimizers:
             self._before_optimizer_step(optimizer)
-            self.strategy.step(optimizer)
+            with self.phase(OPTIMIZER):
+                self.strategy.step(optimizer)
         self.strategy.end_step()
 
     def _before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -350,7 +354,8 @@ class Trainer(RunState):
             self._before_optimizer_step(self.optimizers[0])
             return torch.stack([loss.detach() for loss in evaluations[-1][2]]).sum()
 
-        self.strategy.step(self.optimizers[0], closure)
+        with self.phase(OPTIMIZER):
+            self.strategy.step(self.optimizers[0], closure)
         return evaluations[-1]
 
     def _count(self, window: list[Batch]) -> None:

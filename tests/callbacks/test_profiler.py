@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
+from trainer.callback import CallbackList
 from trainer.callbacks import ModelCheckpoint, SimpleProfiler
 from trainer.callbacks.profiler import LOOP
 from trainer.profiling import (
@@ -24,6 +25,8 @@ from trainer.profiling import (
     LOGGING,
     OPTIMIZER,
     TRANSFER,
+    each_wait,
+    unheard,
 )
 
 
@@ -216,34 +219,64 @@ def test_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "part of fit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_behind(capsys: pytest.CaptureFixture[str], fails: bool) -> None:
-    """Nothing of it is on the way of a run without it, nor after one that had it, however it ended."""
+def test_a_run_without_a_listener_notifies_nobody() -> None:
+    """One shared context stands for every phase, hooks are called directly, and batches are not wrapped."""
+    seen: list[Any] = []
 
+    class Look(Callback):
+        def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+            seen.append(trainer.phase)
+
+    look = Look()
+    quiet(max_epochs=1, callbacks=[look]).fit(Toy(), loader(2))
+    assert seen == [unheard]
+    assert unheard(FORWARD) is unheard(BACKWARD)
+    assert CallbackList([look]).on_fit_start == look.on_fit_start
+    batches = iter([1, 2])
+    assert each_wait(unheard, DATA, batches) is batches
+
+
+def test_a_callback_that_listens_hears_of_phases_that_end_with_an_error() -> None:
+    class Listener(Callback):
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def begin_phase(self, name: str) -> None:
+            self.heard.append(f"begin {name}")
+
+        def end_phase(self, name: str) -> None:
+            self.heard.append(f"end {name}")
+
+    class Fails(Toy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            raise RuntimeError("on purpose")
+
+    listener = Listener()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        quiet(max_epochs=1, callbacks=[listener]).fit(Fails(), loader(2))
+    assert listener.heard == [
+        f"{edge} {phase}" for phase in (DATA, TRANSFER, "module.on_train_batch_start") for edge in ("begin", "end")
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_table_is_printed_once_and_counts_fit_alone(capsys: pytest.CaptureFixture[str], fails: bool) -> None:
     class Fails(Toy):
         def on_train_epoch_end(self) -> None:
             if fails:
                 raise RuntimeError("on purpose")
 
-    trainer = quiet(max_epochs=1, profiler="simple")
-    before = {name: set(vars(thing)) for name, thing in (("trainer", trainer), ("strategy", trainer.strategy))}
+    profiler = SimpleProfiler()
+    trainer, module = quiet(max_epochs=1, profiler=profiler), Fails()
     if fails:
         with pytest.raises(RuntimeError, match="on purpose"):
-            trainer.fit(Fails(), loader(2), loader(1))
+            trainer.fit(module, loader(2), loader(1))
     else:
-        trainer.fit(Fails(), loader(2), loader(1))
-    plain = quiet(max_epochs=1)
-    plain.fit(Toy(), loader(2), loader(1))
-    assert "part of fit" in capsys.readouterr().out
-    for replaced in ("transfer", "log_to_loggers", "begin_save", "end_save"):
-        assert replaced not in vars(trainer)
-        assert replaced not in before["trainer"]
-    assert {"call", "backward", "step"}.isdisjoint(vars(trainer.strategy))
-    assert "iterate" not in vars(trainer.train_loader)
-    assert "read_step" not in vars(trainer.metrics)
-    assert type(trainer.hooks).__name__ == "CallbackList"
-    assert any(isinstance(callback, SimpleProfiler) for callback in trainer.hooks.callbacks)
-    assert vars(plain).keys() == vars(trainer).keys()
+        trainer.fit(module, loader(2), loader(1))
+    calls = dict(profiler.calls)
+    trainer.validate(module, loader(3))
+    assert profiler.calls == calls
+    assert capsys.readouterr().out.count("part of fit") == 1
 
 
 def test_profiling_changes_no_number() -> None:

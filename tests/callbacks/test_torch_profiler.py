@@ -64,8 +64,7 @@ def test_operators_are_inside_their_part() -> None:
 
 def test_repeated(tmp_path: Path) -> None:
     profiler = TorchProfiler(wait=1, warmup=1, active=1, repeat=2, dirpath=tmp_path / "traces", with_stack=True)
-    trainer = quiet(max_epochs=1, callbacks=[profiler, SimpleProfiler()])
-    trainer.fit(Toy(), loader(10))
+    quiet(max_epochs=1, callbacks=[profiler, SimpleProfiler()]).fit(Toy(), loader(10))
     assert [trace.name for trace in profiler.traces] == ["rank0.3.pt.trace.json.gz", "rank0.6.pt.trace.json.gz"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
         "rank0.3.pt.trace.json.gz",
@@ -73,7 +72,6 @@ def test_repeated(tmp_path: Path) -> None:
         "rank0.6.pt.trace.json.gz",
         "rank0.6.txt",
     ]
-    assert "call" not in vars(trainer.strategy)
 
 
 def test_by_name_and_too_short_a_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.state import preserve_torchmetrics
 from trainer.module import TrainModule
+from trainer.profiling import EVALUATION, EVALUATION_DATA, each_wait
 from trainer.seed import isolated_rng
 from trainer.strategy import eval_mode
 
@@ -190,7 +191,8 @@ def run_batches(
                 trainer.strategy.call(moments.step, *arguments)
             continue
         moments.batch_start(trainer, module, data, batch_idx, dataloader_idx)
-        outputs = trainer.strategy.call(moments.step, *arguments)
+        with trainer.phase(EVALUATION):
+            outputs = trainer.strategy.call(moments.step, *arguments)
         trainer.watchdog.heartbeats += 1
         moments.batch_end(trainer, module, outputs, data, batch_idx, dataloader_idx)
         yield outputs
@@ -198,7 +200,7 @@ def run_batches(
 
 def _batches(trainer: Trainer, feed: BatchLoader) -> Iterator[Batch]:
     """A loader's batches. Where every forward needs all processes, those that have fewer repeat one as a filler."""
-    batches = feed.iterate(epoch=0)
+    batches = each_wait(trainer.phase, EVALUATION_DATA, feed.iterate(epoch=0))
     strategy = trainer.strategy
     if not strategy.collective_forward or strategy.world_size == 1 or feed.samples_per_epoch is not None:
         yield from batches  # A plain DataLoader brings its fillers along.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainer.data.batch import Batch
 from trainer.loop.accumulation import StepOutputs, loss_divisors
+from trainer.profiling import FORWARD
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -20,5 +21,6 @@ def manual_step(trainer: Trainer, window: list[Batch]) -> StepOutputs:
         window, trainer.module, trainer.strategy, trainer.weights_loss_by_items
     )
     trainer.hooks.on_train_batch_start(trainer, trainer.module, data, batch_idx)
-    outputs = trainer.strategy.call("training_step", data, batch_idx)
+    with trainer.phase(FORWARD):
+        outputs = trainer.strategy.call("training_step", data, batch_idx)
     return outputs, data, []

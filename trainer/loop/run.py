@@ -31,7 +31,7 @@ from trainer.loop.training_state import full_state
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.module import TrainModule
 from trainer.optimizers import ManualOptimizer, SchedulerConfig
-from trainer.profiling import Phases
+from trainer.profiling import BACKWARD, LOGGING, OPTIMIZER, TRANSFER, Phase, unheard
 from trainer.progress import Progress
 from trainer.seed import set_rng_state
 from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
@@ -70,7 +70,7 @@ class RunState:
         self.stop_reason: str | None = None
         self.undo_deterministic: Callable[[], None] = lambda: None
         self.undo_compile: Callable[[], None] = lambda: None
-        self.phases = Phases()
+        self.phase: Phase = unheard
         self.datamodule: DataModule | None = None
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
@@ -275,8 +275,9 @@ class RunState:
         """Remember reduced values and send them to the loggers; return them by name."""
         self.update_metrics(values)
         if values.logger and self.is_global_zero:
-            for logger in self.loggers:
-                logger.log_metrics(values.logger, self.global_step)
+            with self.phase(LOGGING):
+                for logger in self.loggers:
+                    logger.log_metrics(values.logger, self.global_step)
         return values.all
 
     def update_metrics(self, values: ReducedMetrics) -> None:
@@ -321,14 +322,15 @@ class RunState:
 
     def transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """The batch on the device, by way of the module's transfer hooks if it has any."""
-        if not self.has_transfer_hooks:
-            return self.strategy.to_device(batch)
-        module = self.module
-        batch = require_batch(module.on_before_batch_transfer(batch, dataloader_idx), "on_before_batch_transfer")
-        batch = require_batch(
-            module.transfer_batch_to_device(batch, self.device, dataloader_idx), "transfer_batch_to_device"
-        )
-        return require_batch(module.on_after_batch_transfer(batch, dataloader_idx), "on_after_batch_transfer")
+        with self.phase(TRANSFER):
+            if not self.has_transfer_hooks:
+                return self.strategy.to_device(batch)
+            module = self.module
+            batch = require_batch(module.on_before_batch_transfer(batch, dataloader_idx), "on_before_batch_transfer")
+            batch = require_batch(
+                module.transfer_batch_to_device(batch, self.device, dataloader_idx), "transfer_batch_to_device"
+            )
+            return require_batch(module.on_after_batch_transfer(batch, dataloader_idx), "on_after_batch_transfer")
 
     def clip_gradients(
         self, optimizer: Optimizer | ManualOptimizer, value: float, algorithm: str
@@ -353,7 +355,8 @@ class RunState:
         if self.manual_loss_divisor is not None:
             loss = loss / self.manual_loss_divisor
         self.hooks.on_before_backward(self, self.module, loss)  # type: ignore[arg-type]
-        self.strategy.backward(loss)
+        with self.phase(BACKWARD):
+            self.strategy.backward(loss)
         self.strategy.reduce_gradients()
         self.hooks.on_after_backward(self, self.module)  # type: ignore[arg-type]
 
@@ -363,7 +366,8 @@ class RunState:
             self._check_first_step(optimizer)
         self.manual_steps += 1
         self.hooks.on_before_optimizer_step(self, self.module, optimizer)  # type: ignore[arg-type]
-        self.strategy.step(optimizer, closure)
+        with self.phase(OPTIMIZER):
+            self.strategy.step(optimizer, closure)
         self.strategy.end_step()
 
     def _check_first_step(self, optimizer: Optimizer) -> None:

@@ -41,6 +41,7 @@ from trainer.model.activation_checkpointing import disable_activation_checkpoint
 from trainer.model.compile import start_compiling
 from trainer.module import TrainModule
 from trainer.optimizers import ManualOptimizer, check_parameters, needs_closure, parse_optimizers
+from trainer.profiling import phase_of
 from trainer.progress import Progress
 from trainer.seed import derive_seed, seed_everything, set_deterministic
 from trainer.settings import DEFAULT_MAX_EPOCHS
@@ -227,12 +228,13 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     if trainer.datamodule is not None:
         trainer.datamodule.attach(trainer)
     trainer.callbacks = with_module_callbacks(trainer.plan.callbacks, module.configure_callbacks())
-    trainer.hooks = build_callback_list(trainer.callbacks, module)
+    trainer.phase = phase_of(trainer.callbacks)
+    trainer.hooks = build_callback_list(trainer.callbacks, module, trainer.phase)
     trainer.progress_bar_metrics.clear()
     trainer.progress = Progress() if stage == "fit" else trainer.progress
     trainer.optimizers, trainer.scheduler_configs, trainer.manual_optimizers = [], [], []
     trainer.has_transfer_hooks = module.overrides_any(TRANSFER_HOOKS)
-    trainer.metrics = MetricLog(module, strategy.gather_objects)
+    trainer.metrics = MetricLog(module, strategy.gather_objects, trainer.phase)
     if stage == "predict":
         trainer.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
     trainer.stop_coordinator = StopCoordinator(strategy.store, strategy.rank, strategy.world_size)

@@ -17,6 +17,7 @@ from trainer.checkpoint.shards import Shard
 from trainer.checkpoint.storage import StoragePath
 from trainer.errors import CheckpointError
 from trainer.metrics.state import load_metrics_state, metrics_state
+from trainer.profiling import CHECKPOINT
 from trainer.progress import Progress
 from trainer.seed import rng_state
 from trainer.strategy import Strategy
@@ -146,20 +147,21 @@ def save_state(
 ) -> None:
     """See `Trainer.save_with`."""
     trainer.meet(f"save_with at step {trainer.global_step}")
-    begun = trainer.begin_save()
-    state = collect(trainer)
-    trainer.hooks.on_save_checkpoint(trainer, trainer.module, state)
-    if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.flush()
-    problem = None
-    if trainer.is_global_zero or trainer.strategy.shards_state:
-        try:
-            write(state, {"step": trainer.global_step, "epoch": trainer.current_epoch, **info})
-        except Exception as error:
-            problem = error
-    problems = trainer.strategy.gather_objects(problem)
-    trainer.end_save(begun)
+    with trainer.phase(CHECKPOINT):
+        begun = trainer.begin_save()
+        state = collect(trainer)
+        trainer.hooks.on_save_checkpoint(trainer, trainer.module, state)
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.flush()
+        problem = None
+        if trainer.is_global_zero or trainer.strategy.shards_state:
+            try:
+                write(state, {"step": trainer.global_step, "epoch": trainer.current_epoch, **info})
+            except Exception as error:
+                problem = error
+        problems = trainer.strategy.gather_objects(problem)
+        trainer.end_save(begun)
     for problem in problems:
         if problem is not None:
             raise problem

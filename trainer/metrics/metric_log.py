@@ -13,6 +13,7 @@ import torch
 
 from trainer.errors import ConfigError, did_you_mean
 from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host
+from trainer.profiling import LOGGING, Phase, unheard
 
 GatherObjects = Callable[[Any], list[Any]]
 
@@ -86,9 +87,10 @@ class MetricLog:
     without a batch logs nothing), because names travel with the values.
     """
 
-    def __init__(self, module: torch.nn.Module, gather_objects: GatherObjects) -> None:
+    def __init__(self, module: torch.nn.Module, gather_objects: GatherObjects, phase: Phase = unheard) -> None:
         self.module = module
         self.gather_objects = gather_objects
+        self.phase = phase
         self.train = MetricScope(batches=True, steps=True)
         self.hook_metrics = MetricScope(batches=False, steps=False)
         self.scope = self.hook_metrics
@@ -218,17 +220,18 @@ class MetricLog:
     def read_step(self) -> ReducedMetrics:
         """Return the values of the window just done, reduced over its micro-batches and over processes."""
         logged = [e for e in self.train.entries.values() if e.options.on_step and e.window == self.window]
-        numbers = iter(to_host([n for e in logged for one in e.window_values for n in one if is_tensor(n)]))
-        local: dict[str, tuple[LogOptions, Accumulator]] = {}
-        for entry in logged:
-            accumulator = Accumulator(entry.options.reduction)
-            for one in entry.window_values:
-                value, weight = (next(numbers) if is_tensor(n) else n for n in one)
-                accumulator.add(value, weight)
-            local[entry.name] = (entry.options, accumulator)
         values = ReducedMetrics()
-        for name, (options, value) in self._reduce(local).items():
-            values.put(name, options, value, "step")
+        with self.phase(LOGGING):
+            numbers = iter(to_host([n for e in logged for one in e.window_values for n in one if is_tensor(n)]))
+            local: dict[str, tuple[LogOptions, Accumulator]] = {}
+            for entry in logged:
+                accumulator = Accumulator(entry.options.reduction)
+                for one in entry.window_values:
+                    value, weight = (next(numbers) if is_tensor(n) else n for n in one)
+                    accumulator.add(value, weight)
+                local[entry.name] = (entry.options, accumulator)
+            for name, (options, value) in self._reduce(local).items():
+                values.put(name, options, value, "step")
         return values
 
     def read_epoch(self, scope: MetricScope) -> ReducedMetrics:
@@ -249,8 +252,9 @@ class MetricLog:
     def _read_entries(self, entries: dict[str, Entry]) -> ReducedMetrics:
         local = {name: (e.options, e.epoch) for name, e in entries.items() if e.options.on_epoch}
         values = ReducedMetrics()
-        for name, (options, value) in self._reduce(local).items():
-            values.put(name, options, value, "epoch")
+        with self.phase(LOGGING):
+            for name, (options, value) in self._reduce(local).items():
+                values.put(name, options, value, "epoch")
         return values
 
     def _reduce(self, local: dict[str, tuple[LogOptions, Accumulator]]) -> dict[str, tuple[LogOptions, float]]:
