@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -98,6 +97,8 @@ class DDPStrategy(DistributedStrategy):
             broadcast([*module.parameters(), *module.buffers()])
 
     def _register_comm_hook(self, wrapped: DistributedDataParallel) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
         if self.comm_hook == "fp16_compress":
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif self.comm_hook == "bf16_compress":

@@ -82,10 +82,11 @@ With manual optimization a window is one batch, and between `on_train_batch_star
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainer.errors import did_you_mean, raise_problems
+from trainer.errors import did_you_mean, raise_problems, unknown_name_error
 from trainer.profiling import Phase, unheard
 
 if TYPE_CHECKING:
@@ -344,6 +345,28 @@ def build_callback_list(callbacks: list[Callback], module: TrainModule, phase: P
     first = [callback for callback in callbacks if not callback.runs_last]
     last = [callback for callback in callbacks if callback.runs_last]
     return CallbackList([*first, ModuleCallback(module), *last], phase)
+
+
+PROFILERS = {"simple": "SimpleProfiler", "torch": "TorchProfiler"}
+"""The callback behind each name that `Trainer(profiler=)` takes."""
+
+
+def available_callbacks() -> Mapping[str, type[Callback]]:
+    """Return the classes of `trainer.callbacks` by name."""
+    callbacks: Mapping[str, type[Callback]] = import_module("trainer.callbacks").CALLBACKS
+    return callbacks
+
+
+def callback_named(name: str) -> type[Callback]:
+    """Return the class of `trainer.callbacks` of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = available_callbacks()
+    if name not in known:
+        raise unknown_name_error("callback", name, known)
+    return known[name]
 
 
 def parameters_of(method: Callable[..., Any]) -> list[str]:

@@ -10,14 +10,13 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.callback import Callback, Logger
-from trainer.callbacks import PROFILERS
+from trainer.callback import PROFILERS, Callback, Logger
 from trainer.distributed.devices import choose_accelerator
 from trainer.errors import ConfigError, did_you_mean
 from trainer.fault_tolerance.deadline import read_deadline
 from trainer.model.compile import compile_problems
 from trainer.precision import Precision, resolve_precision
-from trainer.strategies import Strategy, resolve_strategy
+from trainer.strategy import Strategy, resolve_strategy
 
 
 @dataclass(frozen=True, kw_only=True)

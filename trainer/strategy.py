@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, whole
 from trainer.data.transfer import make_transfer, move_to
+from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.compile import Compilation, compile_in_place
@@ -300,3 +303,84 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule, training in modes.items():
             submodule.training = training
+
+
+# -- by name -----------------------------------------------------------------------------------------------------------
+
+LIGHTNING_EQUIVALENTS = {
+    "dp": "'ddp'",
+    "ddp_spawn": "'ddp': it starts its processes itself",
+    "ddp_notebook": "'ddp', in a script: several processes cannot be started from a notebook",
+    "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
+    "ddp_find_unused_parameters_false": "'ddp'",
+}
+"""Names of other trainers' strategies, and what to give here."""
+
+
+def available_strategies() -> Mapping[str, type[Strategy]]:
+    """Return the classes of `trainer.strategies` by name."""
+    strategies: Mapping[str, type[Strategy]] = import_module("trainer.strategies").STRATEGIES
+    return strategies
+
+
+def needed_device(strategy: str | Strategy) -> str | None:
+    """Return the type of device that a strategy is made for; None: it runs on several, or is not known."""
+    kind = strategy if isinstance(strategy, Strategy) else available_strategies().get(strategy)
+    return None if kind is None else kind.required_device
+
+
+def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: str = "cpu") -> tuple[Strategy, str]:
+    """Return the strategy for a name or an instance, and why it was chosen.
+
+    Raises:
+        ConfigError: the name is not known.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy, "given as an object"
+    known = available_strategies()
+    if strategy == "auto" and device_type == "xla":
+        return known["xla"](), "auto: torch_xla's devices"
+    if strategy == "auto":
+        name = "ddp" if num_processes > 1 else "single_device"
+        return known[name](), f"auto: {num_processes} process{'es' if num_processes > 1 else ''}"
+    if strategy not in known:
+        if strategy in LIGHTNING_EQUIVALENTS:
+            raise ConfigError(f"unknown strategy {strategy!r}. Use {LIGHTNING_EQUIVALENTS[strategy]}.")
+        raise unknown_name_error("strategy", strategy, [*known, "auto"])
+    return known[strategy](), "given by name"
+
+
+# -- modules that cannot be wrapped ------------------------------------------------------------------------------------
+
+
+def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
+    """Wrappers of torch's that are in the module already, though strategies wrap by themselves."""
+    if module._wrapper is not None:
+        if strategy.reusable_wrapper:
+            return []
+        return [
+            f"{type(module).__name__} was divided by another strategy in a run before, and cannot be used under "
+            f"{strategy.name!r}: make it anew, with load_from_checkpoint for instance."
+        ]
+    problems, wrappers = [], _wrappers()
+    for name, child in module.named_modules():
+        wrapper = next((words for kind, words in wrappers if isinstance(child, kind)), None)
+        if wrapper is not None:
+            place = f"{type(module).__name__}.{name}" if name else type(module).__name__
+            problems.append(
+                f"{place} is already wrapped by {wrapper}, and strategy {strategy.name!r} wraps by itself: "
+                "give it unwrapped."
+            )
+    return problems
+
+
+def _wrappers() -> list[tuple[type, str]]:
+    """The wrappers that have been imported: a module cannot have others."""
+    homes = (
+        ("torch.nn.parallel.distributed", "DistributedDataParallel", "DistributedDataParallel (its .module is inside)"),
+        ("torch.nn.parallel.data_parallel", "DataParallel", "DataParallel (its .module is inside)"),
+        ("torch.distributed.fsdp", "FSDPModule", "fully_shard"),
+        ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel"),
+    )
+    there = [(sys.modules.get(home), name, words) for home, name, words in homes]
+    return [(getattr(home, name), words) for home, name, words in there if hasattr(home, name)]

@@ -11,20 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
-from trainer.loop.checks import wrapping_problems
 from trainer.model.blocks import BlockPolicy, blocks_in_words, exclude_tied_weights, find_blocks
 from trainer.model.deferred_init import DeferredInit
 from trainer.model.memory import MemoryLayout
@@ -32,9 +24,11 @@ from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.seed import rng_state, set_rng_state
 from trainer.strategies.distributed import DistributedStrategy, StepForward, broadcast
-from trainer.strategies.fsdp.dtensors import as_shards, load_sharded, local_slice, part_as_dtensor
+from trainer.strategy import wrapping_problems
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
@@ -132,6 +126,8 @@ class FSDPStrategy(DistributedStrategy):
         return problems
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
+        from torch.distributed.tensor import DTensor
+
         self.setup_environment("cpu", precision)
         self.setup_module(module, for_training=True)
         assert self._mesh is not None
@@ -203,6 +199,8 @@ class FSDPStrategy(DistributedStrategy):
             )
 
     def _shard(self, module: TrainModule) -> Any:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
         options: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._mixed_precision()}
         # torch pins the memory by default, which needs an accelerator.
         options["offload_policy"] = (
@@ -236,6 +234,8 @@ class FSDPStrategy(DistributedStrategy):
         return wrapped
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         low = self.precision.autocast or self.precision.weights
         if low not in (torch.bfloat16, torch.float16):
             return MixedPrecisionPolicy()
@@ -246,6 +246,10 @@ class FSDPStrategy(DistributedStrategy):
 
     def _materialize(self, module: TrainModule) -> None:
         """Memory for what `configure_model` has built, and the part of the initial values that belongs there."""
+        from torch.distributed.tensor import DTensor
+
+        from trainer.strategies.fsdp.dtensors import local_slice
+
         place = torch.device("cpu") if self.cpu_offload else self.device
         self.wrapped._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
         for buffer in module.buffers():
@@ -285,23 +289,33 @@ class FSDPStrategy(DistributedStrategy):
             self.wrapped.set_requires_gradient_sync(True)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
+        from torch.distributed.tensor import DTensor
+
         norm = super().clip_gradients(optimizer, value, algorithm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
+        from trainer.strategies.fsdp.dtensors import as_shards
+
         state: dict[str, torch.Tensor | Shard] = as_shards(self.module.state_dict(keep_vars=True))
         return state
 
     def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
+        from trainer.strategies.fsdp.dtensors import load_sharded
+
         load_sharded(self.module, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        from trainer.strategies.fsdp.dtensors import as_shards
+
         state: dict[str, Any] = as_shards(state_by_name(self.module, optimizer, optimizer.state_dict()))
         return state
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        from trainer.strategies.fsdp.dtensors import part_as_dtensor
+
         parameters = dict(self.module.named_parameters())
 
         def take(name: str, value: Loadable) -> torch.Tensor:

@@ -149,7 +149,7 @@ def _checks(
     from trainer.config.check import instantiate
     from trainer.errors import ConfigError
     from trainer.precision import resolve_precision
-    from trainer.strategies import needed_device, resolve_strategy
+    from trainer.strategy import needed_device, resolve_strategy
 
     yield from (CheckResult("OK", "note", note) for note in configuration.notes)
     world = given.world_size

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.callback import Callback, Logger
-from trainer.callbacks import CALLBACKS
+from trainer.callback import Callback, Logger, available_callbacks
 from trainer.config.classes import find_class, one_line_error
 from trainer.config.tree import Diagnostics, KeyPath, Node, Problem, Source, canonical_class, dotted, shown
 from trainer.config.types import (
@@ -28,8 +27,7 @@ from trainer.config.types import (
     validate,
 )
 from trainer.errors import ConfigError, TrainerError, did_you_mean
-from trainer.strategies import STRATEGIES
-from trainer.strategy import Strategy
+from trainer.strategy import Strategy, available_strategies
 
 INVALID = object()
 """Stands for a value that was found wrong."""
@@ -236,10 +234,10 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
     """The short names for classes of these kinds."""
     table: dict[str, type] = {}
     if Strategy in bases:
-        table.update(STRATEGIES)
+        table.update(available_strategies())
     for base in (Callback, Logger):
         if base in bases:
-            table.update({name: cls for name, cls in CALLBACKS.items() if issubclass(cls, base)})
+            table.update({name: cls for name, cls in available_callbacks().items() if issubclass(cls, base)})
     return table
 
 

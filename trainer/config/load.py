@@ -37,8 +37,7 @@ from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
 from trainer.module import TrainModule
 from trainer.settings import Settings
-from trainer.strategies import STRATEGIES
-from trainer.strategy import Strategy
+from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
 
 KEYS = ("module", "data", "trainer", "ckpt_path")
@@ -193,7 +192,7 @@ class RunChecker(Checker):
         recipe = self.recipe(node, (Strategy,), ("trainer", "strategy"))
         if recipe is None:
             return INVALID
-        return recipe if arguments or name is None or name.value not in STRATEGIES else name.value
+        return recipe if arguments or name is None or name.value not in available_strategies() else name.value
 
     def precision(self, node: Node) -> Any:
         """Whether there is such a name, `Settings` says."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,9 +12,6 @@ from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, check_data
 from trainer.module import TrainModule
-
-if TYPE_CHECKING:
-    from trainer.strategy import Strategy
 
 MODULE_HOOKS = [hook for hook in HOOKS if hook not in NOT_ON_MODULES] + [
     name for name in vars(TrainModule) if name.startswith("on_")
@@ -86,39 +81,6 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
         if callable(getattr(TrainModule, method, None)) and not callable(value) and method not in CALLED
     ]
     return problems + _wrong_hyperparameters(module)
-
-
-def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
-    """Wrappers of torch's that are in the module already, though strategies wrap by themselves."""
-    if module._wrapper is not None:
-        if strategy.reusable_wrapper:
-            return []
-        return [
-            f"{type(module).__name__} was divided by another strategy in a run before, and cannot be used under "
-            f"{strategy.name!r}: make it anew, with load_from_checkpoint for instance."
-        ]
-    problems, wrappers = [], _wrappers()
-    for name, child in module.named_modules():
-        wrapper = next((words for kind, words in wrappers if isinstance(child, kind)), None)
-        if wrapper is not None:
-            place = f"{type(module).__name__}.{name}" if name else type(module).__name__
-            problems.append(
-                f"{place} is already wrapped by {wrapper}, and strategy {strategy.name!r} wraps by itself: "
-                "give it unwrapped."
-            )
-    return problems
-
-
-def _wrappers() -> list[tuple[type, str]]:
-    """The wrappers that have been imported: a module cannot have others."""
-    homes = (
-        ("torch.nn.parallel.distributed", "DistributedDataParallel", "DistributedDataParallel (its .module is inside)"),
-        ("torch.nn.parallel.data_parallel", "DataParallel", "DataParallel (its .module is inside)"),
-        ("torch.distributed.fsdp", "FSDPModule", "fully_shard"),
-        ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel"),
-    )
-    there = [(sys.modules.get(home), name, words) for home, name, words in homes]
-    return [(getattr(home, name), words) for home, name, words in there if hasattr(home, name)]
 
 
 def datamodule_problems(datamodule: DataModule) -> list[str]:

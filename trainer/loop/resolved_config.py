@@ -5,15 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from trainer.callback import Callback, Logger, callback_problems
-from trainer.callbacks import PROFILERS
-from trainer.callbacks.checkpoint import ModelCheckpoint
-from trainer.callbacks.csv_logger import CSVLogger
-from trainer.callbacks.model_summary import ModelSummary
-from trainer.callbacks.progress_bar import ProgressBar
-from trainer.callbacks.tensorboard import TensorBoardLogger
-from trainer.callbacks.timer import Timer
+from trainer.callback import PROFILERS, Callback, Logger, callback_named, callback_problems
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
@@ -21,7 +15,7 @@ from trainer.errors import ConfigError, raise_problems
 from trainer.model.compile import Compilation, check_toolchain, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.settings import Settings
-from trainer.strategies import Strategy, needed_device, resolve_strategy
+from trainer.strategy import Strategy, needed_device, resolve_strategy
 
 
 @dataclass
@@ -111,25 +105,28 @@ def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback],
         if any(callback is other for other in callbacks[:number]):
             problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: take one away.")
 
-    def missing(kind: type[Callback]) -> bool:
-        return not any(isinstance(callback, kind) for callback in callbacks)
+    def add_missing(name: str, **arguments: Any) -> None:
+        kind = callback_named(name)
+        if not any(isinstance(callback, kind) for callback in callbacks):
+            callbacks.append(kind(**arguments))
 
-    if settings.max_seconds is not None and missing(Timer):
-        callbacks.append(Timer(duration=settings.max_seconds))
+    if settings.max_seconds is not None:
+        add_missing("Timer", duration=settings.max_seconds)
     if settings.profiler is not None:
         profiler = settings.profiler
-        callbacks.append(PROFILERS[profiler]() if isinstance(profiler, str) else profiler)
-    if settings.enable_model_summary and missing(ModelSummary):
-        callbacks.append(ModelSummary())
-    if settings.enable_progress_bar and missing(ProgressBar):
-        callbacks.append(ProgressBar())
+        callbacks.append(callback_named(PROFILERS[profiler])() if isinstance(profiler, str) else profiler)
+    if settings.enable_model_summary:
+        add_missing("ModelSummary")
+    if settings.enable_progress_bar:
+        add_missing("ProgressBar")
+    checkpoints = callback_named("ModelCheckpoint")
     if settings.fast_dev_run:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, (ModelCheckpoint, Logger))]
+        callbacks = [callback for callback in callbacks if not isinstance(callback, (checkpoints, Logger))]
         return callbacks, []
-    if not settings.enable_checkpointing and not missing(ModelCheckpoint):
+    if settings.enable_checkpointing:
+        add_missing("ModelCheckpoint")
+    elif any(isinstance(callback, checkpoints) for callback in callbacks):
         problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: take one of the two away.")
-    if settings.enable_checkpointing and missing(ModelCheckpoint):
-        callbacks.append(ModelCheckpoint())
     callbacks += _loggers(settings)
     return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
 
@@ -141,7 +138,8 @@ def _loggers(settings: Settings) -> list[Logger]:
         return list(settings.logger)
     if not settings.logger:
         return []
-    return [CSVLogger(), TensorBoardLogger()] if find_spec("tensorboard") else [CSVLogger()]
+    names = ["CSVLogger", "TensorBoardLogger"] if find_spec("tensorboard") else ["CSVLogger"]
+    return [logger for name in names if isinstance(logger := callback_named(name)(), Logger)]
 
 
 def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) -> list[Callback]:
@@ -155,5 +153,6 @@ def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) 
             raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
     kinds = {type(callback) for callback in of_module}
     kept = [callback for callback in callbacks if type(callback) not in kinds]
+    checkpoints = callback_named("ModelCheckpoint")
     # A checkpoint holds the state of all the others, as it is when they are done with the same moment.
-    return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, ModelCheckpoint))
+    return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, checkpoints))

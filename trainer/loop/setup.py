@@ -24,7 +24,7 @@ from trainer.fault_tolerance.failure import report_failure
 from trainer.fault_tolerance.stop import EXIT_RETRY, StopCoordinator, exit_code
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts, restart_safe_exit_code
-from trainer.loop.checks import datamodule_problems, module_problems, wrapping_problems
+from trainer.loop.checks import datamodule_problems, module_problems
 from trainer.loop.describe import start_line
 from trainer.loop.loaders import check_same_everywhere, make_loaders, micro_batch_of
 from trainer.loop.resolved_config import with_module_callbacks
@@ -45,6 +45,7 @@ from trainer.profiling import phase_of
 from trainer.progress import Progress
 from trainer.seed import derive_seed, seed_everything, set_deterministic
 from trainer.settings import DEFAULT_MAX_EPOCHS
+from trainer.strategy import wrapping_problems
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
