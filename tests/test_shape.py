@@ -305,7 +305,18 @@ Trainer()
 seen["after Trainer()"] = sorted({name.split(".")[0] for name in sys.modules})
 print(json.dumps(seen))
 """
-HEAVY = {"tensorboard", "torchmetrics", "deepspeed", "torch_xla", "ray", "sklearn", "pydantic", "pandas", "matplotlib"}
+HEAVY = {
+    "sympy",
+    "tensorboard",
+    "torchmetrics",
+    "deepspeed",
+    "torch_xla",
+    "ray",
+    "sklearn",
+    "pydantic",
+    "pandas",
+    "matplotlib",
+}
 
 
 def test_the_second_name_of_a_folder_is_refused_and_heavy_packages_wait_until_they_are_needed() -> None:
