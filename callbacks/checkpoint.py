@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.callback import Callback
+from trainer.callback import Checkpoint
 from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(Checkpoint):
     """Writes checkpoints while training, and a last one when training ends or is stopped.
 
     The newest checkpoint is always kept (`save_last`) and called "last"; with `monitor` the `save_top_k` best ones are
@@ -57,8 +57,6 @@ class ModelCheckpoint(Callback):
     Raises:
         ConfigError: the arguments contradict each other.
     """
-
-    runs_last: ClassVar[bool] = True
 
     def __init__(
         self,

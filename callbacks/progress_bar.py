@@ -44,19 +44,18 @@ class ProgressBar(Callback):
         """When to draw again, by `time.monotonic`; infinity: never."""
         self._evaluated = 0
 
-    def print(
-        self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True
-    ) -> None:
-        """`print` above the bar. What the terminal cannot show is replaced, and a closed one is ignored."""
+    def print_text(self, text: str, file: TextIO | None = None) -> bool:
+        """Print above the bar. What the terminal cannot show is replaced, and a closed one is ignored."""
         stream: TextIO | None = sys.stdout if file is None else file
         self._draw(lambda screen: screen.clear())
         try:
-            _write(stream, sep.join(map(str, args)) + end)
+            _write(stream, text)
         except BrokenPipeError:
             _give_up(stream)
         except Exception:
             pass
         self._draw(lambda screen: screen.redraw())
+        return True
 
     # -- moments -------------------------------------------------------------------------------------------------------
 

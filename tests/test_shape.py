@@ -51,11 +51,6 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 )
 """At run time a room imports only rooms of earlier rows, and inside itself no circle."""
 
-NOT_YET = {
-    ("loop", "callbacks"),
-}
-"""Imports between rooms that are on their way out."""
-
 
 def files() -> dict[str, Path]:
     """The package's files by the name under which they are imported, without `trainer.`."""
@@ -120,8 +115,7 @@ def wrong_imports(name: str, source: str) -> list[str]:
                 wrong.append(f"trainer.{name}: from trainer import {', '.join(names)}: import from the submodule")
             continue
         theirs = row_of(imported)
-        between = room_of(name), room_of(imported)
-        if between[0] != between[1] and between not in NOT_YET and (theirs is None or theirs >= own):
+        if room_of(name) != room_of(imported) and (theirs is None or theirs >= own):
             wrong.append(f"trainer.{name} (row {own}) imports trainer.{imported} (row {theirs})")
     return wrong
 

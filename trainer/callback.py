@@ -84,12 +84,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from trainer.errors import did_you_mean, raise_problems, unknown_name_error
 from trainer.profiling import Phase, unheard
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from trainer.module import TrainModule
@@ -117,6 +119,10 @@ class Callback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
+
+    def print_text(self, text: str, file: TextIO | None = None) -> bool:
+        """Print for `trainer.print` on rank 0, and return True: for callbacks that draw on the terminal themselves."""
+        return False
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
@@ -213,6 +219,33 @@ class Logger(Callback):
 
     def flush(self) -> None:
         """Make sure that what was logged is in the files. Called before a checkpoint is written and at the end."""
+
+
+class Checkpoint(Callback):
+    """A callback that writes checkpoints, one of `trainer.checkpoint_callbacks`.
+
+    It runs after all other callbacks, whose state it saves, and not in a `fast_dev_run`.
+    """
+
+    runs_last: ClassVar[bool] = True
+
+    dirpath: str | Path | None = None
+    """The folder of the checkpoints, or a URL. None: `checkpoints` in the run directory."""
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint. Empty before the first."""
+        return ""
+
+    @property
+    def best_model_score(self) -> float | None:
+        """The monitored value of the best checkpoint."""
+        return None
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint. Empty before the first."""
+        return ""
 
 
 HOOKS: tuple[str, ...] = tuple(

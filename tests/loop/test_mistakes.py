@@ -80,7 +80,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no callback": ({"callbacks": [None]}, ["None is not a Callback"]),
     "checkpoints, and none": (
         {"callbacks": ModelCheckpoint(), "enable_checkpointing": False},
-        ["enable_checkpointing=False", "ModelCheckpoint", "take one of the two away"],
+        ["enable_checkpointing=False", "ModelCheckpoint", "remove one of the two"],
     ),
 }
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainer.callback import PROFILERS, Callback, Logger, callback_named, callback_problems
+from trainer.callback import PROFILERS, Callback, Checkpoint, Logger, callback_named, callback_problems
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
@@ -119,14 +119,14 @@ def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback],
         add_missing("ModelSummary")
     if settings.enable_progress_bar:
         add_missing("ProgressBar")
-    checkpoints = callback_named("ModelCheckpoint")
     if settings.fast_dev_run:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, (checkpoints, Logger))]
+        callbacks = [callback for callback in callbacks if not isinstance(callback, (Checkpoint, Logger))]
         return callbacks, []
-    if settings.enable_checkpointing:
-        add_missing("ModelCheckpoint")
-    elif any(isinstance(callback, checkpoints) for callback in callbacks):
-        problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: take one of the two away.")
+    saving = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    if settings.enable_checkpointing and not saving:
+        callbacks.append(callback_named("ModelCheckpoint")())
+    if saving and not settings.enable_checkpointing:
+        problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: remove one of the two.")
     callbacks += _loggers(settings)
     return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
 
@@ -153,6 +153,5 @@ def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) 
             raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
     kinds = {type(callback) for callback in of_module}
     kept = [callback for callback in callbacks if type(callback) not in kinds]
-    checkpoints = callback_named("ModelCheckpoint")
-    # A checkpoint holds the state of all the others, as it is when they are done with the same moment.
-    return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, checkpoints))
+    # A checkpoint holds the state of all the others, after they have handled the same hook.
+    return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, Checkpoint))

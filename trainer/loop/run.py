@@ -7,14 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch.optim import Optimizer
 
-from trainer.callback import Callback, CallbackList, Logger
-from trainer.callbacks.checkpoint import ModelCheckpoint
-from trainer.callbacks.progress_bar import ProgressBar
+from trainer.callback import Callback, CallbackList, Checkpoint, Logger
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StorePeers
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader
@@ -227,12 +225,13 @@ class RunState:
         return self.strategy.is_global_zero
 
     @property
-    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
-        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
+        """The callbacks that write checkpoints."""
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
 
     @property
-    def checkpoint_callback(self) -> ModelCheckpoint | None:
-        """The first ModelCheckpoint."""
+    def checkpoint_callback(self) -> Checkpoint | None:
+        """The first callback that writes checkpoints."""
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
@@ -307,16 +306,13 @@ class RunState:
             code = sys._getframe(2).f_code
             self.meeting.meet(f"{what} (in {Path(code.co_filename).name}, {code.co_name})")
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(
+        self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True
+    ) -> None:
         """`print` on rank 0, above the progress bar if there is one."""
-        if not self.is_global_zero:
-            return
-        for callback in self.callbacks:
-            if isinstance(callback, ProgressBar):
-                callback.print(*args, **kwargs)
-                return
-        print(*args, **kwargs)
-        sys.stdout.flush()
+        text = sep.join(map(str, args)) + end
+        if self.is_global_zero and not any(callback.print_text(text, file) for callback in self.callbacks):
+            print(text, end="", file=file, flush=flush)
 
     # -- what modules ask for ------------------------------------------------------------------------------------------
 
