@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Callback
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import unknown_name_error
+from trainer.settings import read_duration
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -116,39 +116,3 @@ class Timer(Callback):
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end("predict")
-
-
-def read_duration(duration: Duration) -> float:
-    """Seconds.
-
-    Raises:
-        ConfigError: `duration` is not a `timedelta`, `"DD:HH:MM:SS"`, a dict of `timedelta`'s arguments, or a float; or
-            it is negative.
-    """
-    seconds = _seconds(duration)
-    if seconds is None:
-        hint = " In YAML put it in quotes: 1:00:00:00 without them is a number." if type(duration) is int else ""
-        raise ConfigError(
-            f"the duration {duration!r} cannot be read: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a "
-            f"dict such as {{'hours': 12}}, or seconds as a float.{hint}"
-        )
-    if seconds < 0:
-        raise ConfigError(f"the duration {duration!r} is negative.")
-    return seconds
-
-
-def _seconds(duration: Any) -> float | None:
-    if isinstance(duration, float):
-        return duration
-    if isinstance(duration, timedelta):
-        return duration.total_seconds()
-    if isinstance(duration, dict):
-        try:
-            return timedelta(**duration).total_seconds()
-        except TypeError:
-            return None
-    match = re.fullmatch(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})", duration) if isinstance(duration, str) else None
-    if match is None:
-        return None
-    days, hours, minutes, seconds = map(int, match.groups())
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

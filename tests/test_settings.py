@@ -1,15 +1,56 @@
-"""The settings: the Trainer takes them under the same names, with the same defaults and types."""
+"""The settings: the Trainer takes them under the same names, with the same defaults and types; times are read."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from datetime import timedelta
+from typing import Any
 
+import pytest
+
+from tests.helpers.processes import run_python
 from trainer import Trainer
-from trainer.settings import Settings
+from trainer.callbacks import Timer
+from trainer.errors import ConfigError
+from trainer.settings import Settings, read_duration
 
 
 def test_the_constructor_of_the_trainer_has_the_fields_of_the_settings() -> None:
     parameters = inspect.signature(Trainer).parameters.values()
     taken = [(p.name, p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY]
     assert taken == [(field.name, field.type, field.default) for field in fields(Settings)]
+
+
+def test_the_settings_do_not_import_torch() -> None:
+    run_python("import sys\nsys.modules['torch'] = sys.modules['numpy'] = None\nimport trainer.settings").check()
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("00:00:01:30", 90),
+        ("0:1:0:0", 3600),
+        ("1:02:03:04", 93784),
+        ("100:00:00:00", 8640000),
+        ({"hours": 1, "minutes": 1}, 3660),
+        (timedelta(days=1), 86400),
+        (2.5, 2.5),
+    ],
+)
+def test_the_trainer_and_the_timer_read_the_same_durations(given: Any, seconds: float) -> None:
+    assert read_duration(given) == seconds
+    assert Settings(max_time=given).problems() == []
+    assert Settings(max_time=given).max_seconds == Timer(given).duration == seconds
+
+
+@pytest.mark.parametrize("wrong", ["01:30", "1h", {"hour": 1}, {"hours": "1"}, [1], timedelta(seconds=-1), -1.0, True])
+def test_what_is_no_duration(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="duration="):
+        read_duration(wrong)
+    assert len(Settings(max_time=wrong).problems()) == 1
+
+
+def test_what_yaml_makes_of_an_unquoted_duration() -> None:
+    with pytest.raises(ConfigError, match="In YAML put it in quotes"):
+        read_duration(216000)

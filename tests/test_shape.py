@@ -36,13 +36,12 @@ MOST_LINES_OF_A_FUNCTION = 60
 
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors", "progress"),
-    ("precision", "hyperparameters", "optimizers", "profiling", "event_file"),
+    ("precision", "hyperparameters", "optimizers", "profiling", "settings", "event_file"),
     ("distributed", "model"),
     ("metrics", "fault_tolerance", "seed"),
     ("checkpoint", "data", "launchers"),
     ("module",),
     ("callback", "strategy"),
-    ("settings",),
     ("loop", "strategies"),
     ("trainer",),
     ("callbacks", "config"),

@@ -1,4 +1,4 @@
-"""Settings: every argument of `Trainer`, what it means, and the checks that need no process."""
+"""Settings: every argument of `Trainer`, what it means, and the checks that need neither torch nor a process."""
 
 from __future__ import annotations
 
@@ -8,129 +8,145 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.callback import PROFILERS, Callback, Logger
-from trainer.distributed.devices import choose_accelerator
 from trainer.errors import ConfigError, did_you_mean
-from trainer.fault_tolerance.deadline import read_deadline
-from trainer.model.compile import compile_problems
-from trainer.precision import Precision, resolve_precision
-from trainer.strategy import Strategy, resolve_strategy
+
+if TYPE_CHECKING:
+    from trainer.callback import Callback, Logger
+    from trainer.precision import Precision
+    from trainer.strategy import Strategy
+
+
+def argument(default: Any, help: str) -> Any:
+    """Return a field of `Settings`. `trainer fit --help` shows the first sentence of `help`."""
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The arguments of `Trainer`, all by keyword."""
 
-    accelerator: str = "auto"
-    """Kind of device: "cpu", "cuda" (or "gpu"), "mps", "tpu", or "auto": the best there is."""
-    devices: int | str | list[int] = "auto"
-    """Devices on this machine: a number, -1 or "auto" for all GPUs (one process on CPU), or a list of GPU numbers."""
-    num_nodes: int = 1
-    """Machines that take part; each one starts this same program (with torchrun)."""
-    strategy: str | Strategy = "auto"
-    """Where it runs: "single_device", "ddp", "fsdp", "deepspeed_stage_1" to "_3" (with "_offload"), "xla", "xla_fsdp";
-    "auto" (ddp for several devices); or a Strategy object with options."""
-    precision: str | int | Precision = "32-true"
-    """Numbers: "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"."""
+    accelerator: str = argument(
+        "auto", 'Kind of device: "cpu", "cuda" (or "gpu"), "mps", "tpu", or "auto": the best there is.'
+    )
+    devices: int | str | list[int] = argument(
+        "auto",
+        'Devices on this machine: a number, -1 or "auto" for all GPUs (one process on CPU), or a list of GPU numbers.',
+    )
+    num_nodes: int = argument(1, "Machines that take part; each one starts this same program (with torchrun).")
+    strategy: str | Strategy = argument(
+        "auto",
+        'Where it runs: "single_device", "ddp", "fsdp", "deepspeed_stage_1" to "_3" (with "_offload"), "xla", '
+        '"xla_fsdp"; "auto" (ddp for several devices); or a Strategy object with options.',
+    )
+    precision: str | int | Precision = argument(
+        "32-true", 'Numbers: "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed".'
+    )
 
-    max_epochs: int | None = None
-    """Stop after this many epochs. Default: 1000 when neither max_steps nor max_time is given. -1: no limit."""
-    max_steps: int | None = None
-    """Stop after this many steps (updates of the weights). Default: no limit."""
-    max_time: str | timedelta | dict[str, int] | None = None
-    """Stop after this much training time: "DD:HH:MM:SS", a timedelta, or {"hours": 2}."""
-    deadline: str | datetime | None = None
-    """Stop and save before this moment, such as "2026-05-31T18:00" (local time, or with a zone: "...+02:00")."""
-    deadline_margin: float | None = None
-    """Seconds before the deadline at which to stop. Default: learnt from the run's steps, validations and saves."""
-    min_epochs: int | None = None
-    """Ignore early stopping before this many epochs."""
-    min_steps: int | None = None
-    """Ignore early stopping before this many steps."""
+    max_epochs: int | None = argument(
+        None, "Stop after this many epochs. Default: 1000 when neither max_steps nor max_time is given. -1: no limit."
+    )
+    max_steps: int | None = argument(None, "Stop after this many steps (updates of the weights). Default: no limit.")
+    max_time: str | timedelta | dict[str, float] | float | None = argument(
+        None, 'Stop after this much training time: "DD:HH:MM:SS", a timedelta, {"hours": 2}, or seconds (a float).'
+    )
+    deadline: str | datetime | None = argument(
+        None, 'Stop and save before this time, such as "2026-05-31T18:00" (local time, or with a zone: "...+02:00").'
+    )
+    deadline_margin: float | None = argument(
+        None,
+        "Seconds before the deadline at which to stop. Default: learnt from the run's steps, validations and saves.",
+    )
+    min_epochs: int | None = argument(None, "Ignore early stopping before this many epochs.")
+    min_steps: int | None = argument(None, "Ignore early stopping before this many steps.")
 
-    limit_train_batches: int | float = 1.0
-    """Batches per training epoch and process: a number (int), or a fraction of the loader (float)."""
-    limit_val_batches: int | float = 1.0
-    """The same for each validation loader; 0 turns validation off."""
-    limit_test_batches: int | float = 1.0
-    """The same for each test loader."""
-    limit_predict_batches: int | float = 1.0
-    """The same for each prediction loader."""
-    overfit_batches: int | float = 0
-    """Train and validate on this many (or this fraction of) training batches, unshuffled; 0: off."""
-    fast_dev_run: bool | int = False
-    """Run one batch (or this many) of everything, without loggers and checkpoints, to see that the code works."""
+    limit_train_batches: int | float = argument(
+        1.0, "Batches per training epoch and process: a number (int), or a fraction of the loader (float)."
+    )
+    limit_val_batches: int | float = argument(1.0, "The same for each validation loader; 0 turns validation off.")
+    limit_test_batches: int | float = argument(1.0, "The same for each test loader.")
+    limit_predict_batches: int | float = argument(1.0, "The same for each prediction loader.")
+    overfit_batches: int | float = argument(
+        0, "Train and validate on this many (or this fraction of) training batches, unshuffled; 0: off."
+    )
+    fast_dev_run: bool | int = argument(
+        False,
+        "Run one batch (or this many) of everything, without loggers and checkpoints, to see that the code works.",
+    )
 
-    val_check_interval: int | float = 1.0
-    """Validate every so many training batches (int), or fraction of an epoch (float)."""
-    check_val_every_n_epoch: int = 1
-    """Validate in every n-th epoch only."""
-    num_sanity_val_steps: int = 2
-    """Validation batches run before training, to find errors early; -1: all, 0: none."""
+    val_check_interval: int | float = argument(
+        1.0, "Validate every so many training batches (int), or fraction of an epoch (float)."
+    )
+    check_val_every_n_epoch: int = argument(1, "Validate in every n-th epoch only.")
+    num_sanity_val_steps: int = argument(
+        2, "Validation batches run before training, to find errors early; -1: all, 0: none."
+    )
 
-    accumulate_grad_batches: int = 1
-    """Micro-batches per step (the window)."""
-    gradient_clip_val: float | None = None
-    """Clip gradients at this value before every step; None: do not."""
-    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    """Clip the global norm over all parameters, or each element's value."""
+    accumulate_grad_batches: int = argument(1, "Micro-batches per step (the window).")
+    gradient_clip_val: float | None = argument(None, "Clip gradients at this value before every step; None: do not.")
+    gradient_clip_algorithm: Literal["norm", "value"] = argument(
+        "norm", "Clip the global norm over all parameters, or each element's value."
+    )
 
-    log_every_n_steps: int = 50
-    """Steps between two flushes of the log: values are reduced, read and sent to the loggers then."""
-    callbacks: Callback | list[Callback] | None = None
-    """What happens beside the loop; see trainer/callback.py."""
-    logger: bool | Logger | list[Logger] = True
-    """Loggers. True: a CSV file, and TensorBoard where it is installed."""
-    enable_progress_bar: bool = True
-    """Show a progress bar (plain lines where there is no terminal)."""
-    enable_checkpointing: bool = True
-    """Write checkpoints; the default is one after every epoch, the newest kept."""
-    enable_model_summary: bool = True
-    """Print a table of the model's layers at the start."""
-    default_root_dir: str | Path = "runs"
-    """Run directories are made here: version_0, version_1, ..."""
+    log_every_n_steps: int = argument(
+        50, "Steps between two flushes of the log: values are reduced, read and sent to the loggers then."
+    )
+    callbacks: Callback | list[Callback] | None = argument(
+        None, "What happens beside the loop; see trainer/callback.py."
+    )
+    logger: bool | Logger | list[Logger] = argument(
+        True, "Loggers. True: a CSV file, and TensorBoard where it is installed."
+    )
+    enable_progress_bar: bool = argument(True, "Show a progress bar (plain lines where there is no terminal).")
+    enable_checkpointing: bool = argument(
+        True, "Write checkpoints; the default is one after every epoch, the newest kept."
+    )
+    enable_model_summary: bool = argument(True, "Print a table of the model's layers at the start.")
+    default_root_dir: str | Path = argument("runs", "Run directories are made here: version_0, version_1, ...")
 
-    max_restarts: int = 0
-    """Start all processes again, from the last checkpoint, when one of them fails: this many times at most."""
-    watchdog_seconds: float | Literal["auto"] | None = 1800.0
-    """Several processes: end, with all stacks, when one does nothing for so long; "auto": learnt; None: never."""
+    max_restarts: int = argument(
+        0, "Start all processes again, from the last checkpoint, when one of them fails: this many times at most."
+    )
+    watchdog_seconds: float | None = argument(
+        1800.0, "Several processes: end, with all stacks, when one does nothing for so long; None: never."
+    )
 
-    seed: int | None = None
-    """Seed of everything random: weights, dropout, order of the data. Default: one is drawn, and logged."""
-    seed_per_sample: bool = False
-    """Seed random augmentation for each sample, not each micro-batch: the same on any number of processes. Slower."""
-    deterministic: bool | Literal["warn"] = False
-    """Use only deterministic algorithms (torch.use_deterministic_algorithms)."""
-    benchmark: bool | None = None
-    """Let cuDNN try algorithms (torch.backends.cudnn.benchmark). Default: torch's own."""
-    detect_anomaly: bool = False
-    """Find the operation that made a gradient NaN, and refuse a loss that is not finite. Slow."""
-    inference_mode: bool = True
-    """Evaluate under torch.inference_mode; False: torch.no_grad."""
-    profiler: str | Callback | None = None
-    """Where the time goes: "simple" prints a table at the end, "torch" writes traces; or a profiling callback."""
-    compile: bool | str | dict[str, Any] = False
-    """torch.compile in place: True, "blocks", a mode such as "max-autotune", or its arguments (and "blocks")."""
-    activation_checkpointing: str | int | list[Any] | Callable[..., bool] | None = None
-    """Blocks whose activations are computed again in the backward: "auto", class names, or as in find_blocks."""
+    seed: int | None = argument(
+        None, "Seed of everything random: weights, dropout, order of the data. Default: one is drawn, and logged."
+    )
+    seed_per_sample: bool = argument(
+        False,
+        "Seed random augmentation for each sample, not each micro-batch: the same on any number of processes. Slower.",
+    )
+    deterministic: bool | Literal["warn"] = argument(
+        False, "Use only deterministic algorithms (torch.use_deterministic_algorithms)."
+    )
+    benchmark: bool | None = argument(
+        None, "Let cuDNN try algorithms (torch.backends.cudnn.benchmark). Default: torch's own."
+    )
+    detect_anomaly: bool = argument(
+        False, "Find the operation that made a gradient NaN, and refuse a loss that is not finite. Slow."
+    )
+    inference_mode: bool = argument(True, "Evaluate under torch.inference_mode; False: torch.no_grad.")
+    profiler: str | Callback | None = argument(
+        None, 'Where the time goes: "simple" prints a table at the end, "torch" writes traces; or a profiling callback.'
+    )
+    compile: bool | str | dict[str, Any] = argument(
+        False, 'torch.compile in place: True, "blocks", a mode such as "max-autotune", or its arguments (and "blocks").'
+    )
+    activation_checkpointing: str | int | list[Any] | Callable[..., bool] | None = argument(
+        None, 'Blocks whose activations are computed again in the backward: "auto", class names, or as in find_blocks.'
+    )
 
     def problems(self) -> list[str]:
-        """Everything wrong with these settings, one sentence each."""
-        return [
-            *_unknown_choices(self),
-            *_wrong_types(self),
-            *_wrong_callbacks(self),
-            *_wrong_numbers(self),
-            *_wrong_times(self),
-            *_contradictions(self),
-        ]
+        """Return what is wrong with the values, one sentence each. `loop.resolved_config` checks names and objects."""
+        return [*_wrong_types(self), *_wrong_numbers(self), *_wrong_times(self), *_contradictions(self)]
 
     @property
     def max_seconds(self) -> float | None:
         """`max_time` in seconds."""
-        return None if self.max_time is None else _seconds(self.max_time)
+        return None if self.max_time is None else read_duration(self.max_time, "max_time")
 
     @property
     def latest_end(self) -> datetime | None:
@@ -207,29 +223,6 @@ _FLAGS = (
 )
 
 
-def _unknown_choices(settings: Settings) -> list[str]:
-    """Names that are in no table; and devices that this machine has not."""
-    problems = []
-    if isinstance(settings.strategy, type):
-        name = settings.strategy.__name__
-        problems.append(f"strategy={name} is a class; give an object, {name}(), or a name such as 'ddp'.")
-    elif not isinstance(settings.strategy, (str, Strategy)):
-        problems.append(f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object.")
-    else:
-        problems += _problem(lambda: resolve_strategy(settings.strategy, 1))
-    problems += _problem(lambda: resolve_precision(settings.precision))
-    problems += compile_problems(settings.compile)
-    return problems + _problem(lambda: choose_accelerator(settings.accelerator))
-
-
-def _problem(attempt: Callable[[], object]) -> list[str]:
-    try:
-        attempt()
-    except ConfigError as error:
-        return [str(error)]
-    return []
-
-
 def _wrong_types(settings: Settings) -> list[str]:
     problems = [
         f"{name}={value!r}: give True or False."
@@ -240,33 +233,12 @@ def _wrong_types(settings: Settings) -> list[str]:
         problems.append(f"default_root_dir={settings.default_root_dir!r}: give a folder, such as 'runs'.")
     if not isinstance(settings.benchmark, (bool, type(None))):
         problems.append(f"benchmark={settings.benchmark!r}: give True, False or None.")
-    if settings.profiler not in (None, *PROFILERS) and not isinstance(settings.profiler, Callback):
-        names = ", ".join(map(repr, PROFILERS))
-        problems.append(f"profiler={settings.profiler!r}: allowed are None, {names}, or a callback.")
     if settings.gradient_clip_algorithm not in ("norm", "value"):
         problems.append(
             f"gradient_clip_algorithm={settings.gradient_clip_algorithm!r}: allowed are 'norm' and 'value'."
         )
     if settings.deterministic not in (True, False, "warn"):
         problems.append(f"deterministic={settings.deterministic!r}: allowed are True, False and 'warn'.")
-    return problems
-
-
-def _wrong_callbacks(settings: Settings) -> list[str]:
-    problems = []
-    for name, kind, example in (("callbacks", Callback, "EarlyStopping(...)"), ("logger", Logger, "CSVLogger()")):
-        given = getattr(settings, name)
-        several = isinstance(given, (list, tuple))
-        allowed = kind if several else (kind, bool if kind is Logger else type(None))
-        for one in given if several else [given]:
-            if isinstance(one, type):
-                problems.append(f"{name}: {one.__name__} is a class; give an object: {one.__name__}(...).")
-            elif not isinstance(one, allowed):
-                true_or_false = ", True or False" if kind is Logger else ""
-                problems.append(
-                    f"{name}: {one!r} is not a {kind.__name__}. Give an object such as {example}, a list of "
-                    f"them{true_or_false}; your own is a subclass of trainer.{kind.__name__}."
-                )
     return problems
 
 
@@ -295,13 +267,14 @@ def _wrong_times(settings: Settings) -> list[str]:
     problems = []
     for name in ("watchdog_seconds", "deadline_margin"):
         value = getattr(settings, name)
-        watchdog = name == "watchdog_seconds"
-        if watchdog and value == "auto":
-            continue
-        wrong = isinstance(value, bool) or not isinstance(value, (int, float, type(None)))
-        if wrong or (value is not None and (value < 0 or (value == 0 and watchdog))):
-            allowed = "seconds above 0, 'auto', or None" if watchdog else "seconds above 0, or None"
-            problems.append(f"{name}={value!r}: give {allowed}.")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and (not number or value < 0 or (value == 0 and name == "watchdog_seconds")):
+            problems.append(f"{name}={value!r}: give seconds above 0, or None.")
+    if settings.max_time is not None:
+        try:
+            read_duration(settings.max_time, "max_time")
+        except ConfigError as error:
+            problems.append(str(error))
     if settings.deadline is not None:
         try:
             late = read_deadline(settings.deadline) <= datetime.now().astimezone()
@@ -312,16 +285,6 @@ def _wrong_times(settings: Settings) -> list[str]:
                 problems.append(f"deadline={str(settings.deadline)!r} is over: give one that is yet to come, or none.")
     elif settings.deadline_margin is not None:
         problems.append("deadline_margin has no meaning without deadline: give deadline='2026-05-31T18:00', say.")
-    if settings.max_time is not None:
-        try:
-            readable = _seconds(settings.max_time) >= 0
-        except (ValueError, TypeError):
-            readable = False
-        if not readable:
-            problems.append(
-                f"max_time={settings.max_time!r}: give 'DD:HH:MM:SS', a timedelta, or a dict such as {{'hours': 2}}, "
-                "that is not negative."
-            )
     return problems
 
 
@@ -342,13 +305,49 @@ def _contradictions(settings: Settings) -> list[str]:
     return problems
 
 
-def _seconds(duration: str | timedelta | dict[str, int]) -> float:
-    if isinstance(duration, timedelta):
-        return duration.total_seconds()
-    if isinstance(duration, dict):
-        return timedelta(**duration).total_seconds()
-    match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", duration)
-    if match is None:
-        raise ValueError(duration)
-    days, hours, minutes, seconds = (int(part) for part in match.groups())
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def read_duration(duration: str | timedelta | dict[str, float] | float, name: str = "duration") -> float:
+    """Return a duration in seconds.
+
+    Args:
+        duration: "DD:HH:MM:SS" (one or two digits each), a timedelta, a dict of timedelta's arguments, or seconds as a
+            float.
+        name: of the argument, for the error.
+
+    Raises:
+        ConfigError: it is none of these, or negative.
+    """
+    clock = re.fullmatch(r"(\d+):(\d\d?):(\d\d?):(\d\d?)", duration) if isinstance(duration, str) else None
+    try:
+        if clock is not None:
+            duration = dict(zip(("days", "hours", "minutes", "seconds"), map(int, clock.groups()), strict=True))
+        if isinstance(duration, dict):
+            duration = timedelta(**duration)
+    except (TypeError, OverflowError):
+        pass
+    seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
+    if not isinstance(seconds, float):
+        hint = " In YAML put it in quotes: 1:00:00:00 without them is a number." if type(duration) is int else ""
+        raise ConfigError(
+            f"{name}={duration!r}: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a dict such as "
+            f"{{'hours': 2}}, or seconds as a float.{hint}"
+        )
+    if seconds < 0:
+        raise ConfigError(f"{name}={duration!r}: give a time that is not negative.")
+    return seconds
+
+
+def read_deadline(value: str | datetime) -> datetime:
+    """Return the time meant by an ISO 8601 text or a datetime, with a time zone: the local one if none is given.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if isinstance(value, str):
+        # Python 3.10 does not know the Z.
+        value = datetime.fromisoformat(value[:-1] + "+00:00" if value.endswith(("Z", "z")) else value)
+    if not isinstance(value, datetime):
+        raise ValueError(value)
+    return value.astimezone()

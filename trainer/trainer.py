@@ -31,6 +31,7 @@ from trainer.loop.evaluation import (
     validation_moments,
 )
 from trainer.loop.manual import manual_step
+from trainer.loop.resolved_config import settings_problems
 from trainer.loop.run import RunState
 from trainer.loop.setup import running
 from trainer.loop.training_state import save_state
@@ -66,7 +67,7 @@ class Trainer(RunState):
         precision: str | int | Precision = "32-true",
         max_epochs: int | None = None,
         max_steps: int | None = None,
-        max_time: str | timedelta | dict[str, int] | None = None,
+        max_time: str | timedelta | dict[str, float] | float | None = None,
         deadline: str | datetime | None = None,
         deadline_margin: float | None = None,
         min_epochs: int | None = None,
@@ -91,7 +92,7 @@ class Trainer(RunState):
         enable_model_summary: bool = True,
         default_root_dir: str | Path = "runs",
         max_restarts: int = 0,
-        watchdog_seconds: float | Literal["auto"] | None = 1800.0,
+        watchdog_seconds: float | None = 1800.0,
         seed: int | None = None,
         seed_per_sample: bool = False,
         deterministic: bool | Literal["warn"] = False,
@@ -105,7 +106,7 @@ class Trainer(RunState):
     ) -> None:
         arguments = locals()
         settings = Settings(**{name: arguments[name] for name in ARGUMENTS})
-        problems = [*wrong_names(positional, unknown), *settings.problems()]
+        problems = [*wrong_names(positional, unknown), *settings_problems(settings)]
         raise_problems(problems, "the Trainer's arguments")
         super().__init__(settings)
         if settings.seed is not None:

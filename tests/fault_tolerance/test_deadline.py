@@ -8,8 +8,9 @@ import pytest
 from tests.helpers.processes import wait_until
 from trainer import Trainer
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.deadline import Deadline, read_deadline
+from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.stop import DEADLINE, EXIT_RETRY, StopCoordinator, exit_code
+from trainer.settings import read_deadline
 
 
 def test_readings() -> None:

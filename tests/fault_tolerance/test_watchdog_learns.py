@@ -7,13 +7,11 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Trainer
-from trainer.errors import ConfigError
 from trainer.fault_tolerance import patience
 from trainer.fault_tolerance.patience import LEAST_S, TIMES, TRAINING, LearntLimit
 from trainer.fault_tolerance.watchdog import Watchdog
@@ -83,12 +81,6 @@ def test_the_moments_of_a_run() -> None:
     quiet(max_epochs=1, callbacks=[moments]).fit(Toy(), loader(3), loader(1))
     start, end = "start of an epoch", "end of an epoch"
     assert moments.seen == [start, *[TRAINING] * 4, end, "evaluation", end]
-
-
-def test_what_can_be_given() -> None:
-    quiet(watchdog_seconds="auto")
-    with pytest.raises(ConfigError, match="watchdog_seconds='often': give seconds above 0, 'auto', or None"):
-        quiet(watchdog_seconds="often")
 
 
 SCRIPT = """

@@ -140,9 +140,9 @@ def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, s
 
 def _unknown(rest: list[str]) -> Iterator[str]:
     """One problem for each option that nobody knows (its value goes with it), and for stray words."""
-    from trainer.cli.settings_help import trainer_arguments
+    from trainer.settings import ARGUMENTS
 
-    known = {argument.name: f"--trainer.{argument.name}" for argument in trainer_arguments()}
+    known = {name: f"--trainer.{name}" for name in ARGUMENTS}
     known.update({name: f"--{name}" for name in (*FIXED, *ROOTS, *ALIASES)})
     after_option = False
     for word in rest:

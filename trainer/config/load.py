@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +34,9 @@ from trainer.config.tree import (
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
+from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule
-from trainer.settings import Settings
+from trainer.settings import ARGUMENTS, Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
 
@@ -101,9 +101,8 @@ class RunChecker(Checker):
         """The whole tree, in canonical form; None when something is wrong."""
         assert isinstance(tree.value, dict)
         given = dict(tree.value)
-        settings = {field.name for field in dataclasses.fields(Settings)}
         for key in [key for key in given if key not in KEYS]:
-            hint = f" Write it under trainer: (--trainer.{key})." if key in settings else did_you_mean(str(key), KEYS)
+            hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else did_you_mean(str(key), KEYS)
             self.findings.add(given.pop(key).source, f"unknown key {key!r}.{hint} Top-level keys: {', '.join(KEYS)}.")
         trainer = self.trainer(given.get("trainer"))
         module = self.required_module(given.get("module"), tree.source)
@@ -156,14 +155,14 @@ class RunChecker(Checker):
         if not isinstance(node.value, dict):
             self.findings.add(node.source, f"trainer: given {shown(node)}, allowed: the trainer's arguments by name.")
             return {}
-        values = self.arguments(node, Settings, ("trainer",), leave=("strategy", "precision", *self.no_lists(node)))
+        values = self.arguments(node, Trainer, ("trainer",), leave=("strategy", "precision", *self.no_lists(node)))
         if "strategy" in node.value:
             values["strategy"] = self.strategy(node.value["strategy"])
         if "precision" in node.value:
             values["precision"] = self.precision(node.value["precision"])
         values = {name: value for name, value in values.items() if value is not INVALID}
         data = {name: value for name, value in values.items() if not has_recipe(value)}
-        for problem in Settings(**data).problems():
+        for problem in settings_problems(Settings(**data)):
             self.findings.problems += with_source(problem, sources_of(node))
         return values
 

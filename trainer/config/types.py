@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from typing_extensions import Never
 
 LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
@@ -53,7 +54,7 @@ def parameters_of(cls: type) -> Parameters:
     takes_more = False
     for name, parameter in inspect.signature(cls).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
-            takes_more = True
+            takes_more = hints.get(name) is not Never
         elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             named[name] = Parameter(hints.get(name, Any), parameter.default is parameter.empty)
     return Parameters(named, takes_more)

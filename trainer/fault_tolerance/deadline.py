@@ -16,20 +16,6 @@ _UNKNOWN_SAVE_S = 60.0
 _RESERVE_S = 5.0
 
 
-def read_deadline(value: str | datetime) -> datetime:
-    """The moment meant by an ISO 8601 text or a datetime, with a time zone: the local one if none is given.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    if isinstance(value, str):
-        # Python 3.10 does not know the Z.
-        value = datetime.fromisoformat(value[:-1] + "+00:00" if value.endswith(("Z", "z")) else value)
-    if not isinstance(value, datetime):
-        raise ValueError(value)
-    return value.astimezone()
-
-
 class Deadline:
     """A thread that asks all processes to stop when what is left is just enough for this step and a checkpoint.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
 from trainer.errors import ConfigError, raise_problems
-from trainer.model.compile import Compilation, check_toolchain, read_compile
+from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.settings import Settings
 from trainer.strategy import Strategy, needed_device, resolve_strategy
@@ -35,6 +36,56 @@ class Plan:
     """What torch.compile is to do."""
     reasons: dict[str, str]
     """What was chosen, in words: "device", "devices", "strategy", "precision"."""
+
+
+def settings_problems(settings: Settings) -> list[str]:
+    """Return everything wrong with the settings that can be known of each by itself, one sentence each."""
+    return [*_unknown_choices(settings), *settings.problems(), *_wrong_callbacks(settings)]
+
+
+def _unknown_choices(settings: Settings) -> list[str]:
+    """Names that are in no table, and devices that this machine does not have."""
+    problems = []
+    if isinstance(settings.strategy, type):
+        name = settings.strategy.__name__
+        problems.append(f"strategy={name} is a class; give an object, {name}(), or a name such as 'ddp'.")
+    elif not isinstance(settings.strategy, (str, Strategy)):
+        problems.append(f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object.")
+    else:
+        problems += _error_of(lambda: resolve_strategy(settings.strategy, 1))
+    problems += _error_of(lambda: resolve_precision(settings.precision))
+    problems += compile_problems(settings.compile)
+    problems += _error_of(lambda: choose_accelerator(settings.accelerator))
+    if settings.profiler not in (None, *PROFILERS) and not isinstance(settings.profiler, Callback):
+        names = ", ".join(map(repr, PROFILERS))
+        problems.append(f"profiler={settings.profiler!r}: allowed are None, {names}, or a callback.")
+    return problems
+
+
+def _error_of(attempt: Callable[[], object]) -> list[str]:
+    try:
+        attempt()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _wrong_callbacks(settings: Settings) -> list[str]:
+    problems = []
+    for name, kind, example in (("callbacks", Callback, "EarlyStopping(...)"), ("logger", Logger, "CSVLogger()")):
+        given = getattr(settings, name)
+        several = isinstance(given, (list, tuple))
+        allowed = kind if several else (kind, bool if kind is Logger else type(None))
+        for one in given if several else [given]:
+            if isinstance(one, type):
+                problems.append(f"{name}: {one.__name__} is a class; give an object: {one.__name__}(...).")
+            elif not isinstance(one, allowed):
+                true_or_false = ", True or False" if kind is Logger else ""
+                problems.append(
+                    f"{name}: {one!r} is not a {kind.__name__}. Give an object such as {example}, a list of "
+                    f"them{true_or_false}; your own is a subclass of trainer.{kind.__name__}."
+                )
+    return problems
 
 
 def make_plan(settings: Settings) -> Plan:
