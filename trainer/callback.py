@@ -254,7 +254,7 @@ HOOKS: tuple[str, ...] = tuple(
 """Every moment of a run, in the order of the class above."""
 
 
-OTHER_NAMES = {
+LIGHTNING_EQUIVALENTS = {
     "on_epoch_start": "on_train_epoch_start",
     "on_epoch_begin": "on_train_epoch_start",
     "on_epoch_end": "on_train_epoch_end",
@@ -267,7 +267,7 @@ OTHER_NAMES = {
     "on_pretrain_routine_end": "on_fit_start",
     "on_keyboard_interrupt": "on_exception",
 }
-"""What other trainers call, or called, a moment."""
+"""Names that other trainers have, or had, for a hook."""
 
 
 def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
@@ -279,7 +279,7 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
         if not (name.startswith("on_") and name not in known) and not without_on:
             continue
         if callable(getattr(type(plug), name)):
-            renamed = OTHER_NAMES.get(name, f"on_{name}" if without_on else None)
+            renamed = LIGHTNING_EQUIVALENTS.get(name, f"on_{name}" if without_on else None)
             problems.append(
                 f"{type(plug).__name__}.{name} is not a moment of the run, so it would never be called."
                 f"{f' Did you mean {renamed!r}?' if renamed else did_you_mean(name, known)} "
@@ -295,7 +295,12 @@ def callback_problems(callback: Callback) -> list[str]:
         for hook in HOOKS
         if _overrides(callback, hook)
     ]
-    return [*check_hooks(callback, HOOKS), *filter(None, wrong)]
+    problems = [*check_hooks(callback, HOOKS), *filter(None, wrong)]
+    if hasattr(callback, "after_module"):
+        problems.append(
+            f"{type(callback).__name__}.after_module has no effect.{did_you_mean('after_module', ['runs_last'])}"
+        )
+    return problems
 
 
 class CallbackList(Callback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class TrainerError(Exception):
@@ -28,21 +28,44 @@ class MissingPackageError(TrainerError, ImportError):
         )
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'ddp'?"`, or an empty string when nothing known is close to `name`."""
+RENAMED = {
+    "StepTimes": "StragglerMonitor",
+    "after_module": "runs_last",
+    "asynchronous": "async_save",
+    "on_checkpoint_committed": "on_checkpoint_saved",
+    "part_bytes": "max_shard_size",
+    "warmup_steps": "compile_warmup_steps",
+}
+"""Names of earlier versions, and what they are called now."""
+
+
+def did_you_mean(name: str, known: Iterable[str], equivalents: Mapping[str, str] | None = None) -> str:
+    """Return `" Did you mean 'ddp'?"`, or an empty string when nothing known is close to `name`.
+
+    Args:
+        equivalents: names of other trainers, and what to use here: `" Use 'ddp'."`
+    """
+    if equivalents is not None and name in equivalents:
+        return f" Use {equivalents[name]}."
     by_lower = {candidate.lower(): candidate for candidate in known}
+    if RENAMED.get(name, "").lower() in by_lower:
+        return f" It is called {RENAMED[name]!r} now."
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-def unknown_name_error(kind: str, name: object, known: Iterable[str]) -> ConfigError:
-    """The error for a name that is not in a table.
+def unknown_name_error(
+    kind: str, name: object, known: Iterable[str], equivalents: Mapping[str, str] | None = None
+) -> ConfigError:
+    """Return the error for a name that is not in a table. `equivalents` as in `did_you_mean`.
 
     >>> str(unknown_name_error("strategy", "dpd", ["ddp", "single_device"]))
     "unknown strategy 'dpd'. Did you mean 'ddp'? Known: ddp, single_device."
     """
     names = sorted(known)
-    return ConfigError(f"unknown {kind} {name!r}.{did_you_mean(str(name), names)} Known: {', '.join(names)}.")
+    return ConfigError(
+        f"unknown {kind} {name!r}.{did_you_mean(str(name), names, equivalents)} Known: {', '.join(names)}."
+    )
 
 
 def raise_problems(problems: list[str], subject: str) -> None:

@@ -162,8 +162,7 @@ def wrong_names(positional: Collection[object], unknown: Iterable[str]) -> list[
     """Return one problem for arguments given by position, and one for each name that `Trainer` does not take."""
     problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if positional else []
     for name in unknown:
-        instead = f" Use {LIGHTNING_EQUIVALENTS[name]}." if name in LIGHTNING_EQUIVALENTS else ""
-        hint = instead or did_you_mean(name, ARGUMENTS) or " trainer fit --help lists them all."
+        hint = did_you_mean(name, ARGUMENTS, LIGHTNING_EQUIVALENTS) or " trainer fit --help lists them all."
         problems.append(f"Trainer has no argument {name!r}.{hint}")
     return problems
 

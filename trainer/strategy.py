@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, whole
 from trainer.data.transfer import make_transfer, move_to
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.compile import Compilation, compile_in_place
@@ -344,9 +344,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
         name = "ddp" if num_processes > 1 else "single_device"
         return known[name](), f"auto: {num_processes} process{'es' if num_processes > 1 else ''}"
     if strategy not in known:
-        if strategy in LIGHTNING_EQUIVALENTS:
-            raise ConfigError(f"unknown strategy {strategy!r}. Use {LIGHTNING_EQUIVALENTS[strategy]}.")
-        raise unknown_name_error("strategy", strategy, [*known, "auto"])
+        raise unknown_name_error("strategy", strategy, [*known, "auto"], LIGHTNING_EQUIVALENTS)
     return known[strategy](), "given by name"
 
 

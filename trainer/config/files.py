@@ -61,7 +61,7 @@ def to_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
 
 
-LIGHTNING_KEYS = {
+OTHER_PROGRAMS = {
     "an Accelerate configuration": ("compute_environment", "distributed_type", "num_machines", "mixed_precision"),
     "a DeepSpeed configuration": (
         *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"),
@@ -84,11 +84,11 @@ def read_file(name: str, findings: Diagnostics) -> Node | None:
 
 
 def foreign_kind(tree: Node) -> str | None:
-    """What a file is that was written for another program, one of FOREIGN; None: it has keys of ours, or is unknown."""
+    """Return the key of OTHER_PROGRAMS for a file that was written for one of them, else None."""
     names = set(tree.value) if isinstance(tree.value, dict) else set()
     if names & {"module", "data", "trainer", "ckpt_path"}:
         return None
-    return next((kind for kind, known in LIGHTNING_KEYS.items() if names & set(known)), None)
+    return next((kind for kind, known in OTHER_PROGRAMS.items() if names & set(known)), None)
 
 
 def read_tree(name: str, findings: Diagnostics) -> Node | None:

@@ -48,7 +48,7 @@ LIGHTNING_EQUIVALENTS = {
     "optimizer_zero_grad": "on_before_zero_grad, or automatic_optimization = False",
     "backward": "on_before_backward, or automatic_optimization = False with manual_backward",
 }
-"""Methods of other trainers' modules that would never be called here, and what to define instead."""
+"""Methods of Lightning's modules that would never be called here, and what to define instead."""
 
 
 def module_problems(module: TrainModule, stage: str) -> list[str]:

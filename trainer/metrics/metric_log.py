@@ -331,7 +331,7 @@ def add_sizes(batch: Any, sizes: set[int]) -> None:
 
 OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight")
 
-OTHER_NAMES = {
+LIGHTNING_EQUIVALENTS = {
     "sync_dist": "Leave it out: values are always reduced over all processes.",
     "sync_dist_group": "Leave it out: values are always reduced over all processes.",
     "rank_zero_only": "Leave it out, and log on every process: loggers are only on rank 0 anyway.",
@@ -346,7 +346,7 @@ OTHER_NAMES = {
 def reject_unknown_options(options: Iterable[str]) -> None:
     """Raise `ConfigError` for options that `self.log` does not have."""
     for option in options:
-        hint = OTHER_NAMES.get(option) or did_you_mean(option, OPTIONS).strip()
+        hint = LIGHTNING_EQUIVALENTS.get(option) or did_you_mean(option, OPTIONS).strip()
         raise ConfigError(f"self.log has no option {option!r}. {hint} Options: {', '.join(OPTIONS)}.")
 
 
