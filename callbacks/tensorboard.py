@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Logger
 from trainer.errors import ConfigError, MissingPackageError
-from trainer.event_file import EventFile
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -19,14 +22,17 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class TensorBoardLogger(Logger):
-    """Writes scalars and hyperparameters as event files; `tensorboard --logdir runs` shows them.
+log = logging.getLogger("trainer")
 
-    A resumed run continues the curves: the points of steps that are made again disappear (`purge_step`).
+
+class TensorBoardLogger(Logger):
+    """Write scalars and hyperparameters to event files; `tensorboard --logdir runs` shows them.
+
+    A resumed run continues the curves: TensorBoard drops the points of steps that are repeated (`purge_step`).
 
     Args:
         save_dir: folder of the event files. Default: the run directory.
-        flush_seconds: what was logged is in the file after at most this time, as long as more is being logged.
+        flush_seconds: longest time between two writes to the file, as long as values are logged.
 
     Raises:
         MissingPackageError: at the start of a run, when tensorboard is not installed.
@@ -36,7 +42,7 @@ class TensorBoardLogger(Logger):
         self.save_dir = None if save_dir is None else Path(save_dir)
         self.flush_seconds = flush_seconds
         self._trainer: Trainer | None = None
-        self._file: EventFile | None = None
+        self._file: _EventFile | None = None
         self._flushed_at = 0.0
         self._writer: SummaryWriter | None = None
         self._hyperparameters: dict[str, Any] = {}
@@ -45,7 +51,7 @@ class TensorBoardLogger(Logger):
 
     @property
     def log_dir(self) -> Path | None:
-        """Where the event files are; None before a run."""
+        """The folder of the event files; None before a run."""
         if self.save_dir is not None or self._trainer is None:
             return self.save_dir
         return self._trainer.run_dir
@@ -67,7 +73,7 @@ class TensorBoardLogger(Logger):
             raise ConfigError("TensorBoardLogger.experiment exists on rank 0 only: ask trainer.is_global_zero first.")
         if self._writer is None:
             file = self._opened()
-            file.close()
+            file.flush()
             _wait_until_after(file.path.name)
             self._writer = _summary_writer_class()(str(file.path.parent))
         return self._writer
@@ -80,7 +86,7 @@ class TensorBoardLogger(Logger):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._newest = state
 
-    # -- moments -------------------------------------------------------------------------------------------------------
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._trainer = trainer
@@ -100,7 +106,7 @@ class TensorBoardLogger(Logger):
         if self._writer is not None:
             self._writer.close()
         if self._file is not None:
-            self._file.close()
+            self._file.flush()
         self._writer = self._file = None
         self._hyperparameters = {}
 
@@ -125,18 +131,18 @@ class TensorBoardLogger(Logger):
         if self._writer is not None:
             self._writer.flush()
         elif self._file is not None:
-            self._file.write()
+            self._file.flush()
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def _opened(self) -> EventFile:
-        """The file of this run; opened at the first call."""
+    def _opened(self) -> _EventFile:
+        """Return the file of this run, opened at the first call."""
         if self._file is None:
             self._file = self._open()
             self._flushed_at = time.monotonic()
         return self._file
 
-    def _open(self) -> EventFile:
+    def _open(self) -> _EventFile:
         folder, trainer = self.log_dir, self._trainer
         assert folder is not None
         assert trainer is not None
@@ -145,13 +151,71 @@ class TensorBoardLogger(Logger):
         continues = bool(before) and trainer.stage == "fit"
         if before:
             _wait_until_after(before[-1])
-        file = EventFile(folder, purge_step=step if continues else None)
+        file = _EventFile(folder, purge_step=step if continues else None)
         if continues and self._newest.get("step") == step:
-            # What was logged at this step before the checkpoint; what came after it is about to be logged again.
+            # The values logged at this step before the checkpoint; those after it are about to be logged again.
             file.add_scalars(dict(self._newest["values"]), step)
         if _flat(self._hyperparameters) and not (continues and step):
             _write_hyperparameters(file, self._hyperparameters)
         return file
+
+
+class _EventFile:
+    """One `events.out.tfevents...` file in the records of tensorboard.
+
+    Events are kept in memory until `flush`. When writing fails (disk full), a warning says so once, and the next
+    `flush` tries again.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        # Two runs of one process may begin within a second.
+        self.path = folder / f"{name}.{len(list(folder.glob(f'{name}.*')))}"
+        self._pending = io.BytesIO()
+        self._records = RecordWriter(self._pending)
+        self._size = 0
+        self._failed = False
+        self.add(file_version="brain.Event:2")
+        if purge_step is not None:
+            # TensorBoard drops the points of earlier files from this step on.
+            self.add(step=purge_step, file_version="brain.Event:2")
+            self.add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        self.flush()
+
+    def add_scalars(self, values: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        points = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self.add(step=step, summary=Summary(value=points))
+
+    def add(self, **fields: Any) -> None:
+        """Add an `Event` with these fields."""
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def flush(self) -> None:
+        """Write the events added since the last flush."""
+        data = self._pending.getvalue()
+        if not data:
+            return
+        try:
+            with open(self.path, "r+b" if self._size else "wb") as file:
+                file.seek(self._size)
+                file.write(data)
+        except OSError as error:
+            if not self._failed:
+                log.warning("cannot write %s (%s); its points are kept in memory until it can be.", self.path, error)
+            self._failed = True
+            return
+        self._size += len(data)
+        self._pending.seek(0)
+        self._pending.truncate()
+        self._failed = False
 
 
 def _summary_writer_class() -> type[SummaryWriter]:
@@ -169,14 +233,14 @@ def _wait_until_after(name: str) -> None:
         time.sleep(0.02)
 
 
-def _write_hyperparameters(file: EventFile, hyperparameters: dict[str, Any]) -> None:
-    """For the HPARAMS page, flat, and whole for the TEXT page."""
+def _write_hyperparameters(file: _EventFile, hyperparameters: dict[str, Any]) -> None:
+    """Write them flat for the HPARAMS page, and nested for the TEXT page."""
     from torch.utils.tensorboard.summary import hparams, text
 
-    whole = text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
+    nested = text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
     # `SummaryWriter.add_hparams` would make a folder of its own, which shows as a second run.
-    for summary in (whole, *hparams(_flat(hyperparameters), {})):
-        file.add_summary(summary.SerializeToString(), step=0)
+    for summary in (nested, *hparams(_flat(hyperparameters), {})):
+        file.add(step=0, summary=summary)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -36,7 +36,7 @@ MOST_LINES_OF_A_FUNCTION = 60
 
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors", "progress"),
-    ("precision", "hyperparameters", "optimizers", "profiling", "settings", "event_file"),
+    ("precision", "hyperparameters", "optimizers", "profiling", "settings"),
     ("distributed", "model"),
     ("metrics", "fault_tolerance", "seed"),
     ("checkpoint", "data", "launchers"),

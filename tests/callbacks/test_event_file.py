@@ -1,4 +1,4 @@
-"""EventFile: what TensorBoard's own reader finds in it."""
+"""The event files of TensorBoardLogger, as TensorBoard's own reader finds them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.event_file import EventFile
+from trainer.callbacks.tensorboard import _EventFile
 
 pytest.importorskip("tensorboard")
 
@@ -26,45 +26,30 @@ def points(path: Path) -> list[tuple[int, str, float]]:
     return [(e.step, v.tag, v.simple_value) for e in events(path) for v in e.summary.value]
 
 
-def test_it_begins_with_the_version_and_keeps_points_in_order() -> None:
-    file = EventFile(Path("a"))
-    for step in range(300):
-        file.add_scalars({"loss": step / 2, "größe/π": -step}, step)
-    file.close()
-    assert events(file.path)[0].file_version == "brain.Event:2"
-    assert points(file.path) == [p for s in range(300) for p in ((s, "loss", s / 2), (s, "größe/π", -s))]
-
-
 def test_numbers_that_a_float_cannot_hold() -> None:
-    file = EventFile(Path("a"))
+    file = _EventFile(Path("a"))
     file.add_scalars({"a": math.inf, "b": -1e300, "c": math.nan}, 2**40)
-    file.close()
+    file.flush()
     (_, _, a), (step, _, b), (_, _, c) = points(file.path)
     assert (a, b, step) == (math.inf, -math.inf, 2**40)
     assert math.isnan(c)
 
 
 def test_a_second_file_of_the_same_second_has_a_later_name_and_purges() -> None:
-    first, second = EventFile(Path("a")), EventFile(Path("a"), purge_step=7)
+    first, second = _EventFile(Path("a")), _EventFile(Path("a"), purge_step=7)
     assert first.path.name < second.path.name
-    first.close()
-    second.close()
     last = events(second.path)[-1]
     assert (last.step, last.session_log.status) == (7, last.session_log.START)
 
 
-def test_what_cannot_be_written_waits(caplog: pytest.LogCaptureFixture) -> None:
-    file = EventFile(Path("a"))
-    assert file._file is not None
+def test_points_are_kept_while_the_disk_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    file = _EventFile(Path("a"))
     path, file.path = file.path, Path("/dev/full")
-    file._file.close()
-    file._file = None
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             file.add_scalars({"loss": 1.0}, step)
-            file.write()
+            file.flush()
     assert len([r for r in caplog.records if "cannot write" in r.message]) == 1
-    file._file.close()
-    file._file = open(path, "r+b", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
-    file.close()
+    file.path = path
+    file.flush()
     assert points(path) == [(0, "loss", 1.0), (1, "loss", 1.0), (2, "loss", 1.0)]
