@@ -60,7 +60,7 @@ def disturbed(folder: Path, whole: Path, kills: int, seed: int, longest: float, 
     )
     outcome = Outcome(storm.kills, storm.starts, time.monotonic() - began)
     outcome.problems = problems(folder, whole)
-    outcome.passed_over = storm.result.stderr.count("Passing over the checkpoint")
+    outcome.passed_over = storm.result.stderr.count("Skipping the damaged checkpoint")
     return outcome
 
 

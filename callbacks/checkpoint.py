@@ -265,7 +265,7 @@ class ModelCheckpoint(Checkpoint):
             beside = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}")
             self._writer.start(path, state, info, settle, peers, beside)
         else:
-            write_checkpoint(path, state, info=info, peers=peers)
+            write_checkpoint(path, state, info=info, process_group=peers)
             settle()
 
     def _notify_saved(self, trainer: Trainer, path: str) -> None:

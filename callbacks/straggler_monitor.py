@@ -182,7 +182,7 @@ class StragglerMonitor(Callback):
         """Gather the times since the last look, on every process."""
         own = self._times(trainer.rank)
         self._forget()
-        every = trainer.strategy.gather_objects(own)
+        every = trainer.strategy.all_gather_object(own)
         for times in every:
             before = self.total.get(times.rank)
             if before is not None:

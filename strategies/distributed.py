@@ -64,7 +64,7 @@ class DistributedStrategy(Strategy):
             dist.all_reduce(total)
         return total
 
-    def gather_objects(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         gathered: list[Any] = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(gathered, value)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
-from trainer.checkpoint.shards import Loadable, Shard, whole
+from trainer.checkpoint.shards import Loadable, Shard, materialize
 from trainer.data.transfer import make_transfer, move_to
 from trainer.errors import unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
@@ -240,7 +240,7 @@ class Strategy:
         """The sum of a tensor over all processes, on its device and without reading it on the host."""
         return value
 
-    def gather_objects(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Every process's `value` (small, picklable data), in the order of ranks, on every process."""
         return [value]
 
@@ -269,7 +269,7 @@ class Strategy:
         Raises:
             CheckpointError: names or shapes differ from the module's.
         """
-        load_weights(self.module, {name: whole(value) for name, value in state.items()}, strict)
+        load_weights(self.module, {name: materialize(value) for name, value in state.items()}, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's `state_dict` by names of parameters, and its kind; see `checkpoint/optimizer_state.py`."""

@@ -219,7 +219,8 @@ class Trainer(RunState):
             # What was logged until now belongs to this step, not to the one after a resume.
             self.read_metrics()
         self.save_with(
-            lambda state, about: write_checkpoint(path, state, info=about, peers=self.checkpoint_group), info or {}
+            lambda state, about: write_checkpoint(path, state, info=about, process_group=self.checkpoint_group),
+            info or {},
         )
         if self.is_global_zero:
             self.hooks.on_checkpoint_saved(self, self.module, str(path))
@@ -291,7 +292,7 @@ class Trainer(RunState):
         while True:
             window = list(islice(batches, self.accumulate_grad_batches))
             if uneven:
-                window = window[: min(self.strategy.gather_objects(len(window)))]
+                window = window[: min(self.strategy.all_gather_object(len(window)))]
             if not window:
                 return
             yield window

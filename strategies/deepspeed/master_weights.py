@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, StoredTensor, part_of, whole
+from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, StoredTensor, materialize, read_slice
 from trainer.errors import CheckpointError
 from trainer.strategies.deepspeed.partitioning import (
     divided,
@@ -120,7 +120,7 @@ class MasterWeights:
             with self.swapped_in(number, change=True) as flat, torch.no_grad():
                 for parameter, piece in pieces.items():
                     value = values[parameter]
-                    piece.of(flat).copy_(value.local if isinstance(value, Shard) else part_of(value, piece.extent))
+                    piece.of(flat).copy_(value.local if isinstance(value, Shard) else read_slice(value, piece.extent))
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class MasterWeights:
                     self._set_common(number, key, as_number)
 
     def _require_equal(self, common: dict[str, float], key: str, value: Any, name: str) -> None:
-        number = float(whole(value) if isinstance(value, (torch.Tensor, StoredTensor)) else value)
+        number = float(materialize(value) if isinstance(value, (torch.Tensor, StoredTensor)) else value)
         if common.setdefault(key, number) != number:
             raise CheckpointError(
                 f"the checkpoint's optimizer has {key}={number:g} for {name!r}, and {common[key]:g} for others of its "
@@ -207,7 +207,7 @@ class MasterWeights:
         state = self.optimizer.state[self.flats[number]]
         if state.get(key) is None:
             state[key] = torch.zeros_like(flat, requires_grad=False)
-        piece.of(state[key]).copy_(part_of(value, piece.extent))
+        piece.of(state[key]).copy_(read_slice(value, piece.extent))
 
     def pieces_of(self, number: int) -> dict[nn.Parameter, ParameterSlice]:
         """The parameters in one flat tensor."""
@@ -346,6 +346,6 @@ def load_weights(module: nn.Module, masters: MasterWeights | None, state: Mappin
             load_divided(tensor, state[name])
         else:
             with torch.no_grad():
-                tensor.copy_(whole(state[name]))
+                tensor.copy_(materialize(state[name]))
     if masters is not None:
         masters.write(of_masters)

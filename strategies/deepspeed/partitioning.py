@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, part_of
+from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, read_slice
 from trainer.errors import MissingPackageError
 from trainer.model.deferred_init import DeferredInit
 from trainer.module import TrainModule
@@ -97,7 +97,7 @@ def load_divided(parameter: Any, value: Loadable) -> None:
     """Set this process's part of a divided parameter from a whole tensor, of which only that part is read."""
     extent = divided_extent(parameter)
     with torch.no_grad():
-        parameter.ds_tensor[: extent.length].copy_(part_of(value, extent))
+        parameter.ds_tensor[: extent.length].copy_(read_slice(value, extent))
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, part_of, slice_of_box, whole
+from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, materialize, read_slice, slice_of_box
 from trainer.model.weights import check_fit
 
 
@@ -60,18 +60,18 @@ def load_sharded(module: nn.Module, state: Mapping[str, Loadable], strict: bool)
         target = own.get(name)
         if isinstance(target, DTensor):
             local: torch.Tensor = target.to_local().detach()
-            local.copy_(part_of(value, local_slice(target)).view(local.shape))
+            local.copy_(read_slice(value, local_slice(target)).view(local.shape))
         elif name in own:
-            rest[name] = whole(value) if isinstance(target, torch.Tensor) else value
+            rest[name] = materialize(value) if isinstance(target, torch.Tensor) else value
     module.load_state_dict(rest, strict=False)
 
 
 def part_as_dtensor(value: Loadable, like: torch.Tensor) -> torch.Tensor:
     """A tensor of an optimizer's state, divided as its parameter is where it has the parameter's shape."""
     if not isinstance(like, DTensor) or tuple(value.shape) != tuple(like.shape):
-        return whole(value)
+        return materialize(value)
     local = like.to_local()
-    part = part_of(value, local_slice(like)).view(local.shape).to(local.device)
+    part = read_slice(value, local_slice(like)).view(local.shape).to(local.device)
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -28,13 +28,13 @@ from trainer.checkpoint.format import read_checkpoint, read_manifest, verify_che
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The writer begins when it is set."""
     opened = threading.Event()
-    write = writer.write_prepared
+    write = writer.write_plan
 
     def wait_and_write(*args: Any) -> None:
         assert opened.wait(60)
         write(*args)
 
-    monkeypatch.setattr(writer, "write_prepared", wait_and_write)
+    monkeypatch.setattr(writer, "write_plan", wait_and_write)
     yield opened
     opened.set()
 
@@ -203,7 +203,7 @@ def test_an_error_of_the_writer_comes_up_at_the_next_step(tmp_path: Path, monkey
     def fail(*args: Any) -> None:
         raise RuntimeError("the writer's own mistake")
 
-    monkeypatch.setattr(writer, "write_prepared", fail)
+    monkeypatch.setattr(writer, "write_plan", fail)
     checkpoint = steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)
 
     reached: list[int] = []
@@ -257,11 +257,11 @@ import os, signal, sys, time
 from tests.helpers.saving import At, fit, steps
 from trainer.checkpoint import async_writer as writer
 
-write = writer.write_prepared
+write = writer.write_plan
 def slow(*args):
     time.sleep(0.5)
     write(*args)
-writer.write_prepared = slow
+writer.write_plan = slow
 fit([At(step3=lambda trainer: os.kill(os.getpid(), signal.SIGTERM)), steps(dirpath=sys.argv[1], async_save=True)])
 """
 

@@ -14,7 +14,7 @@ import torch
 from trainer.checkpoint.async_writer import BackgroundWriter, PinnedStagingBuffer
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import is_committed, read_checkpoint
-from trainer.checkpoint.serialization import split
+from trainer.checkpoint.serialization import serialize
 from trainer.errors import CheckpointError
 
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_split_state_does_not_share_its_containers() -> None:
     """What makes the copy of everything but the tensors."""
     given: dict[str, Any] = {"a": [1, {"b": (2, [3])}]}
-    data = split(given, "state").data
+    data = serialize(given, "state").data
     given["a"][1]["b"][1].append(4)
     given["a"].append(5)
     assert data == {"a": [1, {"b": {"$tuple": [2, [3]]}}]}

@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     for name in ("b", "c"):
         damage(store.folder / name)
     assert store.newest_valid() is None
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
         store.resolve("last")
 
 
@@ -160,7 +160,7 @@ def test_paths_and_names_are_resolved(store: CheckpointDirectory, tmp_path: Path
 def test_all_but_the_last_whole_checkpoint_can_be_removed(store: CheckpointDirectory) -> None:
     store.remove("b")
     (store.folder / "a" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="c is the only whole checkpoint"):
+    with pytest.raises(CheckpointError, match="c is the only intact checkpoint"):
         store.remove("c")
     store.remove(store.folder / "a")
     assert [path.name for path in store.folder.iterdir()] == ["c"]
@@ -247,4 +247,4 @@ def test_a_damaged_last_one_is_named_once(tmp_path: Path, caplog: pytest.LogCapt
     CheckpointDirectory(tmp_path).set_pointer("last", "two")
     (tmp_path / "two" / "model.safetensors").unlink()
     assert CheckpointDirectory(tmp_path).resolve("last").name == "one"
-    assert caplog.text.count("Passing over the checkpoint two") == 1
+    assert caplog.text.count("Skipping the damaged checkpoint two") == 1

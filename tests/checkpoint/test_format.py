@@ -261,7 +261,7 @@ def test_forged_data_is_refused(content: Any, checkpoint: Path, reseal: Callable
 )
 def test_forged_file_names_are_refused(name: str, checkpoint: Path, reseal: Callable[..., None]) -> None:
     reseal(checkpoint, lambda body: body["files"].update({name: {"bytes": 1, "sha256": ""}}))
-    with pytest.raises(CheckpointError, match="names a file that no checkpoint has"):
+    with pytest.raises(CheckpointError, match="names a file that is not part of the format"):
         read_checkpoint(checkpoint)
 
 

@@ -17,7 +17,7 @@ from tests.helpers.processes import run_distributed
 from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_manifest, verify_checkpoint
-from trainer.checkpoint.process_group import StorePeers
+from trainer.checkpoint.process_group import StoreProcessGroup
 from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Shard
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
@@ -68,13 +68,13 @@ def write_and_fail(folder: str) -> dict[str, Any]:
     rank, place = peers.rank, Path(folder)
     own = state(rank, WORLD)
     results: dict[str, Any] = {}
-    write_checkpoint(place / "good", own, info={"step": 7}, peers=peers)
-    results["again"] = error_of(lambda: write_checkpoint(place / "good", own, peers=peers))
-    write_checkpoint(place / "good", {**own, "step": 8}, overwrite=True, peers=peers)
+    write_checkpoint(place / "good", own, info={"step": 7}, process_group=peers)
+    results["again"] = error_of(lambda: write_checkpoint(place / "good", own, process_group=peers))
+    write_checkpoint(place / "good", {**own, "step": 8}, overwrite=True, process_group=peers)
     bad = {**own, "bad": {1}} if rank == 1 else own
-    results["a field on rank 1"] = error_of(lambda: write_checkpoint(place / "field", bad, peers=peers))
+    results["a field on rank 1"] = error_of(lambda: write_checkpoint(place / "field", bad, process_group=peers))
     lacking = {**own, "model": {**own["model"], "w": Shard(torch.empty(0), (5, 4), EMPTY_SLICE)}} if rank == 2 else own
-    results["a part is missing"] = error_of(lambda: write_checkpoint(place / "missing", lacking, peers=peers))
+    results["a part is missing"] = error_of(lambda: write_checkpoint(place / "missing", lacking, process_group=peers))
     if rank == 1:
         # Writing under this rank's name is impossible: a folder is in the way.
         from trainer.checkpoint.disk import LocalStorage
@@ -83,7 +83,7 @@ def write_and_fail(folder: str) -> dict[str, Any]:
             raise OSError(28, "No space left on device")
 
         LocalStorage.write_file = refuse  # type: ignore[method-assign]
-    results["a full disk on rank 1"] = error_of(lambda: write_checkpoint(place / "full", own, peers=peers))
+    results["a full disk on rank 1"] = error_of(lambda: write_checkpoint(place / "full", own, process_group=peers))
     results["left"] = sorted(path.name for path in place.iterdir())
     peers.barrier()
     return results
@@ -121,15 +121,15 @@ def write_in_threads(folder: str) -> dict[str, Any]:
     writer, done = BackgroundWriter(), threading.Event()
     own = state(peers.rank, WORLD)
     results: dict[str, Any] = {}
-    beside = StorePeers(store.clone(), peers.rank, WORLD, "one", timeout=60)
+    beside = StoreProcessGroup(store.clone(), peers.rank, WORLD, "one", timeout=60)
     writer.start(Path(folder) / "background", own, {"step": 1}, done.set, peers, beside)
     for _ in range(50):
         dist.all_reduce(torch.ones(1000))
     writer.wait()
     results["written"] = (*writer.result(), done.is_set())
     if peers.rank != 2:
-        lonely = StorePeers(store.clone(), peers.rank, WORLD, "two", timeout=0.5)
-        results["nobody comes"] = error_of(lambda: lonely.gather_objects(1))
+        lonely = StoreProcessGroup(store.clone(), peers.rank, WORLD, "two", timeout=0.5)
+        results["nobody comes"] = error_of(lambda: lonely.all_gather_object(1))
     peers.barrier()
     os.sync()
     return results
@@ -137,7 +137,9 @@ def write_in_threads(folder: str) -> dict[str, Any]:
 
 def open_damaged(folders: list[str]) -> list[str]:
     peers = joined()
-    return [error_of(partial(open_checkpoint, folder, ("model",), verify=True, peers=peers)) for folder in folders]
+    return [
+        error_of(partial(open_checkpoint, folder, ("model",), verify=True, process_group=peers)) for folder in folders
+    ]
 
 
 def test_in_the_background_and_damage_afterwards(tmp_path: Path) -> None:

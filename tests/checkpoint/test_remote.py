@@ -115,7 +115,7 @@ def test_the_manifest_comes_last_and_goes_first(folder: RemotePath, monkeypatch:
 def test_a_store_lists_points_resolves_and_removes(folder: RemotePath, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointDirectory(str(folder))
     assert store.list() == []
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
         store.resolve("last")
     for name, step in (("c", 2), ("b", 10), ("a", 30)):
         add(folder, name, step)
@@ -136,7 +136,7 @@ def test_a_store_lists_points_resolves_and_removes(folder: RemotePath, caplog: p
         store.resolve(f"{folder}/bb")
     for name in ("a", "c"):
         store.remove(name)
-    with pytest.raises(CheckpointError, match="only whole checkpoint"):
+    with pytest.raises(CheckpointError, match="only intact checkpoint"):
         store.remove("b")
 
 

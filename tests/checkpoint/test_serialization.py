@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.checkpoint.serialization import MAX_DEPTH, from_json, join, split, to_json
+from trainer.checkpoint.serialization import MAX_DEPTH, deserialize, from_json, serialize, to_json
 from trainer.errors import CheckpointError
 
 Same = Callable[[Any, Any], None]
@@ -29,8 +29,8 @@ class Point:
 
 
 def round_trip(value: Any) -> Any:
-    data, tensors, *_ = split(value, "value")
-    return join(from_json(to_json(data), "value"), lambda info: tensors[info.name], "value")
+    data, tensors, *_ = serialize(value, "value")
+    return deserialize(from_json(to_json(data), "value"), lambda info: tensors[info.name], "value")
 
 
 def test_scalars_and_containers_come_back_exactly(assert_same: Same) -> None:
@@ -74,7 +74,7 @@ def test_reserved_names_in_user_data_are_not_misread(key: str, assert_same: Same
 
 def test_tensor_names_are_the_keys_and_paths() -> None:
     one = torch.ones
-    _, tensors, *_ = split(
+    _, tensors, *_ = serialize(
         {"a.b": one(1), "a": {"b": one(2)}, "c": [one(3), {4: one(4)}], "__metadata__": one(5)}, "model"
     )
     assert {name: len(tensor) for name, tensor in tensors.items()} == {
@@ -84,7 +84,7 @@ def test_tensor_names_are_the_keys_and_paths() -> None:
         "c.1.4": 4,
         "__metadata__#2": 5,
     }
-    assert list(split(one(1), "rng")[1]) == ["rng"]
+    assert list(serialize(one(1), "rng")[1]) == ["rng"]
 
 
 def test_tied_tensors_are_stored_once_and_come_back_for_each_name() -> None:
@@ -92,7 +92,7 @@ def test_tied_tensors_are_stored_once_and_come_back_for_each_name() -> None:
     back = round_trip(
         {"encoder": weight, "decoder": weight.data, "view": weight.detach()[:, :], "twice": [weight, weight]}
     )
-    assert list(split({"encoder": weight, "decoder": weight.data}, "model")[1]) == ["encoder"]
+    assert list(serialize({"encoder": weight, "decoder": weight.data}, "model")[1]) == ["encoder"]
     assert back["encoder"] is back["decoder"] is back["view"] is back["twice"][1]
 
 
@@ -102,7 +102,7 @@ def test_views_that_only_overlap_are_stored_apart(assert_same: Same) -> None:
     state["square"] = whole.reshape(-1)[:9].reshape(3, 3)
     state["its transpose"] = state["square"].t()
     state["conjugate"], state["plain"] = torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(0)
-    assert len(split(state, "model")[1]) == len(state)
+    assert len(serialize(state, "model")[1]) == len(state)
     assert_same(state, round_trip(state))
 
 
@@ -133,7 +133,7 @@ def test_views_that_only_overlap_are_stored_apart(assert_same: Same) -> None:
 )
 def test_what_is_not_data_is_refused_with_its_path(value: Any, kind: str, advice: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        split({"state": [0, {3: (value,)}]}, "optimizers")
+        serialize({"state": [0, {3: (value,)}]}, "optimizers")
     message = str(caught.value)
     assert message.startswith("cannot store optimizers['state'][1][3][0]: it is a ")
     assert kind in message
@@ -142,25 +142,25 @@ def test_what_is_not_data_is_refused_with_its_path(value: Any, kind: str, advice
 
 def test_all_refusals_are_reported_at_once() -> None:
     with pytest.raises(CheckpointError, match=r"cannot store 2 fields[\s\S]*x\['a'\][\s\S]*x\['b'\]\[0\]"):
-        split({"a": {1}, "b": [len]}, "x")
+        serialize({"a": {1}, "b": [len]}, "x")
 
 
 def test_keys_that_are_not_data_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"x\['a'\]: it is a dict with the key <Color.RED: 1>"):
-        split({"a": {Color.RED: 1}}, "x")
+        serialize({"a": {Color.RED: 1}}, "x")
 
 
 def test_nesting_is_bounded_and_cycles_are_found(assert_same: Same) -> None:
     cycle: list[Any] = []
     cycle += [cycle, cycle]
     with pytest.raises(CheckpointError, match="contains itself"):
-        split(cycle, "x")
+        serialize(cycle, "x")
     deep: Any = 0
     for _ in range(MAX_DEPTH):
         deep = {1: deep}
     assert_same(deep, round_trip(deep))
     with pytest.raises(CheckpointError, match="levels deep"):
-        split([deep], "x")
+        serialize([deep], "x")
 
 
 @pytest.mark.parametrize(
@@ -194,4 +194,4 @@ def test_nesting_is_bounded_and_cycles_are_found(assert_same: Same) -> None:
 )
 def test_json_that_we_do_not_write_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError):
-        join(from_json(text.encode("latin-1"), "x"), lambda info: info, "x")
+        deserialize(from_json(text.encode("latin-1"), "x"), lambda info: info, "x")

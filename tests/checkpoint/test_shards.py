@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint.format import FileTensor, Source, open_checkpoint, read_checkpoint
-from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Shard, part_of, slice_of_box, whole
+from trainer.checkpoint.format import FilePart, FileTensor, open_checkpoint, read_checkpoint
+from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Shard, materialize, read_slice, slice_of_box
 from trainer.checkpoint.writing import write_checkpoint
 
 SHAPES = [(7,), (4, 6), (3, 1, 5), (2, 3, 4), (1, 1), (2, 3, 4, 5)]
@@ -77,12 +77,12 @@ def test_any_part_of_a_tensor_in_any_parts_is_read(shape: tuple[int, ...], tmp_p
             file = folder / f"{name}{number}"
             # Something else comes first in the file.
             file.write_bytes(b"x" * 12 + extent.take(tensor).numpy().tobytes())
-            sources.append(Source(file, 12, extent))
+            sources.append(FilePart(file, 12, extent))
         stored = FileTensor("w", shape, torch.float32, sources)
-        assert torch.equal(whole(stored), tensor), name
+        assert torch.equal(materialize(stored), tensor), name
         for other, wanted in divisions.items():
             for extent in wanted:
-                assert torch.equal(part_of(stored, extent), part_of(tensor, extent)), (name, other)
+                assert torch.equal(read_slice(stored, extent), read_slice(tensor, extent)), (name, other)
 
 
 def test_shards_of_any_dtype(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def whole(strategy: Strategy, state: Any) -> Any:
     if not isinstance(state, Shard):
         return state.clone() if isinstance(state, torch.Tensor) else state
     total = torch.full((math.prod(state.shape),), math.nan, dtype=state.local.dtype)
-    for shard in strategy.gather_objects(Shard(state.local.clone(), state.shape, state.extent)):
+    for shard in strategy.all_gather_object(Shard(state.local.clone(), state.shape, state.extent)):
         assert shard.shape == state.shape
         assert shard.local.numel() == shard.extent.numel
         part = shard.extent.take(total)

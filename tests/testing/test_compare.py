@@ -98,7 +98,7 @@ def test_a_missing_log_or_checkpoint_is_told(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", log=None)
     assert compare_runs(one, other) == [f"metrics.csv: there is no {other / 'metrics.csv'}"]
     shutil.rmtree(other / "checkpoints")
-    with pytest.raises(CheckpointError, match="there is no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="there is no intact checkpoint"):
         compare_runs(one, other)
 
 

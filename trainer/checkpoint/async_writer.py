@@ -1,4 +1,4 @@
-"""Writing in the background: training waits for a copy in memory, a thread brings it to the disk."""
+"""Save in the background: training waits only for a copy in host memory, and a thread writes it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import flat_bytes
 from trainer.checkpoint.storage import StoragePath
-from trainer.checkpoint.writing import SavePlan, prepare, write_prepared
+from trainer.checkpoint.writing import SavePlan, plan_save, write_plan
 from trainer.errors import CheckpointError
 
 log = logging.getLogger("trainer")
 
 _ALIGNMENT = 64
-"""Bytes; every dtype's elements may start at a multiple of it."""
+"""Bytes; a multiple is aligned for every dtype."""
 
 
 class BackgroundWriter:
-    """Writes checkpoints in a thread of its own, one at a time. All methods are for the one thread that trains."""
+    """Write checkpoints in a thread of its own, one at a time. Call all methods from the training thread."""
 
     def __init__(self) -> None:
         self._memory = PinnedStagingBuffer()
         self._thread: threading.Thread | None = None
         self._path: str | None = None
         self._error: CheckpointError | None = None
-        self._told_of_waiting = False
+        self._has_warned = False
 
     def start(
         self,
@@ -39,42 +39,42 @@ class BackgroundWriter:
         state: Mapping[str, Any],
         info: Mapping[str, Any] | None,
         on_committed: Callable[[], None],
-        peers: ProcessGroup = SINGLE_PROCESS,
-        thread_peers: ProcessGroup = SINGLE_PROCESS,
+        process_group: ProcessGroup = SINGLE_PROCESS,
+        thread_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Copy `state` into memory, and write it while the caller goes on. The write before must have been waited for.
+        """Copy `state` into host memory, and write it while the caller goes on. Call `wait` before the next `start`.
 
         Args:
-            path, state, info, peers: as for `write_checkpoint`.
+            path, state, info, process_group: as for `write_checkpoint`.
             on_committed: called by the thread after the commit; its errors count as errors of the write.
-            thread_peers: the same processes, for the thread: it must not use what training uses.
+            thread_group: the same processes, for the thread, which must not use the process group of training.
 
         Raises:
             CheckpointError: something in `state` cannot be stored.
         """
         assert self._thread is None, "wait() comes first"
-        prepared = prepare(state, info, peers)
-        copy = replace(prepared, files=self._memory.copy(prepared.files))
-        # Not a daemon: Python waits for it at its end, and the checkpoint is whole.
+        plan = plan_save(state, info, process_group)
+        copy = replace(plan, files=self._memory.copy(plan.files))
+        # Not a daemon: at its end Python waits for the thread, so that the checkpoint is complete.
         self._thread = threading.Thread(
-            target=self._write, args=(path, copy, thread_peers, on_committed), name="checkpoint-writer"
+            target=self._write, args=(path, copy, thread_group, on_committed), name="checkpoint-writer"
         )
         self._thread.start()
 
     def wait(self, due: bool = False) -> None:
-        """Until nothing is being written. `due`: the next checkpoint is; says, once, that training has to wait."""
+        """Wait until nothing is being written. `due`: the next checkpoint is due; warn, once, that training waits."""
         if self._thread is None:
             return
-        if due and self._thread.is_alive() and not self._told_of_waiting:
-            self._told_of_waiting = True
+        if due and self._thread.is_alive() and not self._has_warned:
+            self._has_warned = True
             log.warning(
-                "a checkpoint is due while the one before it is still being written: training waits for that. Write "
-                "less often, or to a faster place. (Said once.)"
+                "a checkpoint is due while the one before it is still being written: training waits. Save "
+                "less often, or to faster storage. (Logged once.)"
             )
         self._thread.join()
 
     def result(self) -> tuple[str | None, CheckpointError | None]:
-        """What has ended since it was asked the last time: the path of a committed checkpoint, or the error."""
+        """Return, once, how the last write ended: the path of a committed checkpoint, or the error."""
         if self._thread is None or self._thread.is_alive():
             return None, None
         self._thread = None
@@ -83,16 +83,16 @@ class BackgroundWriter:
         return path, error
 
     def close(self) -> None:
-        """Wait, and give the memory back."""
+        """Wait, and release the memory."""
         self.wait()
         self._memory.release()
 
     def _write(
-        self, path: str | StoragePath, prepared: SavePlan, peers: ProcessGroup, on_committed: Callable[[], None]
+        self, path: str | StoragePath, plan: SavePlan, process_group: ProcessGroup, on_committed: Callable[[], None]
     ) -> None:
         try:
             self._memory.wait()
-            write_prepared(path, prepared, False, peers)
+            write_plan(path, plan, False, process_group)
             on_committed()
             self._path = str(path)
         except CheckpointError as error:
@@ -103,11 +103,11 @@ class BackgroundWriter:
 
 
 class PinnedStagingBuffer:
-    """A block of host memory that holds a copy of many tensors, and is used again for the next copy.
+    """A block of host memory that holds a copy of many tensors, and is reused for the next copy.
 
-    Fresh memory costs several times the copy itself, because the system has to provide every page of it. Tensors on a
-    CUDA device are copied into page-locked memory while the caller goes on: `wait` before reading the copy. What later
-    work on the device's current stream does to the tensors does not reach it.
+    Fresh memory costs several times the copy itself, because the system has to map every page of it. Tensors on a CUDA
+    device are copied into page-locked memory while the caller goes on: call `wait` before reading the copy. Later work
+    on the device's current stream does not change it.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class PinnedStagingBuffer:
         self._pending: list[torch.cuda.Event] = []
 
     def copy(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-        """The tensors, by the same two names, in this memory, contiguous. Ends the life of the last copy."""
+        """Return contiguous copies of the tensors in this memory, by the same two names; overwrite the last copy."""
         every = [tensor for group in tensors.values() for tensor in group.values()]
         devices = {tensor.device for tensor in every if tensor.is_cuda}
         self._reserve(sum(_padded(tensor) for tensor in every), pinned=bool(devices))
@@ -131,18 +131,18 @@ class PinnedStagingBuffer:
         return copies
 
     def wait(self) -> None:
-        """Until the last copy is complete. From any thread."""
+        """Wait until the last copy is complete. Callable from any thread."""
         for event in self._pending:
             event.synchronize()
 
     def release(self) -> None:
-        """Give the memory back to the system."""
+        """Free the memory."""
         self.wait()
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def _reserve(self, size: int, pinned: bool) -> None:
         if self._block.numel() < size or (pinned and not self._block.is_pinned()):
-            self.release()  # before the new block is there: never both
+            self.release()  # before allocating, so that there are never two blocks
             self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
@@ -157,6 +157,6 @@ def _copy_into(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor, up to where the next one may start."""
+    """Return the size of a tensor in bytes, rounded up to the alignment."""
     size = tensor.numel() * tensor.element_size()
     return -(-size // _ALIGNMENT) * _ALIGNMENT

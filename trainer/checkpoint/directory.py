@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which there are, which is the last and the best, and which may go."""
+"""List, find and delete the checkpoints of one run, and keep its pointers "last" and "best"."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _log = logging.getLogger("trainer")
 
 
 class CheckpointDirectory:
-    """A folder of checkpoints, and two small files beside them that point to the last and to the best one.
+    """A directory of checkpoints with two small files that point to the last and to the best one.
 
     Several processes may read it while one writes. It need not exist.
 
     Args:
-        folder: where the checkpoints of a run are: a path, or a URL of an object store (s3://...). There nothing keeps
-            two processes from writing at one time.
+        folder: path, or URL of an object store (s3://...), in which nothing prevents two processes from writing at
+            the same time.
     """
 
     def __init__(self, folder: str | StoragePath) -> None:
@@ -37,9 +37,9 @@ class CheckpointDirectory:
         self._storage = storage_of(self.folder)
 
     def list(self) -> _Paths:
-        """The committed checkpoints, by the step in their info (those without one first), then by name.
+        """Return the committed checkpoints, by the step in their info (those without one first), then by name.
 
-        One whose manifest is damaged is left out, with a logged warning that names it.
+        One with a damaged manifest is skipped, with a logged warning that names it.
         """
         found = []
         for path in checkpoints_in(self.folder):
@@ -52,7 +52,7 @@ class CheckpointDirectory:
         return [path for _, _, path in sorted(found)]
 
     def info(self, name: str | StoragePath) -> dict[str, Any]:
-        """What was given as `info` when this checkpoint was written.
+        """Return the `info` that was given when this checkpoint was written.
 
         Raises:
             CheckpointError: there is no such checkpoint, or its manifest is damaged.
@@ -63,7 +63,8 @@ class CheckpointDirectory:
         """Make `last` or `best` point to a committed checkpoint, atomically.
 
         Raises:
-            CheckpointError: there is no such checkpoint. WriteError: the pointer cannot be written; the old one stays.
+            CheckpointError: there is no such checkpoint.
+            WriteError: the pointer cannot be written; the old one stays.
         """
         target = self._child(name)
         read_manifest(target)
@@ -74,9 +75,9 @@ class CheckpointDirectory:
             raise WriteError(f"cannot write {file}: {error.strerror or error}") from error
 
     def pointer(self, pointer: Pointer) -> StoragePath | None:
-        """The checkpoint that `last` or `best` points to; None when it is not set.
+        """Return the checkpoint that `last` or `best` points to; None if the pointer is not set.
 
-        None, with a logged warning, when it cannot be read or its checkpoint is gone.
+        Also None, with a logged warning, if the pointer cannot be read or its checkpoint is gone.
         """
         file = self._pointer_file(pointer)
         try:
@@ -92,34 +93,35 @@ class CheckpointDirectory:
         _log.warning("Ignoring the pointer %s: there is no checkpoint %s", file, target.name)
         return None
 
-    def newest_valid(self, but: StoragePath | None = None) -> StoragePath | None:
-        """The latest checkpoint by step whose files are all as they were written; reads them whole.
+    def newest_valid(self, exclude: StoragePath | None = None) -> StoragePath | None:
+        """Return the latest checkpoint by step with all its files intact; read and hash them.
 
-        Damaged ones that are passed over are named in a logged warning. `but`: not this one, which was looked at.
+        Damaged ones are skipped with a logged warning. `exclude`: a checkpoint that was already checked.
         """
-        others = (path for path in reversed(self.list()) if but is None or path.name != but.name)
-        return next((path for path in others if self._is_whole(path)), None)
+        others = (path for path in reversed(self.list()) if exclude is None or path.name != exclude.name)
+        return next((path for path in others if self._is_intact(path)), None)
 
     def corruption_report(self) -> _Problems:
-        """What is wrong with the checkpoints here, when none is whole; empty when there never was one."""
+        """Return the damage of all checkpoints here, if none is intact; empty if there never was one."""
         problems = [problem for path in checkpoints_in(self.folder) for problem in find_damage(path)]
-        pointed = [file for pointer in POINTERS if (file := self._pointer_file(pointer)).exists()]
-        return problems or [f"{file} points to one that is gone or not whole" for file in pointed]
+        dangling = [file for pointer in POINTERS if (file := self._pointer_file(pointer)).exists()]
+        return problems or [f"{file} points to one that is gone or damaged" for file in dangling]
 
     def resolve(self, wanted: str | StoragePath) -> StoragePath:
-        """The checkpoint meant by "last", "best", a path, or a name in this folder.
+        """Return the checkpoint named by "last", "best", a path, or a name in this directory.
 
-        "last" falls back to the newest whole checkpoint when the one it points to is gone or damaged; logs a warning.
+        "last" falls back to the newest intact checkpoint, with a logged warning, if the one it points to is gone or
+        damaged.
 
         Raises:
-            CheckpointError: there is none; says which there are.
+            CheckpointError: there is none; lists the existing ones.
         """
         if str(wanted) == "last":
-            target = self._followed(self.pointer("last"))
-            found = target if target and self._is_whole(target) else self.newest_valid(but=target)
+            target = self._committed_after(self.pointer("last"))
+            found = target if target and self._is_intact(target) else self.newest_valid(exclude=target)
             if found:
                 return found
-            raise CheckpointError(f"there is no whole checkpoint in {self.folder}, so there is no 'last' one")
+            raise CheckpointError(f"there is no intact checkpoint in {self.folder}, so there is no 'last' one")
         names = [path.name for path in self.list()]
         if str(wanted) == "best":
             best = self.pointer("best")
@@ -135,14 +137,15 @@ class CheckpointDirectory:
         guess = did_you_mean(given.name, [*names, *POINTERS])
         raise CheckpointError(
             f"there is no checkpoint {wanted}.{guess} In {self.folder} there are: {', '.join(names) or 'none'}. "
-            "'last' and 'best' are understood too."
+            "'last' and 'best' work too."
         )
 
     def remove(self, name: str | StoragePath) -> None:
         """Delete a checkpoint: for readers it disappears in one step.
 
         Raises:
-            CheckpointError: it does not exist, or is the only one with all its files. WriteError: the system refuses.
+            CheckpointError: it does not exist, or is the only intact one.
+            WriteError: the system refuses.
         """
         target = self._child(name)
         if not is_committed(target):
@@ -150,36 +153,35 @@ class CheckpointDirectory:
             raise CheckpointError(f"there is no checkpoint {target}.{did_you_mean(target.name, names)}")
         others = (path for path in self.list() if path != target)
         if not find_damage(target, contents=False) and all(find_damage(path, contents=False) for path in others):
-            raise CheckpointError(f"{target} is the only whole checkpoint in {self.folder}, so it is not removed")
+            raise CheckpointError(f"{target} is the only intact checkpoint in {self.folder}, so it is not removed")
         try:
             self._storage.remove_checkpoint(target)
         except OSError as error:
             raise WriteError(f"cannot remove {target}: {error.strerror or error}") from error
 
     def clean(self, max_age: float = _DAY) -> _Paths:
-        """Remove what interrupted writes and deletions left; returns what was removed.
+        """Remove what interrupted writes and deletions left behind; return the removed paths.
 
-        A leftover goes when its process is gone from this machine, or when it was not touched for `max_age` seconds. A
-        checkpoint that was being replaced when the process died goes back to its place. In an object store nobody can
-        tell whose process is gone: there only the age counts.
+        A leftover is removed if its process is gone from this machine, or if it was not touched for `max_age` seconds
+        (in an object store only by age). A checkpoint that was being replaced when its process died is moved back.
         """
         return self._storage.remove_leftovers(self.folder, max_age)
 
-    def _followed(self, target: StoragePath | None) -> StoragePath | None:
-        """The checkpoint that was committed after `target` by a process that died before it could point to it."""
+    def _committed_after(self, target: StoragePath | None) -> StoragePath | None:
+        """Return the checkpoint committed after `target` by a process that died before it could update the pointer."""
         if target is None:
             return None
         newer = (path for path in self.list() if read_manifest(path).info.get("follows") == target.name)
-        return next((path for path in newer if path.name != target.name and self._is_whole(path)), target)
+        return next((path for path in newer if path.name != target.name and self._is_intact(path)), target)
 
-    def _is_whole(self, path: StoragePath) -> bool:
+    def _is_intact(self, path: StoragePath) -> bool:
         damage = find_damage(path)
         if damage:
-            _log.warning("Passing over the checkpoint %s: %s", path.name, "; ".join(damage))
+            _log.warning("Skipping the damaged checkpoint %s: %s", path.name, "; ".join(damage))
         return not damage
 
     def _child(self, name: str | StoragePath) -> StoragePath:
-        """The place of a checkpoint of this folder, given by its name or its path."""
+        """Return the path of a checkpoint in this directory from its name or path."""
         text = str(name)
         path = self.folder / text if len(PurePath(text).parts) == 1 else as_storage_path(name)
         if path.parent.absolute() != self.folder.absolute() or not path.name or path.name.startswith("."):
@@ -193,10 +195,10 @@ class CheckpointDirectory:
 
 
 def locate(path: str | StoragePath) -> StoragePath:
-    """A checkpoint by its path, where the last part may be a pointer: `checkpoints/last`, `checkpoints/best`.
+    """Find a checkpoint by its path, which may end in a pointer: `checkpoints/last`, `checkpoints/best`.
 
     Raises:
-        CheckpointError: there is none; says which there are.
+        CheckpointError: there is none; lists the existing ones.
     """
     given = as_storage_path(path)
     wanted = given.name if given.name in POINTERS and not given.exists() else given

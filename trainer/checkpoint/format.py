@@ -1,11 +1,11 @@
-"""A checkpoint is a folder: tensors in safetensors, the rest in JSON, and a manifest that makes it valid.
+"""The checkpoint format and its readers: a directory of safetensors and JSON files, valid once it has a manifest.
 
-    <name>/<key>.safetensors    one for each top-level key with tensors; in model.safetensors, the state_dict's keys
-    <name>/<key>.00001.safetensors    process 1's elements of tensors that are divided among processes, each flattened
-    <name>/checkpoint.json      everything that is not a tensor, with references to the tensors (see tree.py)
+    <name>/<key>.safetensors    one for each top-level key with tensors; model.safetensors has the state_dict's keys
+    <name>/<key>.00001.safetensors    the elements of sharded tensors that process 1 holds, each flattened
+    <name>/checkpoint.json      everything that is not a tensor, with references to the tensors (see serialization.py)
     <name>/manifest.json        format, version, a small "info" for listings, and size and SHA-256 of every other file
 
-Reading one runs no code: nothing is unpickled or imported, and whatever does not fit is a CheckpointError.
+Reading a checkpoint runs no code: nothing is unpickled or imported, and anything unexpected is a CheckpointError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ import torch
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors
-from trainer.checkpoint.serialization import TensorInfo, from_json, join
+from trainer.checkpoint.serialization import TensorInfo, deserialize, from_json
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.checkpoint.storage import (
     StoragePath,
@@ -42,33 +42,33 @@ DATA_FILE = "checkpoint.json"
 
 _MAX_MANIFEST = 16 << 20
 KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,99}")
-"""What a top-level key may be."""
+"""Valid top-level keys."""
 _FILE = re.compile(rf"{re.escape(DATA_FILE)}|{KEY.pattern}(\.[0-9]{{5,}})?\.safetensors")
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed checkpoint says about itself."""
+    """The manifest of a committed checkpoint."""
 
     info: dict[str, Any]
-    """What `write_checkpoint` was given as `info`."""
+    """The `info` that was given to `write_checkpoint`."""
     files: dict[str, FileEntry]
 
 
 def read_checkpoint(
     path: str | StoragePath, keys: Collection[str] | None = None, verify: bool = True
 ) -> dict[str, Any]:
-    """What was given to `write_checkpoint`, tensors on the CPU.
+    """Return the state that was given to `write_checkpoint`, with its tensors on the CPU.
 
     Args:
-        path: the checkpoint's folder.
-        keys: read only these top-level keys; the files of the others are not opened.
-        verify: check the hashes of the files that are read, while reading them. Sizes and structure are always checked.
+        path: the checkpoint's directory.
+        keys: read only these top-level keys, without opening the files of the others.
+        verify: check the hashes of the files while reading them. Sizes and structure are always checked.
 
     Raises:
-        CheckpointError: there is no valid checkpoint; names the file that is wrong. Or it has no such key.
+        CheckpointError: there is no valid checkpoint (names the file that is wrong), or it has no such key.
     """
-    folder = _existing(as_storage_path(path))
+    folder = _require_committed(as_storage_path(path))
     manifest = read_manifest(folder)
     data = _read_data(folder, manifest, verify)
     for key in keys or ():
@@ -82,22 +82,22 @@ def read_checkpoint(
 
 
 def open_checkpoint(
-    path: str | StoragePath, lazy: Collection[str], verify: bool, peers: ProcessGroup = SINGLE_PROCESS
+    path: str | StoragePath, lazy: Collection[str], verify: bool, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
-    """As `read_checkpoint`, but the tensors of the top-level keys `lazy` are `StoredTensor`s, which are read later.
+    """Read a checkpoint, but return `StoredTensor`s, to be read on demand, for the top-level keys `lazy`.
 
     Args:
-        verify: check the hashes of all files first, divided among the `peers`, who all call this.
+        verify: check the hashes of all files first; the processes of the group, which all call this, share the work.
 
     Raises:
-        CheckpointError: on all of them.
+        CheckpointError: as `read_checkpoint`; with `verify`, on all processes.
     """
-    folder = _existing(as_storage_path(path))
+    folder = _require_committed(as_storage_path(path))
     manifest = read_manifest(folder)
     if verify:
-        own = list(manifest.files.items())[peers.rank :: peers.world_size]
+        own = list(manifest.files.items())[process_group.rank :: process_group.world_size]
         found = [problem for name, entry in own if (problem := check_entry(folder / name, entry, True))]
-        problems = [problem for of_one in peers.gather_objects(found) for problem in of_one]
+        problems = [problem for of_one in process_group.all_gather_object(found) for problem in of_one]
         if problems:
             raise CheckpointError("\n".join(problems))
     return {
@@ -109,23 +109,23 @@ def open_checkpoint(
 
 
 def read_metadata(path: str | StoragePath) -> dict[str, Any]:
-    """What `read_checkpoint` returns, with a `TensorInfo` (name, dtype, shape) for each tensor. Opens no tensor file.
+    """Return the state with a `TensorInfo` (name, dtype, shape) for each tensor, without opening a tensor file.
 
     Raises:
         CheckpointError: as `read_checkpoint`.
     """
-    folder = _existing(as_storage_path(path))
+    folder = _require_committed(as_storage_path(path))
     data = _read_data(folder, read_manifest(folder), verify=True)
-    return {key: join(content, lambda info: info, _place(folder, key)) for key, content in data.items()}
+    return {key: deserialize(content, lambda info: info, _location(folder, key)) for key, content in data.items()}
 
 
 def read_manifest(path: str | StoragePath) -> Manifest:
-    """Its `info` and its list of files, without opening these.
+    """Return the `info` and the list of files of a checkpoint, without opening the files.
 
     Raises:
         CheckpointError: `path` is not a committed checkpoint, or its manifest is damaged.
     """
-    folder = _existing(as_storage_path(path))
+    folder = _require_committed(as_storage_path(path))
     place = str(folder / MANIFEST_FILE)
     text = read_small_file(folder / MANIFEST_FILE, _MAX_MANIFEST)
     body = from_json(text, place)
@@ -144,10 +144,7 @@ def read_manifest(path: str | StoragePath) -> Manifest:
 
 
 def verify_checkpoint(path: str | StoragePath) -> list[str]:
-    """Everything that is wrong with a checkpoint, in words that name the file; empty when it is whole.
-
-    Reads all its files: missing and damaged ones, and ones that do not belong to it.
-    """
+    """Read all files of a checkpoint; return a message for each that is missing, damaged, or not in the manifest."""
     problems = find_damage(path)
     folder = as_storage_path(path)
     try:
@@ -159,10 +156,10 @@ def verify_checkpoint(path: str | StoragePath) -> list[str]:
 
 
 def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
-    """As `verify_checkpoint`, but a file too many is no damage.
+    """Return a message for each missing or damaged file of a checkpoint.
 
     Args:
-        contents: False: check only that the files are there and have their size; opens none but the manifest.
+        contents: if False, check only that the files exist and have their size; open only the manifest.
     """
     folder = as_storage_path(path)
     try:
@@ -174,19 +171,19 @@ def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
 
 
 def is_committed(path: StoragePath) -> bool:
-    """Whether it is a folder with a manifest: a checkpoint that was completely written, perhaps damaged since."""
+    """Return True if there is a manifest: the checkpoint was completely written, though perhaps damaged since."""
     return (path / MANIFEST_FILE).is_file()
 
 
 def checkpoints_in(folder: StoragePath) -> list[StoragePath]:
-    """The committed checkpoints in a folder, by name."""
+    """Return the committed checkpoints in a directory, sorted by name."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and is_committed(path))
 
 
 def with_checksum(body: dict[str, Any]) -> bytes:
-    """The manifest's text, with a checksum of its own: one changed bit anywhere in it is noticed."""
+    """Encode the manifest with a checksum of its own, so that a single changed bit is noticed."""
     seal = hashlib.sha256(json.dumps(body, indent=2).encode("ascii")).hexdigest()
     return (json.dumps({**body, "seal": seal}, indent=2) + "\n").encode("ascii")
 
@@ -194,8 +191,8 @@ def with_checksum(body: dict[str, Any]) -> bytes:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _existing(folder: StoragePath) -> StoragePath:
-    """`folder`, if a committed checkpoint is there; else the error that says what is there, or beside it."""
+def _require_committed(folder: StoragePath) -> StoragePath:
+    """Return `folder` if a committed checkpoint is there; else raise an error that says what is there or next to it."""
     if is_committed(folder):
         return folder
     if folder.is_file():
@@ -208,11 +205,11 @@ def _existing(folder: StoragePath) -> StoragePath:
         if inside:
             raise CheckpointError(f"{folder} is not itself a checkpoint; give one of those in it: {', '.join(inside)}")
         raise CheckpointError(
-            f"{folder} has no {MANIFEST_FILE}: it is not a checkpoint, or one that was not committed (wholly written)"
+            f"{folder} has no {MANIFEST_FILE}: it is not a checkpoint, or its write was not completed"
         )
-    beside = [path.name for path in checkpoints_in(folder.parent)]
-    there = f"There are: {', '.join(beside)}." if beside else f"There are no checkpoints in {folder.parent}."
-    raise CheckpointError(f"there is no checkpoint {folder}.{did_you_mean(folder.name, beside)} {there}")
+    siblings = [path.name for path in checkpoints_in(folder.parent)]
+    there = f"There are: {', '.join(siblings)}." if siblings else f"There are no checkpoints in {folder.parent}."
+    raise CheckpointError(f"there is no checkpoint {folder}.{did_you_mean(folder.name, siblings)} {there}")
 
 
 def _parse_manifest(body: dict[str, Any], place: str) -> Manifest:
@@ -223,7 +220,7 @@ def _parse_manifest(body: dict[str, Any], place: str) -> Manifest:
         raise CheckpointError(f"{place} does not have the entries of a manifest")
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
-            raise CheckpointError(f"{place} names a file that no checkpoint has: {name!r}")
+            raise CheckpointError(f"{place} names a file that is not part of the format: {name!r}")
         if (
             not isinstance(entry, dict)
             or entry.keys() != {"bytes", "sha256"}
@@ -235,7 +232,7 @@ def _parse_manifest(body: dict[str, Any], place: str) -> Manifest:
     def refuse(tensor: TensorInfo) -> None:
         raise CheckpointError(f"{place}: its info refers to a tensor")
 
-    return Manifest(join(info, refuse, place), {name: FileEntry(**entry) for name, entry in files.items()})
+    return Manifest(deserialize(info, refuse, place), {name: FileEntry(**entry) for name, entry in files.items()})
 
 
 def _read_data(folder: StoragePath, manifest: Manifest, verify: bool) -> dict[str, Any]:
@@ -263,39 +260,39 @@ def _read_key(folder: StoragePath, manifest: Manifest, key: str, content: Any, v
                     extent.view_in(tensors[tensor_name]).copy_(tensor.view(extent.count, extent.length))
                 else:
                     tensors[tensor_name] = tensor
-    return join(content, lambda info: tensors[info.name], _place(folder, key))
+    return deserialize(content, lambda info: tensors[info.name], _location(folder, key))
 
 
 def _open_key(folder: StoragePath, manifest: Manifest, key: str, content: Any) -> Any:
     infos = _infos(folder, key, content)
-    sources: dict[str, list[Source]] = {name: [] for name in infos}
+    parts: dict[str, list[FilePart]] = {name: [] for name in infos}
     for name, (expected, extents) in _files_of(folder, manifest, infos, key).items():
         entry = manifest.files[name]
         with open_entry(folder / name, entry, hashing=False) as reader:
             places = find_tensors(reader, entry.bytes, expected, str(folder / name))
         for tensor_name, offset in places.items():
             extent = extents.get(tensor_name, FlatSlice(0, math.prod(infos[tensor_name].shape)))
-            sources[tensor_name].append(Source(folder / name, offset, extent))
-    tensors = {info.name: FileTensor(info.name, info.shape, info.dtype, sources[info.name]) for info in infos.values()}
-    return join(content, lambda info: tensors[info.name], _place(folder, key))
+            parts[tensor_name].append(FilePart(folder / name, offset, extent))
+    tensors = {info.name: FileTensor(info.name, info.shape, info.dtype, parts[info.name]) for info in infos.values()}
+    return deserialize(content, lambda info: tensors[info.name], _location(folder, key))
 
 
 def _infos(folder: StoragePath, key: str, content: Any) -> dict[str, TensorInfo]:
-    """The tensors of a top-level key by name."""
+    """Return the tensors of a top-level key by name."""
     infos: dict[str, TensorInfo] = {}
 
     def note(info: TensorInfo) -> None:
         if infos.setdefault(info.name, info) != info:
-            raise CheckpointError(f"{_place(folder, key)} refers to the tensor {info.name!r} in two different ways")
+            raise CheckpointError(f"{_location(folder, key)} refers to the tensor {info.name!r} in two different ways")
 
-    join(content, note, _place(folder, key))
+    deserialize(content, note, _location(folder, key))
     return infos
 
 
 def _files_of(
     folder: StoragePath, manifest: Manifest, infos: dict[str, TensorInfo], key: str
 ) -> dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]]:
-    """By file: what its header has to say, and which elements of divided tensors are in it."""
+    """Return for each file the tensors expected in its header, and the elements of sharded tensors in it."""
     files: dict[str, tuple[dict[str, TensorInfo], dict[str, FlatSlice]]] = {
         name: ({}, {}) for name in manifest.files if name.partition(".")[0] == key and name != DATA_FILE
     }
@@ -308,51 +305,52 @@ def _files_of(
             extents[info.name] = extent
     missing = next((name for name in files if name not in manifest.files), None)
     if missing is not None:
-        raise CheckpointError(f"{_place(folder, key)} refers to tensors, but the manifest has no {missing}")
+        raise CheckpointError(f"{_location(folder, key)} refers to tensors, but the manifest has no {missing}")
     return files
 
 
 def part_file(key: str, rank: int) -> str:
-    """The file with the elements that process `rank` has of the divided tensors of a top-level key."""
+    """Return the name of the file with process `rank`'s elements of the sharded tensors of a top-level key."""
     return f"{key}.{rank:05}.safetensors"
 
 
-def _place(folder: StoragePath, key: str) -> str:
+def _location(folder: StoragePath, key: str) -> str:
     return f"{folder / DATA_FILE}, {key!r}"
 
 
 @dataclass(frozen=True)
-class Source:
-    """A file that has some of a tensor's elements."""
+class FilePart:
+    """A file with some of a tensor's elements."""
 
     path: StoragePath
     offset: int
-    """Where the first of them is, in bytes."""
+    """Position of the first element in the file, in bytes."""
     extent: FlatSlice
-    """Which."""
+    """The elements in this file."""
 
-    def overlaps(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """What it has of the elements from `first` to before `end`: how many elements into its own, from, to before."""
-        extent = self.extent
-        stride = max(extent.stride, 1)
-        # The first run that ends after `first`, and the first one that begins at or after `end`.
-        low = max(0, (first - extent.start - extent.length) // stride + 1)
-        high = min(extent.count, -(-(end - extent.start) // stride))
-        for run in range(low, high) if extent.count > 1 else range(1):
-            start = extent.start + run * extent.stride
-            begin, stop = max(first, start), min(end, start + extent.length)
-            if begin < stop:
-                yield run * extent.length + begin - start, begin, stop
+    def overlaps(self, wanted: FlatSlice) -> Iterator[tuple[int, int, int]]:
+        """Yield the common runs of elements: (offset among its own elements, offset among `wanted`, length)."""
+        own = self.extent
+        stride = max(own.stride, 1)
+        for number, (first, end) in enumerate(wanted.runs()):
+            # The first own run that ends after `first`, and the first one that begins at or after `end`.
+            low = max(0, (first - own.start - own.length) // stride + 1)
+            high = min(own.count, -(-(end - own.start) // stride))
+            for run in range(low, high) if own.count > 1 else range(1):
+                start = own.start + run * own.stride
+                begin, stop = max(first, start), min(end, start + own.length)
+                if begin < stop:
+                    yield run * own.length + begin - start, number * wanted.length + begin - first, stop - begin
 
 
 class FileTensor(StoredTensor):
     """A tensor whose elements are in one or more safetensors files."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, sources: list[Source]) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, parts: list[FilePart]) -> None:
         self.name = name
         self.shape = shape
         self.dtype = dtype
-        self._sources = sources
+        self._parts = parts
 
     def __repr__(self) -> str:
         return f"FileTensor({self.name!r}, shape={self.shape}, dtype={self.dtype})"
@@ -360,26 +358,17 @@ class FileTensor(StoredTensor):
     def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
         wanted = FlatSlice(0, math.prod(self.shape)) if extent is None else extent
         result = torch.zeros(wanted.numel, dtype=self.dtype)
-        if not result.numel():
-            return result if extent is not None else result.reshape(self.shape)
-        memory = flat_bytes(result).numpy().data
-        size, position = self.dtype.itemsize, 0
-        with ExitStack() as opened:
-            files: dict[StoragePath, BinaryIO] = {}
-            for first, end in wanted.runs():
-                for source in self._sources:
-                    for within, begin, stop in source.overlaps(first, end):
-                        if source.path not in files:
-                            files[source.path] = opened.enter_context(_opened(source.path))
-                        start = position + begin - first
-                        view = memory[start * size : (start + stop - begin) * size]
-                        _read_into(files[source.path], source, source.offset + within * size, view)
-                position += end - first
+        memory, size = flat_bytes(result).numpy().data, self.dtype.itemsize
+        for part in self._parts:
+            runs = list(part.overlaps(wanted))
+            with _open(part.path) if runs else nullcontext() as file:
+                for source, target, length in runs:
+                    _read_into(file, part, source * size, memory[target * size : (target + length) * size])
         return result if extent is not None else result.reshape(self.shape)
 
 
 @contextmanager
-def _opened(path: StoragePath) -> Iterator[BinaryIO]:
+def _open(path: StoragePath) -> Iterator[BinaryIO]:
     try:
         with storage_of(path).open_file(path) as (file, _):
             yield file
@@ -387,11 +376,11 @@ def _opened(path: StoragePath) -> Iterator[BinaryIO]:
         raise CheckpointError(f"{path} is missing") from None
 
 
-def _read_into(file: BinaryIO, source: Source, offset: int, view: memoryview) -> None:
+def _read_into(file: Any, part: FilePart, offset: int, view: memoryview) -> None:
     try:
-        file.seek(offset)
-        got = file.readinto(view)  # type: ignore[attr-defined]  # a BufferedReader has it
+        file.seek(part.offset + offset)
+        got = file.readinto(view)
     except OSError as error:
-        raise CheckpointError(f"{source.path} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{part.path} cannot be read: {error.strerror or error}") from error
     if got != len(view):
-        raise CheckpointError(f"{source.path} ended {len(view) - got} bytes too early while it was read")
+        raise CheckpointError(f"{part.path} ended {len(view) - got} bytes too early while it was read")

@@ -1,9 +1,9 @@
-"""The state of an optimizer by the names of its parameters, so that another strategy, or another order, can read it.
+"""Convert optimizer states between positions and parameter names, so that any strategy and order can read them.
 
     {"kind": "AdamW", "state": {"layer.weight": {"step": ..., "exp_avg": ...}},
      "param_groups": [{"params": ["layer.weight", ...], "lr": ...}]}
 
-Keys and values are those of torch's optimizers, whoever computes the step.
+Keys and values are those of torch's optimizers, whichever implementation computes the step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint.shards import Loadable, StoredTensor, whole
+from trainer.checkpoint.shards import Loadable, StoredTensor, materialize
 from trainer.errors import CheckpointError
 
 
 def state_by_name(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict` with parameters called by their names in the module, instead of by position.
+    """Return an optimizer's `state_dict` with parameters identified by their names in the module, not by position.
 
     Raises:
         CheckpointError: the optimizer has a parameter that is not in the module.
@@ -39,12 +39,12 @@ def state_by_position(
     module: nn.Module,
     optimizer: Optimizer,
     state: dict[str, Any],
-    take: Callable[[str, Loadable], torch.Tensor] = lambda name, value: whole(value),
+    take: Callable[[str, Loadable], torch.Tensor] = lambda name, value: materialize(value),
 ) -> dict[str, Any]:
-    """The inverse of `state_by_name`, for this optimizer's own parameters.
+    """Invert `state_by_name`, for this optimizer's own parameters.
 
     Args:
-        take: from the name of a parameter and a tensor of its saved state, the one to load.
+        take: converts a tensor of the saved state of a parameter, given by name, to the one to load.
 
     Raises:
         CheckpointError: the optimizer is of another kind, or has other parameters.
@@ -52,7 +52,7 @@ def state_by_position(
     groups = matching_groups(module, optimizer, state)
     order = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(order)}
-    values = {position[name]: _taken(values, name, take) for name, values in state["state"].items()}
+    values = {position[name]: _take_tensors(values, name, take) for name, values in state["state"].items()}
     return {
         "state": values,
         "param_groups": [{**group, "params": [position[name] for name in group["params"]]} for group in groups],
@@ -62,10 +62,10 @@ def state_by_position(
 def matching_groups(
     module: nn.Module, optimizer: Optimizer, state: dict[str, Any], names: list[list[str]] | None = None
 ) -> list[dict[str, Any]]:
-    """The saved groups in the order of the optimizer's own, each with its parameters' names in the optimizer's order.
+    """Return the saved groups in the optimizer's order, each with its parameters' names in the optimizer's order.
 
     Args:
-        names: of the parameters of each group, where the optimizer has others in their place.
+        names: the parameter names of each group, if the optimizer holds other parameters in their place.
 
     Raises:
         CheckpointError: the optimizer is of another kind, or has other parameters.
@@ -89,7 +89,7 @@ def matching_groups(
 
 
 def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The names of each group's parameters, in the optimizer's order.
+    """Return the names of each group's parameters, in the optimizer's order.
 
     Raises:
         CheckpointError: the optimizer has a parameter that is not in the module.
@@ -105,12 +105,12 @@ def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[name_of[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def _taken(values: Any, name: str, take: Callable[[str, Loadable], torch.Tensor]) -> Any:
-    """A parameter's state with its tensors taken, at any depth."""
+def _take_tensors(values: Any, name: str, take: Callable[[str, Loadable], torch.Tensor]) -> Any:
+    """Apply `take` to all tensors in a parameter's state, at any depth."""
     if isinstance(values, (torch.Tensor, StoredTensor)):
         return take(name, values)
     if isinstance(values, dict):
-        return {key: _taken(value, name, take) for key, value in values.items()}
+        return {key: _take_tensors(value, name, take) for key, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return type(values)(_taken(value, name, take) for value in values)
+        return type(values)(_take_tensors(value, name, take) for value in values)
     return values

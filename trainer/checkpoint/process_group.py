@@ -1,4 +1,4 @@
-"""The processes that write one checkpoint together, and how they talk: through the strategy, or through the store."""
+"""The group of processes that reads or writes one checkpoint, with the two collectives that this needs."""
 
 from __future__ import annotations
 
@@ -17,58 +17,56 @@ _POLL_S = 0.01
 
 
 class ProcessGroup(Protocol):
-    """What writing and reading together needs; a `Strategy` has it."""
+    """A group of processes; every `Strategy` is one."""
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
 
-    def gather_objects(self, value: T) -> list[T]:
-        """Every process's `value`, in the order of ranks, on every process."""
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return every process's `value`, ordered by rank, on every process."""
 
     def broadcast_object(self, value: T) -> T:
-        """Rank 0's `value` on every process."""
+        """Return rank 0's `value` on every process."""
 
 
-class _Alone:
-    """A single process."""
-
+class _SingleProcess:
     rank: ClassVar[int] = 0
     world_size: ClassVar[int] = 1
 
-    def gather_objects(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         return [value]
 
     def broadcast_object(self, value: T) -> T:
         return value
 
 
-SINGLE_PROCESS: ProcessGroup = _Alone()
+SINGLE_PROCESS: ProcessGroup = _SingleProcess()
 
 
-class StorePeers:
-    """Talk through the key-value store, for threads beside the training, which must not use its process group.
+class StoreProcessGroup:
+    """Collectives over the key-value store, for background threads, which must not use the process group of training.
 
     Args:
-        store: shared by the processes; used by this object only.
-        name: of the conversation, the same on all processes and never used before.
-        timeout: seconds to wait for the others.
+        store: a connection that only this object uses.
+        name: of the group, the same on all processes and never used before.
+        timeout: seconds to wait for the other processes.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: float) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._store: Any = store  # torch's stubs know only text as a value
+        self._store: Any = store  # torch's stubs know only str values
         self._name = name
         self._timeout = timeout
         self._exchanges = 0
 
-    def gather_objects(self, value: T) -> list[T]:
-        """As `ProcessGroup`.
+    def all_gather_object(self, value: T) -> list[T]:
+        """See `ProcessGroup`.
 
         Raises:
             WriteError: another process has failed, or does not answer.
@@ -78,7 +76,7 @@ class StorePeers:
         return [pickle.loads(self._get(self._key(rank))) for rank in range(self.world_size)]
 
     def broadcast_object(self, value: T) -> T:
-        """As `gather_objects`, of rank 0 only."""
+        """See `ProcessGroup`. Raises as `all_gather_object`."""
         self._exchanges += 1
         if self.rank == 0:
             self._store.set(self._key(0), pickle.dumps(value))
@@ -91,7 +89,7 @@ class StorePeers:
 
     def _get(self, key: str) -> bytes:
         end = time.monotonic() + self._timeout
-        # Asked again and again, because a wait in the store could not be ended by a failure elsewhere.
+        # Polled, because a failure of another process could not end a blocking wait.
         while not self._store.check([key]):
             if first_failure(self._store) is not None or time.monotonic() > end:
                 raise WriteError("the checkpoint was not finished: another process failed or does not answer")

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest, and the best by a value. And what they are called."""
+"""Decide which checkpoints to keep and which to delete, and format their names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Literal
 from trainer.errors import ConfigError, did_you_mean
 
 Kept = Mapping[str, "float | None"]
-"""Names of checkpoints, oldest first, with the value that each was written at."""
+"""Names of checkpoints, oldest first, with the monitored value at the time of each."""
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
-"""A name to be filled in, and its format."""
+"""A placeholder and its format."""
 
 _SMALLER_IS_BETTER = ("loss", "error", "err", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "fid")
 _LARGER_IS_BETTER = ("acc", "accuracy", "f1", "auc", "auroc", "iou", "map", "precision", "recall", "bleu", "psnr", "r2")
@@ -24,10 +24,10 @@ class Retention:
     """How many checkpoints to keep.
 
     Args:
-        by_value: keep the best instead of the newest; those without a value, or with nan, are the worst.
-        mode: "min" or "max": which value is better.
-        top_k: how many; -1: all.
-        last: keep the newest one besides.
+        by_value: keep the best instead of the newest; a missing value or nan ranks last.
+        mode: "min" or "max", the better value.
+        top_k: number of checkpoints to keep; -1: all.
+        last: also keep the newest one.
     """
 
     by_value: bool
@@ -36,7 +36,7 @@ class Retention:
     last: bool
 
     def best(self, kept: Kept) -> str | None:
-        """The one with the best value, the newest of equals; None if none has one."""
+        """Return the checkpoint with the best value, the newest among equals; None if none has a value."""
         newest_first = reversed(list(kept.items()))
         known = {name: value for name, value in newest_first if value is not None and value == value}
         if not known:
@@ -44,7 +44,7 @@ class Retention:
         return (min if self.mode == "min" else max)(known, key=known.__getitem__)
 
     def to_delete(self, kept: Kept) -> list[str]:
-        """Those that are not to be kept, oldest first."""
+        """Return the checkpoints that are not kept, oldest first."""
         if self.top_k == -1:
             return []
         newest_first = list(reversed(list(kept)))
@@ -60,10 +60,10 @@ class Retention:
 
 
 def mode_of(monitor: str) -> Literal["min", "max"]:
-    """Which value of a logged name is better, told by its words: of a loss the smaller, of an accuracy the larger.
+    """Infer from a metric's name which value is better: the smaller loss, the larger accuracy.
 
     Raises:
-        ConfigError: they do not tell.
+        ConfigError: the name does not tell.
     """
     words = re.split(r"[^a-z0-9]+", monitor.lower())
     smaller = any(word.endswith(known) for word in words for known in _SMALLER_IS_BETTER)
@@ -77,7 +77,7 @@ def mode_of(monitor: str) -> Literal["min", "max"]:
 
 
 def format_name(template: str, values: Mapping[str, float], with_names: bool) -> str:
-    """The name of a checkpoint: "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17", or "3-0.17" without names.
+    """Format the name of a checkpoint: "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17", or "3-0.17" without names.
 
     Raises:
         ConfigError: the template asks for a value that is not there.
@@ -97,7 +97,7 @@ def format_name(template: str, values: Mapping[str, float], with_names: bool) ->
 
 
 def template_problems(template: Any) -> list[str]:
-    """What could not be filled in; better known now than when the first checkpoint is written."""
+    """Return the mistakes in a template, to be reported before the first checkpoint is written."""
     if template is None:
         return []
     if not isinstance(template, str):

@@ -1,8 +1,8 @@
-"""The safetensors file format: tensors to bytes and back, one tensor at a time.
+"""Read and write the safetensors file format, one tensor at a time.
 
-The files are what the safetensors library reads and writes (https://huggingface.co/docs/safetensors). This is a codec
-of our own because the library moves all tensors of a file to the CPU before it writes the first, and cannot hash on the
-way, so that every file would have to be read once more to write it and once more to read it.
+The files are those of the safetensors library (https://huggingface.co/docs/safetensors). This codec exists because the
+library moves all tensors of a file to the CPU before it writes the first one, and cannot hash on the way: every file
+would have to be read once more for its checksum, when written and when read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.checkpoint.serialization import TensorInfo, from_json
-from trainer.checkpoint.shards import StoredTensor, whole
+from trainer.checkpoint.shards import StoredTensor, materialize
 from trainer.errors import CheckpointError
 
 MAX_HEADER = 100_000_000
@@ -41,26 +41,26 @@ _CODES: dict[torch.dtype, str] = {
 }
 
 
-class Source(Protocol):
-    """Where `read_tensors` gets its bytes, in order."""
+class ByteReader(Protocol):
+    """A source of bytes, read in order."""
 
     def read(self, size: int) -> bytes:
-        """Exactly `size` bytes, or CheckpointError."""
+        """Return exactly `size` bytes, or raise CheckpointError."""
 
     def read_into(self, view: memoryview) -> None:
-        """Fill `view`, or CheckpointError."""
+        """Fill `view`, or raise CheckpointError."""
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether safetensors has this dtype; others are stored as the bytes of each element."""
+    """Return True if safetensors has this dtype; others are stored as the bytes of each element."""
     return dtype in _CODES
 
 
 def file_chunks(tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredTensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file with these tensors. Holds the copy of one tensor at a time, if it needs one.
+    """Yield the bytes of a safetensors file with these tensors; copy at most one tensor at a time.
 
     Raises:
-        CheckpointError: there are so many tensors that the header would exceed `MAX_HEADER`.
+        CheckpointError: the header would exceed `MAX_HEADER`.
     """
     # Largest elements first, so that each tensor is aligned for its dtype.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -68,7 +68,7 @@ def file_chunks(tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredTensor]
     offset = 0
     for name in names:
         tensor = tensors[name]
-        code, shape = _stored_as(TensorInfo(name, tensor.dtype, tuple(tensor.shape)))
+        code, shape = _file_type(TensorInfo(name, tensor.dtype, tuple(tensor.shape)))
         end = offset + size_of(tensor.dtype, tensor.shape)
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
         offset = end
@@ -78,33 +78,33 @@ def file_chunks(tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredTensor]
         raise CheckpointError(f"cannot store {len(names)} tensors in one file: their names exceed {MAX_HEADER} bytes")
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        view = _bytes_of(whole(tensors[name]))
+        view = _bytes_of(materialize(tensors[name]))
         for start in range(0, len(view), _CHUNK):
             yield view[start : start + _CHUNK]
 
 
 def read_tensors(
-    source: Source, size: int, expected: Mapping[str, TensorInfo], where: str
+    reader: ByteReader, size: int, expected: Mapping[str, TensorInfo], where: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file of `size` bytes, one after the other, on the CPU, each in memory of its own.
+    """Yield the tensors of a safetensors file of `size` bytes, each in new CPU memory.
 
-    Nothing is allocated before the header is found to describe exactly the `expected` tensors and to fit the size.
-
-    Raises:
-        CheckpointError: it does not.
-    """
-    names, _ = _read_header(source, size, expected, where)
-    for name in names:
-        yield name, _read_tensor(source, expected[name], where)
-
-
-def find_tensors(source: Source, size: int, expected: Mapping[str, TensorInfo], where: str) -> dict[str, int]:
-    """Where the tensors of a safetensors file begin, in bytes from its start. Checks as `read_tensors` does.
+    Nothing is allocated before the header is checked.
 
     Raises:
         CheckpointError: the header does not describe exactly the `expected` tensors, or does not fit the size.
     """
-    names, position = _read_header(source, size, expected, where)
+    names, _ = _read_header(reader, size, expected, where)
+    for name in names:
+        yield name, _read_tensor(reader, expected[name], where)
+
+
+def find_tensors(reader: ByteReader, size: int, expected: Mapping[str, TensorInfo], where: str) -> dict[str, int]:
+    """Return the offset of each tensor from the start of a safetensors file, in bytes.
+
+    Raises:
+        CheckpointError: the header does not describe exactly the `expected` tensors, or does not fit the size.
+    """
+    names, position = _read_header(reader, size, expected, where)
     places = {}
     for name in names:
         places[name] = position
@@ -112,19 +112,21 @@ def find_tensors(source: Source, size: int, expected: Mapping[str, TensorInfo], 
     return places
 
 
-def _read_header(source: Source, size: int, expected: Mapping[str, TensorInfo], where: str) -> tuple[list[str], int]:
-    """The names in the order of their bytes, and where the first one begins."""
+def _read_header(
+    reader: ByteReader, size: int, expected: Mapping[str, TensorInfo], where: str
+) -> tuple[list[str], int]:
+    """Return the names in the order of their bytes, and the offset of the first tensor."""
     if size < 8:
         raise _error(where, "it is too short for a safetensors file")
-    length = int.from_bytes(source.read(8), "little")
+    length = int.from_bytes(reader.read(8), "little")
     if length > min(size - 8, MAX_HEADER):
         raise _error(where, f"it is not a safetensors file (a header of {length} bytes)")
-    header = from_json(source.read(length), f"the header of {where}")
+    header = from_json(reader.read(length), f"the header of {where}")
     return _checked_order(header, size - 8 - length, expected, where), 8 + length
 
 
 def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], where: str) -> list[str]:
-    """The names in the order of their bytes, after checking that these fill the file without holes or overlaps."""
+    """Return the names in the order of their bytes, which must fill the file without gaps or overlaps."""
     if not isinstance(header, dict):
         raise _error(where, "its header is not an object")
     header.pop("__metadata__", None)
@@ -135,7 +137,7 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
         )
     spans = []
     for name, entry in header.items():
-        code, shape = _stored_as(expected[name])
+        code, shape = _file_type(expected[name])
         if not isinstance(entry, dict) or entry.get("dtype") != code or entry.get("shape") != shape:
             raise _error(
                 where, f"the tensor {name!r} is not the {code} of shape {shape} that checkpoint.json refers to"
@@ -154,10 +156,10 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
     return [name for _, _, name in sorted(spans)]
 
 
-def _read_tensor(source: Source, info: TensorInfo, where: str) -> torch.Tensor:
+def _read_tensor(reader: ByteReader, info: TensorInfo, where: str) -> torch.Tensor:
     raw = torch.empty(size_of(info.dtype, info.shape), dtype=torch.uint8)
     if raw.numel():
-        source.read_into(raw.numpy().data)
+        reader.read_into(raw.numpy().data)
     if info.dtype is torch.bool and bool((raw > 1).any()):
         raise _error(where, f"the tensor {info.name!r} is boolean and has values other than 0 and 1")
     try:
@@ -166,20 +168,20 @@ def _read_tensor(source: Source, info: TensorInfo, where: str) -> torch.Tensor:
         raise _error(where, f"the tensor {info.name!r} has an impossible shape") from None
 
 
-def _stored_as(info: TensorInfo) -> tuple[str, list[int]]:
-    """Safetensors' name for the dtype, and the shape: a dtype that it lacks is stored as the bytes of each element."""
+def _file_type(info: TensorInfo) -> tuple[str, list[int]]:
+    """Return the dtype and shape in the file: a dtype that safetensors lacks is stored as the bytes of each element."""
     if info.dtype in _CODES:
         return _CODES[info.dtype], list(info.shape)
     return "U8", [*info.shape, info.dtype.itemsize]
 
 
 def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of the elements."""
+    """Return the size of the elements in bytes."""
     return dtype.itemsize * math.prod(shape)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8, of one dimension; nothing is copied."""
+    """Return the memory of a contiguous tensor as a flat uint8 view."""
     flat = tensor.reshape(-1)
     # A single element counts as contiguous whatever its stride is, but cannot be viewed as bytes then.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)

@@ -1,14 +1,14 @@
-"""Nested data to JSON plus named tensors, and back exactly.
+"""Serialize nested data to JSON plus named tensors, and back exactly.
 
-What JSON cannot say is an object with one key that begins with `$`:
+A value that JSON lacks is written as an object whose key begins with `$`:
 
     {"$tensor": name, "dtype": "float32", "shape": [2, 3]}     a tensor; the same name twice is the same tensor
-      ... "parts": [[file, start, length, stride, count], ...]    and one whose elements are in several files
+      ... "parts": [[file, start, length, stride, count], ...]    a sharded tensor, with elements in several files
     {"$tuple": [...]}   {"$items": [[key, value], ...]}        a tuple; a dict whose keys are not plain strings
     {"$counter": [[key, value], ...]}                          a collections.Counter, which MultiStepLR keeps
     {"$float": "nan"}   {"$int": "0x..."}                      nan and infinities; integers beyond 64 bits
 
-A user's dict with a key that begins with `$` is written as `$items`, so that it cannot be taken for one of these.
+A user's dict with a key that begins with `$` is written as `$items`, so that it cannot be mistaken for one of these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.checkpoint.shards import FlatSlice, Shard
 from trainer.errors import CheckpointError
 
 MAX_DEPTH = 100
-"""Levels of nesting that are written and read."""
+"""Maximum nesting depth, written and read."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -42,7 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
         *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
     )
 }
-"""The dtypes that can be stored, by the name under which JSON refers to them."""
+"""The dtypes that can be stored, by their name in the JSON."""
 
 _ALLOWED = "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict and torch.Tensor"
 _SCALARS = frozenset({type(None), bool, int, float, str})
@@ -61,73 +61,73 @@ _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that is not loaded."""
+    """Metadata of a tensor in a checkpoint."""
 
     name: str
     """Its name in the safetensors file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[tuple[int, FlatSlice], ...] = ()
-    """The numbers of the files that hold it, if it is divided, and which elements each of them has."""
+    """For a sharded tensor: the numbers of the files that hold it, and the elements in each."""
 
 
-class Split(NamedTuple):
-    """What `split` makes of a value."""
+class Serialized(NamedTuple):
+    """Result of `serialize`."""
 
     data: Any
     """Ready for JSON."""
     tensors: dict[str, torch.Tensor]
-    """The whole tensors, by the names that `data` refers to."""
+    """The full tensors, by the names used in `data`."""
     shards: dict[str, Shard]
-    """Of those that are divided, this process's part."""
+    """This process's shards of the sharded tensors."""
     parts: dict[str, list[list[int]]]
-    """Lists in `data`, still empty: where the parts of these are to be named."""
+    """The "parts" lists in `data` of the sharded tensors, still empty, to be filled by the caller."""
 
 
-def split(value: Any, where: str, allow_tensors: bool = True) -> Split:
-    """`value` as JSON-ready data, and its tensors by name; nothing is copied.
+def serialize(value: Any, where: str, allow_tensors: bool = True) -> Serialized:
+    """Convert `value` to JSON-ready data, and collect its tensors by name; nothing is copied.
 
     Tensors that are the same memory (same storage, offset, shape and strides) get one name. A tensor directly in the
-    dict `value` keeps its key as its name; a deeper one is called by its path, as in "0.state.3.exp_avg". Subclasses of
+    dict `value` keeps its key as its name; a deeper one is named by its path, as in "0.state.3.exp_avg". Subclasses of
     dict become dicts, except Counter; nn.Parameter becomes a plain tensor. The same `Shard` object twice is one tensor.
 
     Args:
-        where: what to call `value` in messages.
-        allow_tensors: False: refuse tensors too.
+        where: the name of `value` in messages.
+        allow_tensors: if False, refuse tensors too.
 
     Raises:
         CheckpointError: something cannot be stored; names every such field, its type, and what to store instead.
     """
-    splitter = _Splitter(value, where, allow_tensors)
-    data = splitter.encode(value)
-    refused = splitter.refused
+    serializer = _Serializer(value, where, allow_tensors)
+    data = serializer.encode(value)
+    refused = serializer.refused
     if len(refused) == 1:
         raise CheckpointError(f"cannot store {refused[0]}. {_ALLOWED}.")
     if refused:
         shown = "".join(f"\n  - {problem}" for problem in refused[:20])
         raise CheckpointError(f"cannot store {len(refused)} fields. {_ALLOWED}.{shown}")
-    return Split(data, splitter.tensors, splitter.shards, splitter.parts)
+    return Serialized(data, serializer.tensors, serializer.shards, serializer.parts)
 
 
-def join(data: Any, take: Callable[[TensorInfo], Any], where: str) -> Any:
-    """The inverse of `split`: `take` gives the tensor (or what shall stand for it) for each reference to one.
+def deserialize(data: Any, take: Callable[[TensorInfo], Any], where: str) -> Any:
+    """Invert `serialize`; `take` returns the tensor (or a stand-in) for each reference to one.
 
     Raises:
-        CheckpointError: `data` is not something that `split` writes.
+        CheckpointError: `serialize` does not write such data.
     """
-    return _Joiner(take, where).decode(data, 0)
+    return _Deserializer(take, where).decode(data, 0)
 
 
 def to_json(data: Any) -> bytes:
-    """What `split` returned, as the bytes of a JSON document."""
+    """Encode the result of `serialize` as a JSON document."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 def from_json(text: bytes, where: str) -> Any:
-    """Parse strictly: UTF-8, no NaN literals, bounded nesting.
+    """Parse JSON strictly: UTF-8, no NaN literals, bounded nesting.
 
     Raises:
-        CheckpointError: it is not such a document.
+        CheckpointError: `text` is not such a document.
     """
 
     def refuse(constant: str) -> NoReturn:
@@ -140,8 +140,8 @@ def from_json(text: bytes, where: str) -> Any:
         raise CheckpointError(reason) from None
 
 
-class _Splitter:
-    """One walk over the data; the path to where it is, the names given, and what was refused."""
+class _Serializer:
+    """One walk over the data: the current path, the names given, and the refused fields."""
 
     def __init__(self, root: Any, where: str, allow_tensors: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -151,7 +151,7 @@ class _Splitter:
         self._allow_tensors = allow_tensors
         self._where = where
         self._path: list[Any] = []
-        self._open: set[int] = set()  # the containers around the current value, to notice one inside itself
+        self._open: set[int] = set()  # the containers around the current value, to detect cycles
         self._name_of: dict[Any, str] = {}
         self._own_names: set[str] = set()
         if isinstance(root, dict):
@@ -226,7 +226,7 @@ class _Splitter:
             self._refuse(problem)
             return None
         if tensor.device.type == "xla":
-            tensor = tensor.cpu()  # There it has no memory that can be looked at.
+            tensor = tensor.cpu()  # XLA tensors have no memory that can be read.
         memory = _memory(tensor)
         name = self._name_of.get(memory) if memory else None
         if name is None:
@@ -263,7 +263,7 @@ class _Splitter:
         self.refused.append(f"{place}: it is a {what}")
 
 
-class _Joiner:
+class _Deserializer:
     def __init__(self, take: Callable[[TensorInfo], Any], where: str) -> None:
         self._take = take
         self._where = where
@@ -322,7 +322,7 @@ class _Joiner:
         return TensorInfo(name, DTYPES[dtype], tuple(shape), parts)
 
     def _parts(self, parts: Any, numel: int, name: str) -> tuple[tuple[int, FlatSlice], ...]:
-        """Parts that together have as many elements as the tensor, all of them inside it."""
+        """Parse parts that together have as many elements as the tensor, all of them inside it."""
         found = []
         for part in parts if isinstance(parts, list) else [None]:
             if (
@@ -334,7 +334,7 @@ class _Joiner:
             found.append((part[0], FlatSlice(*part[1:])))
         outside = any(extent.end > numel or extent.overlaps_itself() for _, extent in found)
         if outside or sum(extent.numel for _, extent in found) != numel:
-            raise self._error(f"the parts of the tensor {name!r} are not the whole of it")
+            raise self._error(f"the parts of the tensor {name!r} do not add up to it")
         return tuple(found)
 
     def _error(self, problem: str) -> CheckpointError:
@@ -342,7 +342,7 @@ class _Joiner:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that show the same elements of the same memory; None for one that has no elements."""
+    """Return a key equal for tensors that view the same elements of the same memory; None for an empty tensor."""
     if tensor.numel() == 0:
         return None
     place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -382,7 +382,7 @@ def _odd_float(value: float) -> str:
 
 
 def _utf8(name: str) -> str:
-    """Without lone surrogates, which other readers of safetensors refuse."""
+    """Replace lone surrogates, which other readers of safetensors refuse."""
     return name.encode("utf-8", "replace").decode("utf-8")
 
 

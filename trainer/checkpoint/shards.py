@@ -1,4 +1,4 @@
-"""Parts of tensors: what one process holds of a tensor that is divided among several."""
+"""Sharded tensors: which elements one process holds, and tensors that are read from a checkpoint in parts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Which elements of a tensor, flattened in row-major order: `count` runs of `length`, `stride` apart.
+    """A set of elements of a tensor, flattened in row-major order: `count` runs of `length`, `stride` apart.
 
-    A range of rows is one run, and so is a part of a flattened tensor. A range of columns has as many runs as rows.
+    A range of rows is one run, and so is a range of a flattened tensor. A range of columns has one run per row.
     """
 
     start: int
@@ -26,31 +26,31 @@ class FlatSlice:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return self.length * self.count
 
     @property
     def end(self) -> int:
-        """The position after the last element."""
+        """Position after the last element."""
         return self.start + (self.count - 1) * self.stride + self.length if self.count else self.start
 
     def overlaps_itself(self) -> bool:
-        """Whether an element is in several runs."""
+        """Return True if an element is in several runs."""
         return self.count > 1 and self.stride < self.length
 
     def runs(self) -> Iterator[tuple[int, int]]:
-        """First element and the one after the last, of each run."""
+        """Yield the start and the end (exclusive) of each run."""
         for number in range(self.count):
             first = self.start + number * self.stride
             yield first, first + self.length
 
     def view_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of the whole, contiguous tensor, as a view of shape (count, length)."""
+        """Return these elements of the full, contiguous tensor as a view of shape (count, length)."""
         flat = tensor.detach().view(-1)
         return flat.as_strided((self.count, self.length), (self.stride, 1), flat.storage_offset() + self.start)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of the whole tensor, of one dimension; a view where the memory allows."""
+        """Return these elements of the full tensor, flattened; a view where the memory layout allows."""
         return self.view_in(tensor.contiguous()).reshape(-1)
 
 
@@ -58,11 +58,11 @@ EMPTY_SLICE = FlatSlice(0, 0)
 
 
 def slice_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> FlatSlice:
-    """The extent of a box in a tensor of this shape, which is narrower than the tensor in one dimension, or in two
-    next to each other.
+    """Return the elements of a box in a tensor of this shape, narrower than the tensor in one dimension or in two
+    adjacent ones.
 
     Raises:
-        ValueError: it is narrower in others.
+        ValueError: it is narrower in other dimensions.
     """
     if math.prod(lengths) == 0:
         return EMPTY_SLICE
@@ -73,7 +73,7 @@ def slice_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence
         return FlatSlice(0, math.prod(shape))
     inner = narrow[-1]
     outside = [d for d in range(inner) if lengths[d] != 1]
-    # The runs are evenly spaced when each dimension around them but the outermost is whole.
+    # The runs are evenly spaced when each dimension around them, except the outermost, is full.
     if any(strides[d] != lengths[e] * strides[e] for d, e in itertools.pairwise(outside)):
         raise ValueError(f"the elements of a box of {tuple(lengths)} in {tuple(shape)} are not evenly spaced")
     stride = strides[outside[-1]] if outside else 0
@@ -82,41 +82,41 @@ def slice_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor that this process holds, and writes into a checkpoint."""
+    """The part of a sharded tensor that this process holds, and writes into a checkpoint."""
 
     local: torch.Tensor
-    """The elements, in order, of any shape. Its dtype is that of the whole tensor."""
+    """The elements in order, in any shape, with the dtype of the full tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     extent: FlatSlice
-    """Which elements. All processes together have each once: of a copy that another one writes, `EMPTY_SLICE`."""
+    """The elements held; each belongs to exactly one process: `EMPTY_SLICE` for a copy that another process writes."""
 
 
 class StoredTensor(ABC):
-    """A tensor in a checkpoint that is read when it is asked for."""
+    """A tensor in a checkpoint that is read on demand."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     dtype: torch.dtype
 
     @abstractmethod
     def read(self, extent: FlatSlice | None = None) -> torch.Tensor:
-        """These elements, of one dimension, on the CPU, in memory of its own; None: the whole tensor in its shape.
+        """Read these elements, flattened, into new CPU memory; None: the full tensor in its shape.
 
         Raises:
-            CheckpointError: the file cannot be read, or is not what the checkpoint says.
+            CheckpointError: the file cannot be read, or differs from what the checkpoint says.
         """
 
 
 Loadable: TypeAlias = "torch.Tensor | StoredTensor"
-"""How the tensors of a checkpoint come to a strategy: read, or still in the checkpoint."""
+"""A tensor of a checkpoint, already read or still in its file."""
 
 
-def part_of(value: Loadable, extent: FlatSlice) -> torch.Tensor:
-    """These elements of a tensor of a checkpoint, of one dimension."""
+def read_slice(value: Loadable, extent: FlatSlice) -> torch.Tensor:
+    """Return these elements of a tensor of a checkpoint, flattened."""
     return extent.take(value) if isinstance(value, torch.Tensor) else value.read(extent)
 
 
-def whole(value: Loadable) -> torch.Tensor:
-    """A tensor of a checkpoint, read."""
+def materialize(value: Loadable) -> torch.Tensor:
+    """Return a tensor of a checkpoint, reading it if necessary."""
     return value if isinstance(value, torch.Tensor) else value.read()

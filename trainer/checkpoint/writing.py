@@ -1,4 +1,4 @@
-"""Writing a checkpoint, by one process or by all of them together; `format` says what it looks like."""
+"""Write a checkpoint, from one process or from several together; the layout is described in `format`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.checkpoint.format import (
 )
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import file_chunks
-from trainer.checkpoint.serialization import Split, split, to_json
+from trainer.checkpoint.serialization import Serialized, serialize, to_json
 from trainer.checkpoint.shards import EMPTY_SLICE
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.errors import CheckpointError
@@ -30,12 +30,12 @@ from trainer.fault_tolerance.fault_points import fault_point
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A state that can be stored, or this process's part of it; its tensors are still where they were."""
+    """A serialized state, or this process's part of it; its tensors have not been copied."""
 
     data: dict[str, Any]
-    """Encoded, with references to the tensors of all processes. Complete on rank 0."""
+    """Ready for JSON, with references to the tensors of all processes. Complete on rank 0."""
     files: dict[str, dict[str, torch.Tensor]]
-    """What this process writes: tensors by file and name."""
+    """The files that this process writes: tensors by file name and tensor name."""
     info: Any
 
 
@@ -45,75 +45,61 @@ def write_checkpoint(
     *,
     info: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    peers: ProcessGroup = SINGLE_PROCESS,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> None:
-    """Write `state` as a checkpoint that is at `path` as a whole and on the disk when this returns.
+    """Write `state` as a checkpoint that is complete and on the disk when this returns.
 
-    Tensors are written from where they are, one at a time; those on another device pass through the CPU. Entries of the
-    same top-level key that are the same memory (tied weights) are stored once.
+    Tensors are written one at a time without a copy; those on another device pass through the CPU. Entries of the same
+    top-level key that share memory (tied weights) are stored once.
 
     Args:
-        path: the folder to create, or its URL (s3://...); missing parents are created.
-        state: nested data: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and `Shard` where a tensor is
-            divided among processes. Top-level keys name files.
+        path: the directory to create, or its URL (s3://...); missing parents are created.
+        state: nested data: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and `Shard` for a sharded
+            tensor. Top-level keys become file names.
         info: small data without tensors, for listings: {"step": 1000, "epoch": 2, "metrics": {...}}.
-        overwrite: replace the checkpoint that is at `path`. Until the new one is complete the old one stays. Not on a
-            remote place.
-        peers: the processes that write it together, each its shards and rank 0 everything else; all call this, with
-            the same structure, and see the same folder at `path`.
+        overwrite: replace the checkpoint that is at `path`. The old one stays until the new one is complete. Not
+            supported in an object store.
+        process_group: the processes that write the checkpoint together, each its shards and rank 0 everything else.
+            All of them call this with the same structure, and see the same directory at `path`.
 
     Raises:
-        CheckpointError: something in `state` or `info` cannot be stored (names each field); `path` exists. WriteError:
-            the disk is full or refuses. No partial checkpoint is left, and what was at `path` is unchanged. With
-            several `peers` all of them raise.
+        CheckpointError: something in `state` or `info` cannot be stored (names each field), or `path` exists.
+        WriteError: the disk is full, or the storage refuses. No partial checkpoint is left, and what was at `path` is
+            unchanged. All processes of the group raise the same error.
     """
-    write_prepared(path, prepare(state, info, peers), overwrite, peers)
+    write_plan(path, plan_save(state, info, process_group), overwrite, process_group)
 
 
-def prepare(
-    state: Mapping[str, Any], info: Mapping[str, Any] | None = None, peers: ProcessGroup = SINGLE_PROCESS
+def plan_save(
+    state: Mapping[str, Any], info: Mapping[str, Any] | None = None, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> SavePlan:
-    """Encode what `write_checkpoint` is given; later changes to it, but for the contents of tensors, have no effect.
+    """Serialize the arguments of `write_checkpoint`; later changes to them have no effect, except inside tensors.
 
     Raises:
-        CheckpointError: something cannot be stored; names each field. The processes do not have all of a tensor.
+        CheckpointError: something cannot be stored (names each field), or parts of a sharded tensor are missing.
     """
+    keys: dict[str, Serialized] = {}
+    plain, problem = None, None
     try:
-        keys, problem = _split_state(state), None
-        plain = split(dict(info or {}), "info", allow_tensors=False).data
+        keys = _serialize_state(state)
+        plain = serialize(dict(info or {}), "info", allow_tensors=False).data
     except CheckpointError as error:
-        keys, plain, problem = {}, None, error
-    if peers.world_size > 1:
-        problem = next((other for other in peers.gather_objects(problem) if other is not None), None)
+        problem = error
+    problem = next(filter(None, process_group.all_gather_object(problem)), None)
+    problem = problem or _collect_parts(keys, process_group)
     if problem is not None:
         raise problem
-    if peers.world_size > 1 or any(content.shards for content in keys.values()):
-        problem = _name_parts(keys, peers)
-        if problem is not None:
-            raise problem
-    files = {f"{key}.safetensors": content.tensors for key, content in keys.items() if peers.rank == 0}
+    files = {f"{key}.safetensors": content.tensors for key, content in keys.items() if process_group.rank == 0}
     for key, content in keys.items():
         own = {name: shard.local.reshape(-1) for name, shard in content.shards.items() if shard.extent.numel}
-        files[part_file(key, peers.rank)] = own
+        files[part_file(key, process_group.rank)] = own
     files = {name: tensors for name, tensors in files.items() if tensors}
     return SavePlan({key: content.data for key, content in keys.items()}, files, plain)
 
 
-def write_prepared(
-    path: str | StoragePath, prepared: SavePlan, overwrite: bool = False, peers: ProcessGroup = SINGLE_PROCESS
-) -> None:
-    """The second half of `write_checkpoint`."""
-    final = as_storage_path(path)
-    if peers.world_size > 1:
-        _write_together(final, prepared, overwrite, peers)
-        return
-    with storage_of(final).atomic_directory(final, _check_destination(final, overwrite)) as folder:
-        _write_index(folder, prepared, _write_tensors(folder, prepared))
-
-
-def _split_state(state: Mapping[str, Any]) -> dict[str, Split]:
-    """By top-level key."""
-    keys: dict[str, Split] = {}
+def _serialize_state(state: Mapping[str, Any]) -> dict[str, Serialized]:
+    """Serialize each top-level key by itself."""
+    keys: dict[str, Serialized] = {}
     problems = []
     for key, value in state.items():
         if not isinstance(key, str) or not KEY.fullmatch(key) or key.lower() in (other.lower() for other in keys):
@@ -122,7 +108,7 @@ def _split_state(state: Mapping[str, Any]) -> dict[str, Split]:
                 "have only letters, digits, '_' and '-', and differ from the others in more than upper and lower case"
             )
         try:
-            keys[key] = split(value, key)
+            keys[key] = serialize(value, key)
         except CheckpointError as error:
             problems.append(str(error))
     if problems:
@@ -130,21 +116,24 @@ def _split_state(state: Mapping[str, Any]) -> dict[str, Split]:
     return keys
 
 
-def _name_parts(keys: dict[str, Split], peers: ProcessGroup) -> CheckpointError | None:
-    """On rank 0, enter in the data who has which elements of the divided tensors; say, on all, what nobody has."""
+def _collect_parts(keys: dict[str, Serialized], process_group: ProcessGroup) -> CheckpointError | None:
+    """Enter into the data which process has which elements of the sharded tensors; return an error if some are missing.
+
+    The data are complete on all processes afterwards, and the error is the same on all.
+    """
     own = {
         key: {name: shard.extent for name, shard in content.shards.items()}
         for key, content in keys.items()
         if content.shards
     }
-    of_all = peers.gather_objects(own)
+    gathered = process_group.all_gather_object(own)
     for key, content in keys.items():
         for name, shard in content.shards.items():
-            extents = [of_one.get(key, {}).get(name, EMPTY_SLICE) for of_one in of_all]
-            there, numel = sum(extent.numel for extent in extents), math.prod(shard.shape)
-            if there != numel:
+            extents = [of_rank.get(key, {}).get(name, EMPTY_SLICE) for of_rank in gathered]
+            held, numel = sum(extent.numel for extent in extents), math.prod(shard.shape)
+            if held != numel:
                 return CheckpointError(
-                    f"cannot store {key}[{name!r}]: the {len(of_all)} processes have {there} of its {numel} elements, "
+                    f"cannot store {key}[{name!r}]: the {len(gathered)} processes hold {held} of its {numel} elements, "
                     "so they do not hold the same state. Save on every process, at the same step, outside any "
                     "`if rank == 0`."
                 )
@@ -152,8 +141,43 @@ def _name_parts(keys: dict[str, Split], peers: ProcessGroup) -> CheckpointError 
     return None
 
 
+def write_plan(
+    path: str | StoragePath, plan: SavePlan, overwrite: bool = False, process_group: ProcessGroup = SINGLE_PROCESS
+) -> None:
+    """Write a planned checkpoint: the second half of `write_checkpoint`.
+
+    Rank 0 makes the directory, all processes write their tensors into it, and when all are done rank 0 commits it.
+    """
+    problem: CheckpointError | None = None
+    try:
+        if process_group.rank == 0:
+            _write_as_leader(as_storage_path(path), plan, overwrite, process_group)
+        else:
+            folder = process_group.broadcast_object(None)
+            if folder is not None:
+                _write_files(folder, plan, process_group)
+    except CheckpointError as error:
+        problem = error
+    problem = process_group.broadcast_object(problem)
+    if problem is not None:
+        raise problem
+
+
+def _write_as_leader(final: StoragePath, plan: SavePlan, overwrite: bool, process_group: ProcessGroup) -> None:
+    announced = False
+    try:
+        with storage_of(final).atomic_directory(final, _check_destination(final, overwrite)) as folder:
+            announced = True
+            process_group.broadcast_object(folder)
+            _write_index(folder, plan, _write_files(folder, plan, process_group))
+    except CheckpointError:
+        if not announced:
+            process_group.broadcast_object(None)
+        raise
+
+
 def _check_destination(final: StoragePath, overwrite: bool) -> bool:
-    """Whether there is a checkpoint to replace.
+    """Return True if there is a checkpoint to replace.
 
     Raises:
         CheckpointError: nothing may be written there.
@@ -169,74 +193,36 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
     return True
 
 
-_NOWHERE: StoragePath | None = None
-
-
-def _write_together(final: StoragePath, prepared: SavePlan, overwrite: bool, peers: ProcessGroup) -> None:
-    """Rank 0 makes the folder, all write their tensors into it, and when all have done so rank 0 commits it."""
-    problem: Exception | None = None
-    try:
-        if peers.rank == 0:
-            _commit_together(final, prepared, overwrite, peers)
-        else:
-            _write_as_follower(prepared, peers)
-    except CheckpointError as error:
-        problem = error
-    problem = peers.broadcast_object(problem)
-    if problem is not None:
-        raise problem
-
-
-def _commit_together(final: StoragePath, prepared: SavePlan, overwrite: bool, peers: ProcessGroup) -> None:
-    told = False
-    try:
-        with storage_of(final).atomic_directory(final, _check_destination(final, overwrite)) as folder:
-            peers.broadcast_object(folder)
-            told = True
-            _write_index(folder, prepared, _all_entries(folder, prepared, peers))
-    except CheckpointError:
-        if not told:
-            peers.broadcast_object(_NOWHERE)
-        raise
-
-
-def _write_as_follower(prepared: SavePlan, peers: ProcessGroup) -> None:
-    folder = peers.broadcast_object(_NOWHERE)
-    if folder is not None:
-        _all_entries(folder, prepared, peers)
-
-
-def _all_entries(folder: StoragePath, prepared: SavePlan, peers: ProcessGroup) -> dict[str, FileEntry]:
-    """Write this process's files; returns those of all processes.
+def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGroup) -> dict[str, FileEntry]:
+    """Write this process's files; return the entries of the files of all processes.
 
     Raises:
-        CheckpointError: one of them could not.
+        CheckpointError: a process could not write its files.
     """
+    write_file = storage_of(folder).write_file
     own: dict[str, FileEntry] | CheckpointError
     try:
-        own = _write_tensors(folder, prepared)
+        own = {name: write_file(folder / name, file_chunks(tensors)) for name, tensors in plan.files.items()}
     except CheckpointError as error:
         own = error
     except OSError as error:
-        there = "" if folder.exists() else ". Every process has to see the same folder, on a disk that they share"
-        own = WriteError(f"rank {peers.rank} cannot write into {folder}: {error.strerror or error}{there}")
+        if process_group.world_size == 1:
+            raise
+        hint = "" if folder.exists() else ". Every process has to see the same directory, on storage that they share"
+        own = WriteError(f"rank {process_group.rank} cannot write into {folder}: {error.strerror or error}{hint}")
     entries: dict[str, FileEntry] = {}
-    for of_one in peers.gather_objects(own):
-        if isinstance(of_one, CheckpointError):
-            raise of_one
-        entries.update(of_one)
+    for of_rank in process_group.all_gather_object(own):
+        if isinstance(of_rank, CheckpointError):
+            raise of_rank
+        entries.update(of_rank)
     return entries
 
 
-def _write_tensors(folder: StoragePath, prepared: SavePlan) -> dict[str, FileEntry]:
+def _write_index(folder: StoragePath, plan: SavePlan, files: dict[str, FileEntry]) -> None:
+    """Write the data and, last, the manifest."""
     write_file = storage_of(folder).write_file
-    return {name: write_file(folder / name, file_chunks(tensors)) for name, tensors in prepared.files.items()}
-
-
-def _write_index(folder: StoragePath, prepared: SavePlan, files: dict[str, FileEntry]) -> None:
-    write_file = storage_of(folder).write_file
-    files = {**files, DATA_FILE: write_file(folder / DATA_FILE, [to_json(prepared.data)])}
+    files = {**files, DATA_FILE: write_file(folder / DATA_FILE, [to_json(plan.data)])}
     entries = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in files.items()}
-    manifest = {"format": FORMAT, "version": VERSION, "info": prepared.info, "files": entries}
+    manifest = {"format": FORMAT, "version": VERSION, "info": plan.info, "files": entries}
     fault_point("before_manifest")
     write_file(folder / MANIFEST_FILE, [with_checksum(manifest)])

@@ -209,7 +209,7 @@ def _batches(trainer: Trainer, feed: BatchLoader) -> Iterator[Batch]:
     while True:
         batch = next(batches, None)
         last = batch if batch is not None else last and last._replace(samples=0)
-        there = strategy.gather_objects((batch is not None, last is not None))
+        there = strategy.all_gather_object((batch is not None, last is not None))
         if not any(has for has, _ in there):
             return
         if not all(filler for _, filler in there):

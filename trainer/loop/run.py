@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, CallbackList, Checkpoint, Logger
-from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StorePeers
+from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, unknown_name_error
@@ -102,7 +102,7 @@ class RunState:
         store: Any = self.stop_coordinator.store  # torch's stubs do not know `clone`
         if not self.strategy.shards_state or store is None:
             return SINGLE_PROCESS
-        return StorePeers(store.clone(), self.rank, self.world_size, name, timeout=_WRITE_TIMEOUT_S)
+        return StoreProcessGroup(store.clone(), self.rank, self.world_size, name, timeout=_WRITE_TIMEOUT_S)
 
     def full_state_dict(self, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """The module's weights and buffers, whole, in the CPU's memory, under the keys of the plain module.

@@ -235,7 +235,7 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     trainer.progress = Progress() if stage == "fit" else trainer.progress
     trainer.optimizers, trainer.scheduler_configs, trainer.manual_optimizers = [], [], []
     trainer.has_transfer_hooks = module.overrides_any(TRANSFER_HOOKS)
-    trainer.metrics = MetricLog(module, strategy.gather_objects, trainer.phase)
+    trainer.metrics = MetricLog(module, strategy.all_gather_object, trainer.phase)
     if stage == "predict":
         trainer.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
     trainer.stop_coordinator = StopCoordinator(strategy.store, strategy.rank, strategy.world_size)

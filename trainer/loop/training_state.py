@@ -115,7 +115,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "loader": trainer.train_loader.state_dict() if trainer.train_loader else {},
         "metrics": metrics_state(trainer.metrics),
     }
-    per_rank = strategy.gather_objects(own)
+    per_rank = strategy.all_gather_object(own)
     return {
         "model": strategy.module_state(),
         "optimizers": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
@@ -160,7 +160,7 @@ def save_state(
                 write(state, {"step": trainer.global_step, "epoch": trainer.current_epoch, **info})
             except Exception as error:
                 problem = error
-        problems = trainer.strategy.gather_objects(problem)
+        problems = trainer.strategy.all_gather_object(problem)
         trainer.end_save(begun)
     for problem in problems:
         if problem is not None:
@@ -177,7 +177,7 @@ def full_state(strategy: Strategy, everywhere: bool) -> dict[str, torch.Tensor]:
             state[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             continue
         if id(value) not in known:
-            parts = strategy.gather_objects((value.extent, value.local.detach().reshape(-1).cpu()))
+            parts = strategy.all_gather_object((value.extent, value.local.detach().reshape(-1).cpu()))
             known[id(value)] = whole = torch.empty(value.shape if wanted else 0, dtype=value.local.dtype)
             for extent, part in parts if wanted else ():
                 if extent.numel:

@@ -87,9 +87,9 @@ class MetricLog:
     without a batch logs nothing), because names travel with the values.
     """
 
-    def __init__(self, module: torch.nn.Module, gather_objects: GatherObjects, phase: Phase = unheard) -> None:
+    def __init__(self, module: torch.nn.Module, all_gather_object: GatherObjects, phase: Phase = unheard) -> None:
         self.module = module
-        self.gather_objects = gather_objects
+        self.all_gather_object = all_gather_object
         self.phase = phase
         self.train = MetricScope(batches=True, steps=True)
         self.hook_metrics = MetricScope(batches=False, steps=False)
@@ -262,7 +262,7 @@ class MetricLog:
         numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
         mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
         combined: dict[str, tuple[LogOptions, float | None, float]] = {}
-        for theirs in self.gather_objects(mine):
+        for theirs in self.all_gather_object(mine):
             for name, (options, value, weight) in theirs.items():
                 if name in combined and value is not None:
                     _, before, weight_before = combined[name]

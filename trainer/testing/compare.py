@@ -39,7 +39,7 @@ def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGN
             "metrics.csv.seconds".
 
     Raises:
-        CheckpointError: one of them has no whole checkpoint.
+        CheckpointError: one of them has no intact checkpoint.
     """
     patterns = tuple(ignore)
     found = _differences("", _last_checkpoint(Path(one)), _last_checkpoint(Path(other)), patterns)
