@@ -115,7 +115,7 @@ def test_the_caller_goes_on_while_it_is_written_and_hears_of_it_later(
         writer.wait(due=True)
         assert writer.result() == (str(tmp_path / name), None)
         assert writer.result() == (None, None)
-    assert caplog.text.count("training waits for that") == 1
+    assert caplog.text.count("training waits") == 1
 
 
 def test_an_error_of_the_thread_is_the_result(tmp_path: Path) -> None:

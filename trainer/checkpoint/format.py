@@ -205,7 +205,7 @@ def _require_committed(folder: StoragePath) -> StoragePath:
         if inside:
             raise CheckpointError(f"{folder} is not itself a checkpoint; give one of those in it: {', '.join(inside)}")
         raise CheckpointError(
-            f"{folder} has no {MANIFEST_FILE}: it is not a checkpoint, or its write was not completed"
+            f"{folder} has no {MANIFEST_FILE}: it is not a checkpoint, or was not committed (its write was interrupted)"
         )
     siblings = [path.name for path in checkpoints_in(folder.parent)]
     there = f"There are: {', '.join(siblings)}." if siblings else f"There are no checkpoints in {folder.parent}."
