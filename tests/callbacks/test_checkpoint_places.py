@@ -120,7 +120,7 @@ def ended(kind: type[BaseException]) -> Iterator[None]:
 
 def test_the_lock_is_given_back_however_a_run_ends(tmp_path: Path) -> None:
     def fail(trainer: Trainer) -> None:
-        assert FolderLock(trainer.run_dir).acquire(patience=0) is not None
+        assert FolderLock(trainer.run_dir).acquire(timeout=0) is not None
         raise ZeroDivisionError
 
     with ended(ZeroDivisionError):
@@ -128,7 +128,7 @@ def test_the_lock_is_given_back_however_a_run_ends(tmp_path: Path) -> None:
     trainer = fit([steps()], default_root_dir=tmp_path, ckpt_path="last")
     assert trainer.run_dir == tmp_path / "version_0"
     lock = FolderLock(trainer.run_dir)
-    assert lock.acquire(patience=0) is None
+    assert lock.acquire(timeout=0) is None
     lock.release()
 
 

@@ -57,7 +57,7 @@ def test_a_store_that_does_not_answer(capsys: pytest.CaptureFixture[str], monkey
             time.sleep(0.5)
             return b"0"
 
-    monkeypatch.setattr("trainer.fault_tolerance.failure._PATIENCE_S", 0.05)
+    monkeypatch.setattr("trainer.fault_tolerance.failure._STORE_TIMEOUT_S", 0.05)
     assert not report_failure(Silent(), 1, 2, error())  # type: ignore[arg-type]
     assert "ValueError: no such thing" in capsys.readouterr().err
 

@@ -35,22 +35,22 @@ time.sleep(600)
 def test_the_second_one_hears_who_has_it(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     assert first.acquire() is None
-    holder = second.acquire(patience=0)
+    holder = second.acquire(timeout=0)
     assert holder is not None
     assert holder.startswith(f"process {os.getpid()} on host {socket.gethostname()} since 20")
     second.release()
-    assert FolderLock(tmp_path).acquire(patience=0) is not None
+    assert FolderLock(tmp_path).acquire(timeout=0) is not None
     first.release()
     first.release()
     assert list(tmp_path.iterdir()) == []
-    assert second.acquire(patience=0) is None
+    assert second.acquire(timeout=0) is None
     second.release()
 
 
 def test_what_a_dead_process_left_is_not_in_the_way(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "since": "1970-01-01 00:00:00"}))
     lock = FolderLock(tmp_path)
-    assert lock.acquire(patience=0) is None
+    assert lock.acquire(timeout=0) is None
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
     lock.release()
 
@@ -62,7 +62,7 @@ def test_a_killed_process_gives_it_up_though_its_children_live(tmp_path: Path) -
     running.wait_for("child")
     child = int(running.stdout.split()[1])
     try:
-        holder = FolderLock(folder).acquire(patience=0)
+        holder = FolderLock(folder).acquire(timeout=0)
         assert holder is not None
         assert holder.startswith(f"process {running.pid} on host")
         running.send(signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_a_lock_that_is_deleted_between_opening_and_taking_it_is_taken_anew(
     lock = FolderLock(tmp_path)
     assert lock.acquire() is None
     assert len(calls) == 2
-    assert FolderLock(tmp_path).acquire(patience=0) is not None
+    assert FolderLock(tmp_path).acquire(timeout=0) is not None
     lock.release()
 
 
@@ -120,7 +120,7 @@ def test_where_there_are_no_locks_everybody_may(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     for lock in (FolderLock(tmp_path), FolderLock(tmp_path)):
-        assert lock.acquire(patience=0) is None
+        assert lock.acquire(timeout=0) is None
         lock.release()
 
 

@@ -30,7 +30,7 @@ def end(how: str) -> None:
         if how == "done":
             switch.done()
         os._exit(0)
-    time.sleep(8)
+    time.sleep(8 if how == "done" else 100)
     print("rank 0 came through", flush=True)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.processes import run_python
+from tests.helpers.toy import quiet
+from trainer.errors import ConfigError
 from trainer.fault_tolerance.watchdog import Watchdog, stacks
 
 SCRIPT = """
@@ -24,9 +26,9 @@ def watched(how: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watchdog = Watchdog()
     watchdog.start(dist.PrefixStore("x", dist.distributed_c10d._get_default_store()), rank, 2, 1.0, lambda: 3)
-    watchdog.allow_slow = how == "patient"
+    watchdog.allow_slow = how == "slow"
     for _ in range(30):
-        if how == "beating" or rank == 0:
+        if how == "heartbeats" or rank == 0:
             watchdog.heartbeats += 1
         time.sleep(0.1)
     watchdog.stop()
@@ -40,8 +42,8 @@ def two(how: str):  # type: ignore[no-untyped-def]
     return run_python(SCRIPT, how, nproc=2)
 
 
-@pytest.mark.parametrize("how", ["beating", "patient"])
-def test_lets_alone_who_gets_on_or_may_take_long(how: str) -> None:
+@pytest.mark.parametrize("how", ["heartbeats", "slow"])
+def test_a_run_with_heartbeats_or_in_a_slow_phase_goes_on(how: str) -> None:
     assert two(how).check(0).stdout == "came through\n" * 2
 
 
@@ -52,6 +54,13 @@ def test_shows_all_stacks_and_who_is_behind() -> None:
         shown = errors[errors.index(f"rank {rank} of 2, ") :]
         assert shown.splitlines()[1] == "  thread MainThread (most recent call last):"
         assert ", in watched" in shown
+
+
+def test_the_limit_is_a_number_of_seconds() -> None:
+    quiet(watchdog_seconds=60)
+    for wrong in ("auto", 0, True):
+        with pytest.raises(ConfigError, match=f"watchdog_seconds={wrong!r}: give seconds above 0, or None"):
+            quiet(watchdog_seconds=wrong)
 
 
 def test_single_processes_are_not_watched() -> None:

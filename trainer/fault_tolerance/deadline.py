@@ -1,4 +1,4 @@
-"""Deadline: a time of day before which a run has stopped and saved."""
+"""Stop and save a run before a given time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from trainer.fault_tolerance.stop import DEADLINE, StopCoordinator
 log = logging.getLogger("trainer")
 
 _UNKNOWN_SAVE_S = 60.0
-"""What writing a checkpoint is supposed to take while none has been written."""
+"""Assumed duration of a checkpoint before the first one."""
 _RESERVE_S = 5.0
 
 
 class Deadline:
-    """A thread that asks all processes to stop when what is left is just enough for this step and a checkpoint.
+    """A thread that asks all processes to stop when just enough time is left for the current step and a checkpoint.
 
     Args:
-        when: to have ended before, with a time zone.
-        margin: seconds before it to ask; None: learnt from this run: the longest time between two places where it can
-            stop (validations and saves lie between them), and one and a half times the longest save.
+        when: the time before which the run has to end, with a time zone.
+        margin: how many seconds before it to stop; None: measured in this run, as the longest time between two places
+            where it can stop (validations and saves lie between them) plus one and a half times the longest save.
     """
 
     def __init__(self, when: datetime, margin: float | None = None) -> None:
@@ -35,32 +35,34 @@ class Deadline:
 
     @property
     def margin(self) -> float:
-        """Seconds before the deadline at which the run is asked to stop, as far as is known now."""
+        """Seconds before the deadline at which the run is asked to stop, by the measurements so far."""
         if self._margin is not None:
             return self._margin
         save = _UNKNOWN_SAVE_S if self._longest_save is None else 1.5 * self._longest_save
         return self._longest_stretch + save + _RESERVE_S
 
     def saved(self, seconds: float) -> None:
-        """Remember how long a checkpoint took."""
+        """Record how long a checkpoint took."""
         self._longest_save = max(seconds, self._longest_save or 0.0)
 
-    def start(self, switch: StopCoordinator) -> None:
-        """Begin to watch the clock for the run that `switch` stops."""
+    def start(self, coordinator: StopCoordinator) -> None:
+        """Start to watch the clock for the run that `coordinator` stops."""
         self._closed = threading.Event()
         self._longest_stretch = 0.0
-        self._thread = threading.Thread(target=self._watch, args=(switch, self._closed), name="deadline", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, args=(coordinator, self._closed), name="deadline", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer. Does nothing the second time."""
+        """Stop watching. Does nothing the second time."""
         if self._thread is not None:
             self._closed.set()
             self._thread.join(timeout=2.0)
             self._thread = None
 
-    def _watch(self, switch: StopCoordinator, closed: threading.Event) -> None:
-        boundary, since = switch.boundaries, time.monotonic()
+    def _watch(self, coordinator: StopCoordinator, closed: threading.Event) -> None:
+        boundary, since = coordinator.boundaries, time.monotonic()
         while True:
             left = self.when.timestamp() - time.time() - self.margin
             if left <= 0:
@@ -68,10 +70,10 @@ class Deadline:
             if closed.wait(min(0.5, left)):
                 return
             now = time.monotonic()
-            # The stretch before the first step is not like the others: it may hold compilation.
-            if switch.boundaries > 2:
+            # The first stretch is not like the others: it may include compilation.
+            if coordinator.boundaries > 2:
                 self._longest_stretch = max(self._longest_stretch, now - since)
-            if switch.boundaries != boundary:
-                boundary, since = switch.boundaries, now
+            if coordinator.boundaries != boundary:
+                boundary, since = coordinator.boundaries, now
         log.info("the deadline %s is %.0f s away: stopping", self.when.isoformat(" ", "seconds"), self.margin)
-        switch.request(DEADLINE)
+        coordinator.request(DEADLINE)

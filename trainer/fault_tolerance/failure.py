@@ -1,4 +1,4 @@
-"""The first failing process prints its traceback, once; the others say whom they follow."""
+"""Print the traceback of the first failing process once; the others name the process that they follow."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _KEY = "failure/first"
-_PATIENCE_S = 5.0
-_LOST_PATIENCE_S = 2.0
-"""How long a process that lost a connection waits for somebody to say why."""
+_STORE_TIMEOUT_S = 5.0
+_LOST_CONNECTION_GRACE_S = 2.0
+"""How long a process that lost a connection waits for the cause to be reported."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""How gloo and NCCL say that another process is gone."""
+"""Messages of gloo and NCCL for a lost process."""
 _GONE = "gone"
 
 
 def report_failure(store: Store | None, rank: int, world_size: int, error: BaseException) -> bool:
-    """Print why this process ends, to stderr; call it first of all in the `except`, then raise on.
+    """Print to stderr why this process ends; call it first in the `except` block, then re-raise.
 
-    Runs no collective, and waits for nobody but for the cause of a lost connection, for two seconds at most. With one
-    process it prints nothing: Python itself will. With several, the first to come here prints its traceback under
-    "rank 1 of 2 failed:", the later ones one line. Python's own traceback of the same error is left out afterwards, so
-    that each is printed once.
+    Runs no collective, and waits at most two seconds, for the cause of a lost connection. With one process it prints
+    nothing, since Python will. With several, the first one to fail prints its traceback under "rank 1 of 2 failed:",
+    the later ones one line. Python's own traceback of the same error is suppressed, so that each is printed once.
 
     Args:
         store: shared by the processes of this run (`StopCoordinator.store`), or None.
@@ -36,15 +35,15 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
         error: what was raised here.
 
     Returns:
-        Whether this process was the first, as far as can be known.
+        True if this process failed first, as far as can be known.
     """
     if world_size == 1:
         return True
-    first = _register_first_failure(store, rank, _LOST_PATIENCE_S if lost_connection(error) else 0.0)
+    first = _register_first_failure(store, rank, _LOST_CONNECTION_GRACE_S if lost_connection(error) else 0.0)
     if first == str(rank):
         text = f"rank {rank} of {world_size} failed:\n{''.join(traceback.format_exception(error))}"
     elif first is None:
-        # The store is gone, with the process that held it: most likely this failure is a consequence.
+        # The store is gone with the process that held it: most likely this failure is a consequence.
         text = (
             f"rank {rank} stops, too late to know whether another rank failed first: "
             f"{''.join(traceback.format_exception_only(error))}"
@@ -57,7 +56,7 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
 
 
 def report_dead_process(store: Store, rank: int, world_size: int) -> None:
-    """Say for a process that has ended without a word that it is gone, unless another failed before; printed once."""
+    """Report a process that died without reporting an error, unless another failed before; printed once."""
     claim = f"{rank} {_GONE}, says process {os.getpid()}"
     if store.compare_set(_KEY, "", claim).decode() == claim:
         write_error(
@@ -67,22 +66,22 @@ def report_dead_process(store: Store, rank: int, world_size: int) -> None:
 
 
 def first_failure(store: Store) -> int | None:
-    """The rank that failed first, or None while all is well. Does not wait."""
+    """Return the rank that failed first, or None. Does not wait."""
     return int(store.get(_KEY).split()[0]) if store.check([_KEY]) else None
 
 
 def follow_failure(store: Store, rank: int) -> None:
-    """Print that this process ends because another failed; for a process that cannot come to `report_failure`."""
+    """Print that this process ends because another failed; for a process that cannot call `report_failure`."""
     write_error(f"rank {rank} stops because {_in_words(store.get(_KEY).decode())}\n")
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether `error` only says that another process does not answer any more."""
+    """Return True if `error` only says that the connection to another process is lost."""
     return any(text in str(error) for text in _LOST)
 
 
 def write_error(text: str) -> None:
-    """Write to stderr at once and in one piece: the lines of several processes would mix otherwise."""
+    """Write to stderr in one piece, so that the lines of several processes do not mix."""
     sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()
@@ -93,7 +92,10 @@ def _in_words(claim: str) -> str:
 
 
 def _register_first_failure(store: Store | None, rank: int, wait: float) -> str | None:
-    """What the first to come here said, waiting for another so many seconds; None if the store does not answer."""
+    """Register this failure unless one is registered; return the first one, or None if the store does not answer.
+
+    `wait`: seconds to wait for another process to register first.
+    """
     if store is None:
         return str(rank)
     answer: list[str] = []
@@ -105,13 +107,13 @@ def _register_first_failure(store: Store | None, rank: int, wait: float) -> str 
                 time.sleep(0.05)
             answer.append(store.compare_set(_KEY, "", str(rank)).decode())
         except Exception:
-            # Whatever is wrong with the store must not hide the error that is being reported.
+            # A problem with the store must not hide the error that is being reported.
             return
 
     # In a thread, because an answer from a machine that is gone could take minutes.
     thread = threading.Thread(target=ask, name="report-failure", daemon=True)
     thread.start()
-    thread.join(_PATIENCE_S)
+    thread.join(_STORE_TIMEOUT_S)
     return answer[0] if answer else None
 
 

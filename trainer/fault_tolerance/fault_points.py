@@ -1,4 +1,4 @@
-"""Named points at which a test can break a process on purpose; nothing happens at them unless TRAINER_FAULT is set."""
+"""Named points at which tests inject faults; they do nothing unless TRAINER_FAULT is set."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ VARIABLE = "TRAINER_FAULT"
 
 POINTS = {
     "in_file": "a part of a file of a checkpoint, or of a pointer, was written",
-    "after_file": "a file is whole and flushed to the disk; the next one is not begun",
-    "before_manifest": "all files but the manifest are there",
+    "after_file": "a file is complete and flushed to the disk; the next one is not begun",
+    "before_manifest": "all files except the manifest are written",
     "before_rename": "the checkpoint is complete under its temporary name",
     "after_rename": "the checkpoint has its name; nothing points to it yet",
-    "before_pointer": "the new contents of a pointer are on the disk beside it",
+    "before_pointer": "the new contents of a pointer are on the disk, under a temporary name",
     "after_pointer": "a pointer was replaced; checkpoints that are no longer wanted are still there",
     "in_removal": "a checkpoint has lost its name, and its files are not deleted yet",
 }
-"""The points in the code that writes checkpoints: what has happened there."""
+"""The points in the code that writes checkpoints, and what has happened before each."""
 
 ACTIONS = {
     "kill": "SIGKILL",
@@ -33,9 +33,9 @@ ACTIONS = {
     "int": "SIGINT",
     "error": "a RuntimeError",
     "full": "the OSError of a full disk",
-    "hang": "stays there for ever",
+    "hang": "an endless wait",
 }
-"""What can happen: to the process that comes to the point."""
+"""What can happen to the process that reaches the point."""
 
 _FAULT = re.compile(r"(?P<point>\w+)(:(?P<count>[1-9]\d*))?(@(?P<rank>\d+))?=(?P<action>\w+)")
 _LOCK = threading.Lock()
@@ -43,33 +43,33 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is to go wrong. `str` of it is what the variable holds: `before_rename:3@0=kill`."""
+    """A fault to inject. Its `str` is the syntax of the variable: `before_rename:3@0=kill`."""
 
     point: str
     action: str = "kill"
     count: int = 1
-    """At which passing of the point, from 1."""
+    """The number of the pass at which it strikes, from 1."""
     rank: int | None = None
-    """On which process; None: on each one that comes there."""
+    """The process to strike; None: each one that reaches the point."""
 
     def __str__(self) -> str:
         return f"{self.point}:{self.count}{'' if self.rank is None else f'@{self.rank}'}={self.action}"
 
 
 def fault_point(name: str) -> None:
-    """Do nothing, unless the environment asks for a fault at this point."""
+    """Inject the fault that the environment asks for at this point; normally do nothing."""
     if VARIABLE in os.environ:
         _pass(name)
 
 
 def parse_faults(text: str, points: Collection[str] | None = None) -> list[Fault]:
-    """The faults of a value of the variable: `POINT[:COUNT][@RANK]=ACTION`, several with commas between them.
+    """Parse the value of the variable: `POINT[:COUNT][@RANK]=ACTION`, separated by commas.
 
     Args:
-        points: the names that are allowed; None: any.
+        points: the allowed names; None: any.
 
     Raises:
-        ConfigError: it is not written like that, or names an unknown point or action.
+        ConfigError: the syntax is wrong, or a point or action is unknown.
     """
     faults = []
     for part in text.split(",") if text else ():
@@ -88,9 +88,9 @@ def parse_faults(text: str, points: Collection[str] | None = None) -> list[Fault
 
 
 def _pass(name: str) -> None:
-    """Count down the faults of this point; the counts are kept in the variable itself."""
+    """Count down the faults of this point, in the variable itself, and trigger the one that is due."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return  # processes that were started again after the fault are left alone
+        return  # not in processes that were restarted after the fault
     rank = int(os.environ.get("RANK", "0"))
     due = None
     with _LOCK:

@@ -1,4 +1,4 @@
-"""A folder that one process at a time may write to; a dead process is never in the way."""
+"""A directory lock that is released when its holder dies."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 NAME = ".lock"
 
-_PATIENCE_S = 2.0
-"""A process that was just killed may need a moment until the system has taken its locks away."""
+_TIMEOUT_S = 2.0
+"""The system may need some time to release the locks of a process that was just killed."""
 
 
 class FolderLock:
-    """The right to write to a folder, held from `acquire` to `release` or to the end of the process, however it ends.
+    """The right to write to a directory, from `acquire` to `release` or the end of the process, however it ends.
 
-    It is an flock on the file `.lock` in the folder, which says who holds it. Where the file system has no locks
-    everybody gets it.
+    It is an flock on the file `.lock` in the directory, which names the holder. On file systems without locks every
+    process gets it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,25 +29,25 @@ class FolderLock:
         self._file = folder / NAME
         self._descriptor: int | None = None
 
-    def acquire(self, patience: float = _PATIENCE_S) -> str | None:
-        """Take it. The folder has to exist.
+    def acquire(self, timeout: float = _TIMEOUT_S) -> str | None:
+        """Acquire the lock. The directory has to exist.
 
         Args:
-            patience: seconds to wait for it.
+            timeout: seconds to wait for it.
 
         Returns:
-            None when it was taken; else who holds it: "process 123 on host h since 2025-01-31 12:00:00".
+            None if it was acquired; else its holder: "process 123 on host h since 2025-01-31 12:00:00".
 
         Raises:
-            OSError: the folder cannot be written to.
+            OSError: the directory cannot be written to.
         """
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while (holder := self._try()) is not None and time.monotonic() < deadline:
             time.sleep(0.1)
         return holder
 
     def release(self) -> None:
-        """Give it back; nothing of it stays in the folder. Does nothing the second time."""
+        """Release the lock and delete its file. Does nothing the second time."""
         if self._descriptor is not None:
             with suppress(OSError):
                 self._file.unlink()
@@ -71,14 +71,14 @@ class FolderLock:
             return None  # not on this file system
         if not self._is_still_there(descriptor):
             os.close(descriptor)
-            return self._try()  # it was given back, and its file deleted, in the meantime
+            return self._try()  # it was released, and its file deleted, in the meantime
         os.ftruncate(descriptor, 0)
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
         os.write(descriptor, json.dumps(about).encode())
         self._descriptor = descriptor
-        # A forked data worker may outlive this process for a while, and must not hold the lock then.
+        # A forked data worker may outlive this process, and must not hold the lock.
         this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _let_go(this()))
+        os.register_at_fork(after_in_child=lambda: _close_in_child(this()))
         return None
 
     def _is_still_there(self, descriptor: int) -> bool:
@@ -88,7 +88,7 @@ class FolderLock:
             return False
 
 
-def _let_go(lock: FolderLock | None) -> None:
+def _close_in_child(lock: FolderLock | None) -> None:
     if lock is not None and lock._descriptor is not None:
         os.close(lock._descriptor)
         lock._descriptor = None

@@ -1,4 +1,4 @@
-"""The other processes of a run on this machine: noticing at once that one of them has ended without a word."""
+"""Notice at once when another process of the run on this machine dies without reporting an error."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class LocalProcessMonitor:
-    """Watches the processes of the same machine by their process ids (Linux; elsewhere it sees nothing).
+    """Watch the processes of the same machine by their process ids (Linux only; elsewhere it notices nothing).
 
-    A process that was killed can tell nobody, and under NCCL those that wait for it would wait for ever. Its siblings
-    see it vanish, and say so for it in the store.
+    A killed process cannot report its death, and under NCCL the others would wait for it forever. The processes of the
+    same machine see it vanish, and report it in the store.
 
     Args:
         store: shared by all processes of the run; for one caller at a time.
@@ -29,16 +29,16 @@ class LocalProcessMonitor:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._place = _this_machine()
-        self._watched: dict[int, int] = {}  # file descriptor of a process: its rank
-        self._events = select.poll() if self._place else None
+        self._machine = _machine_id()
+        self._watched: dict[int, int] = {}  # pidfd of a process: its rank
+        self._events = select.poll() if self._machine else None
         environment = detect_environment()
         first = rank - environment.local_rank
         self._unknown = [r for r in range(first, first + environment.local_world_size) if r != rank and r < world_size]
-        store.set(f"process/{rank}", f"{self._place} {os.getpid()}")
+        store.set(f"process/{rank}", f"{self._machine} {os.getpid()}")
 
-    def look(self) -> None:
-        """Report those that have ended since the last look and had not said that they are done. Does not wait."""
+    def poll(self) -> None:
+        """Report the processes that have ended since the last call without `mark_done`. Does not wait."""
         if self._events is None:
             return
         keys = [f"process/{rank}" for rank in self._unknown]
@@ -53,7 +53,7 @@ class LocalProcessMonitor:
                 report_dead_process(self._store, rank, self._world_size)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         for descriptor in self._watched:
             os.close(descriptor)
         self._watched.clear()
@@ -62,8 +62,8 @@ class LocalProcessMonitor:
     def _open(self, processes: dict[int, bytes]) -> None:
         assert self._events is not None
         for rank, process in processes.items():
-            place, _, pid = process.decode().rpartition(" ")
-            if place != self._place:
+            machine, _, pid = process.decode().rpartition(" ")
+            if machine != self._machine:
                 continue
             try:
                 descriptor = os.pidfd_open(int(pid))
@@ -71,14 +71,14 @@ class LocalProcessMonitor:
                 if not self._store.check([_done(rank)]):
                     report_dead_process(self._store, rank, self._world_size)
             except OSError:
-                continue  # the kernel, or its sandbox, does not know how
+                continue  # not supported by the kernel or its sandbox
             else:
                 self._watched[descriptor] = rank
                 self._events.register(descriptor, select.POLLIN)
 
 
 def mark_done(store: Store, rank: int) -> None:
-    """Before a process leaves a run that ended well: from now on it may vanish."""
+    """Record that a process leaves a run that ended well: from now on it may vanish."""
     store.set(_done(rank), "1")
 
 
@@ -86,8 +86,8 @@ def _done(rank: int) -> str:
     return f"done/{rank}"
 
 
-def _this_machine() -> str:
-    """What tells process ids of different machines and containers apart; empty where nothing does."""
+def _machine_id() -> str:
+    """Return an id of the process id namespace (machine or container); empty where there is none."""
     if not sys.platform.startswith("linux") or not hasattr(os, "pidfd_open"):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Stopping together: a signal or a wish of one process ends all of them after the same step."""
+"""Stop all processes after the same step, on a signal or a request of one of them."""
 
 from __future__ import annotations
 
@@ -22,41 +22,40 @@ if TYPE_CHECKING:
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 DEADLINE = "deadline"
-"""The reason of a run that stopped because its deadline is near."""
+"""The reason for stopping because the deadline is near."""
 EXIT_RETRY = 75
-"""EX_TEMPFAIL of sysexits.h: the same command, started again, goes on."""
+"""EX_TEMPFAIL of sysexits.h: the same command, started again, continues."""
 _EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": EXIT_RETRY, DEADLINE: EXIT_RETRY}
-_END_PATIENCE_S = 1800.0
+_END_TIMEOUT_S = 1800.0
 """How long the first process at the end of a run waits for the last: as long as a collective would."""
 _SHUTDOWN_TIMEOUT_S = 10.0
-"""How long rank 0, which may hold the store, waits until all have read the last decision."""
-_STUCK_PATIENCE_S = 5.0
-"""How long a process may stay in a step (in a collective, most likely) after it is known that another has failed."""
+"""How long rank 0, which may host the store, waits until all processes have read the last decision."""
+_STUCK_TIMEOUT_S = 5.0
+"""How long a process may stay in a step (most likely in a collective) after another has failed."""
 
 
 def exit_code(reason: str | None) -> int:
-    """What a process that stopped for this reason exits with; 0 when the run has done what it was asked for.
+    """Return the exit code of a process that stopped for this reason; 0 for a run that is complete.
 
-    130 for SIGINT, 143 for SIGTERM. 75 for SIGUSR1, by which a cluster warns that the time is running out, and for a
-    deadline: there is more to do, start the same command again.
+    130 for SIGINT, 143 for SIGTERM. 75 for SIGUSR1, with which a cluster warns that the time is running out, and for a
+    deadline: start the same command again to continue.
     """
     return _EXIT_CODES.get(reason or "", 0)
 
 
 class StopCoordinator:
-    """Agrees on a common boundary at which all processes stop, at no cost until somebody asks for it.
+    """Agree on a common boundary at which all processes stop, at no cost until one of them asks for it.
 
     Every process passes the same boundaries in the same order: it calls `check` any number of times per step,
-    wherever the run could be left. A thread looks into the store four times a second. Once it sees a request, it
-    publishes the first boundary at which this process can still stop (the one it stands at, or the next), and the
-    main thread does not go past that boundary before all processes have published theirs. The latest of them is
-    where all stop. Because the thread publishes even while the main thread sits in a collective, no process waits
-    for one that waits for it.
+    wherever the run can be left. A thread polls the store four times a second. When it sees a request, it publishes the
+    first boundary at which this process can still stop (the current one or the next), and the main thread does not go
+    past that boundary before all processes have published theirs. All stop at the latest of them. The thread publishes
+    even while the main thread waits in a collective, so there is no deadlock.
 
     Args:
         store: shared by all processes; None with a single one.
-        rank, world_size: of this process. All processes make the same number of switches, in the same order.
-        interval: seconds between two looks into the store.
+        rank, world_size: of this process. All processes make the same number of coordinators, in the same order.
+        interval: seconds between two polls of the store.
         timeout: seconds to wait for the answer of another process's thread.
     """
 
@@ -71,18 +70,18 @@ class StopCoordinator:
         self.rank = rank
         self.world_size = world_size
         self.store = _own_keys(store, rank) if store is not None and world_size > 1 else None
-        """The keys of this run alone: also what `report_failure` takes."""
+        """The store with the keys of this run only; also for `report_failure`."""
         self._interval = interval
         self._timeout = timeout
-        # While somebody waits. Slower with many processes, since they all ask one store.
+        # While a process waits. Slower with many processes, since they all poll one store.
         self._fast_interval = max(0.005, 0.0005 * world_size)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         # Set by the signal handler without the lock, which the interrupted code may hold.
         self._wanted: str | None = None
         self._alert = False
-        # All the others change under the lock.
-        self._boundary = 0  # how many boundaries the main thread has come to
+        # The other attributes change under the lock.
+        self._boundary = 0  # number of boundaries that the main thread has reached
         self._earliest: int | None = None
         self._published = False
         self._agreed: int | None = None
@@ -101,40 +100,42 @@ class StopCoordinator:
     # -- signals -----------------------------------------------------------------------------------
 
     def install(self, signals: bool = True) -> None:
-        """Start to listen for the other processes, and take the signals over unless `signals` is False.
+        """Start to listen to the other processes, and install signal handlers unless `signals` is False.
 
-        SIGINT, SIGTERM and SIGUSR1, in the main thread only; what was ignored stays ignored. When another process fails
-        and this one does not come out of its step within five seconds, it is ended with exit code 1.
+        Handles SIGINT, SIGTERM and SIGUSR1, in the main thread only; ignored signals stay ignored. If another process
+        fails and this one does not leave its step within five seconds, it is ended with exit code 1.
         """
         if signals and threading.current_thread() is threading.main_thread():
             for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
                 before = signal.getsignal(number)
-                # None is a handler that is not Python's and could not be put back.
+                # None is a handler that was not set from Python and could not be restored.
                 if before is not signal.SIG_IGN and before is not None:
                     self._handlers[number] = before
                     signal.signal(number, self._on_signal)
         if self.store is not None and self._thread is None:
-            # Its own connection: a client serves one caller at a time. (torch's stubs do not know `clone`.)
+            # A connection of its own: a client serves one caller at a time. (torch's stubs do not know `clone`.)
             store: Any = self.store
-            self._thread = threading.Thread(target=self._listen, args=(store.clone(),), name="stop-switch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._listen, args=(store.clone(),), name="stop-coordinator", daemon=True
+            )
             self._thread.start()
-            # A daemon thread that comes back from C++ while Python exits would abort the process.
+            # A daemon thread that returns from C++ while Python exits would abort the process.
             atexit.register(self.uninstall)
 
     def done(self) -> None:
-        """Say, when the last collective of a run is over, that this process may leave: it is not missed any more."""
+        """Record, after the last collective of a run, that this process may exit without being reported as lost."""
         if self.store is not None:
-            with suppress(Exception):  # the process that holds the store may be the first to leave
+            with suppress(Exception):  # the process that hosts the store may have left first
                 mark_done(self.store, self.rank)
 
     def failed(self) -> None:
-        """Say, first of all in an `except`, that this process knows of an error and is on its way out."""
+        """Record, first in an `except` block, that this process is leaving because of an error."""
         with self._changed:
             self._leaving = True
             self._changed.notify_all()
 
     def uninstall(self) -> None:
-        """Put the former handlers back and stop listening. Does nothing the second time."""
+        """Restore the former signal handlers and stop listening. Does nothing the second time."""
         for number, before in self._handlers.items():
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before)
@@ -149,7 +150,7 @@ class StopCoordinator:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            return  # a forked data worker that has inherited the handler
+            return  # a forked data worker inherited the handler
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
@@ -164,7 +165,7 @@ class StopCoordinator:
 
     @property
     def requested(self) -> bool:
-        """Whether this process knows of a wish to stop. Differs between processes: decide nothing common by it."""
+        """True if this process knows of a request to stop. Differs between processes: base no common decision on it."""
         return self._alert
 
     def request(self, reason: str) -> None:
@@ -180,14 +181,14 @@ class StopCoordinator:
 
     @property
     def boundaries(self) -> int:
-        """How many boundaries this process has come to."""
+        """Number of boundaries that this process has reached."""
         return self._boundary
 
     def check(self, step: int) -> str | None:
-        """The reason to stop here, the same on all processes; None to go on.
+        """Return the reason to stop here, the same on all processes; None to continue.
 
         Args:
-            step: steps done, for the error message.
+            step: number of steps done, for the error message.
 
         Raises:
             TrainerError: another process failed, or did not answer in time, or the store is gone.
@@ -199,10 +200,10 @@ class StopCoordinator:
         return self._decide(step)
 
     def finish(self, step: int) -> str | None:
-        """The last boundary, once per run on every process, when the loop has ended by itself or by a stop.
+        """Pass the last boundary, once per run on every process, when the loop has ended by itself or by a stop.
 
-        Waits for the other processes, so that all know the same about a request that came at the very end, and so
-        that none goes away while another still needs its answer.
+        Waits for the other processes, so that all agree about a request that came at the very end, and so that none
+        leaves while another still needs its answer.
 
         Returns:
             The reason if a stop was requested before the last process came here, the same on all; else None.
@@ -230,7 +231,7 @@ class StopCoordinator:
             return self._reason if self._agreed is not None and self._boundary >= self._agreed else None
 
     def _wait(self, ready: Callable[[], bool], step: int) -> None:
-        """Until the listening thread has brought it about. The lock is held."""
+        """Wait, with the lock held, until the listening thread has made `ready` true."""
         self._waiting_since = time.monotonic()
         try:
             while not ready():
@@ -240,17 +241,17 @@ class StopCoordinator:
         finally:
             self._waiting_since = None
 
-    # -- the thread that talks to the others -------------------------------------------------------
+    # -- the thread that talks to the other processes -------------------------------------------------------
 
     def _listen(self, store: Store) -> None:
-        siblings = None
+        monitor = None
         try:
-            siblings = LocalProcessMonitor(store, self.rank, self.world_size)
+            monitor = LocalProcessMonitor(store, self.rank, self.world_size)
             while not self._closed:
                 with self._changed:
-                    # Before the look at requests: what was asked before the end is announced before it.
+                    # Read before the requests, so that a request made before the end is announced before it.
                     ending = self._ending and not self._ended
-                siblings.look()
+                monitor.poll()
                 failed = first_failure(store)
                 if failed is not None:
                     self._follow(store, failed)
@@ -260,21 +261,21 @@ class StopCoordinator:
                     self._end(store)
                 self._pause()
         except Exception as error:
-            # A store that is gone disturbs only those who need it: a run that nobody stops goes on.
+            # A lost store matters only to processes that need it: a run without a request goes on.
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
         finally:
-            if siblings is not None:
-                siblings.close()
+            if monitor is not None:
+                monitor.close()
 
     def _follow(self, store: Store, failed: int) -> None:
-        """Rank `failed` did: tell the main thread, and end the process if that is stuck."""
+        """Notify the main thread that rank `failed` failed, and end the process if the main thread is stuck."""
         with self._changed:
             self._alert = True
             self._error = TrainerError(f"rank {failed} failed")
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._leaving or self._closed, _STUCK_PATIENCE_S)
+            self._changed.wait_for(lambda: self._leaving or self._closed, _STUCK_TIMEOUT_S)
             if self._leaving or self._closed:
                 return
         with suppress(Exception):
@@ -288,7 +289,7 @@ class StopCoordinator:
                 self._changed.wait(self._fast_interval if busy else self._interval)
 
     def _announce(self, store: Store) -> None:
-        """Tell about a request of this process, answer one of another, look for the answers of all."""
+        """Publish a request of this process, answer one of another, collect the answers of all."""
         if self._agreed is not None:
             return
         wanted = self._wanted
@@ -313,19 +314,19 @@ class StopCoordinator:
                 self._agreed = max(answers)
                 self._changed.notify_all()
         else:
-            self._check_patience(store, keys, self._timeout)
+            self._check_timeout(store, keys, self._timeout)
 
     def _end(self, store: Store) -> None:
-        """Say that this process is at the end; rank 0, once all are, fixes what is known about a request."""
+        """Record that this process is at the end; once all are, rank 0 fixes the final answer about a request."""
         store.set(f"end/{self.rank}", "1")
         keys = [f"end/{rank}" for rank in range(self.world_size)]
         if self.rank == 0 and not store.check(["decision"]):
             if not store.check(keys):
-                self._check_patience(store, keys, _END_PATIENCE_S)
+                self._check_timeout(store, keys, _END_TIMEOUT_S)
                 return
             store.set("decision", store.get("request").decode() if store.check(["request"]) else "")
         if not store.check(["decision"]):
-            self._check_patience(store, keys, _END_PATIENCE_S)
+            self._check_timeout(store, keys, _END_TIMEOUT_S)
             return
         decision = store.get("decision").decode()
         read = store.add("read", 1)
@@ -338,18 +339,18 @@ class StopCoordinator:
             self._reason = decision or None
             self._changed.notify_all()
 
-    def _check_patience(self, store: Store, keys: list[str], patience: float) -> None:
+    def _check_timeout(self, store: Store, keys: list[str], timeout: float) -> None:
         since = self._waiting_since
-        if since is not None and time.monotonic() - since > patience:
+        if since is not None and time.monotonic() - since > timeout:
             silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise TrainerError(f"no answer from rank {', '.join(silent)} in {patience:.0f} s")
+            raise TrainerError(f"no answer from rank {', '.join(silent)} in {timeout:.0f} s")
 
 
 def ignore_signals_in_worker() -> None:
-    """Call this in every DataLoader worker, first of all: the signals that stop a run are for the main process.
+    """Ignore the signals that stop a run; for DataLoader workers, called first of all.
 
-    A terminal, and torchrun, send them to data workers as well; torch's own handler would end the worker, and with
-    it the step that is to be finished. A worker still ends when its own main process terminates it.
+    Terminals and torchrun send these signals to data workers as well. torch's own handler would end the worker, and
+    with it the step that is to be finished. A worker still ends when its main process terminates it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGUSR1"):
@@ -368,8 +369,8 @@ def ignore_signals_in_worker() -> None:
 
 
 def _own_keys(store: Store, rank: int) -> Store:
-    """The part of the store that belongs to this switch: the n-th of every process share one."""
-    from torch.distributed.distributed_c10d import PrefixStore  # not there in a torch built without distributed
+    """Return the part of the store for this coordinator: the n-th coordinators of all processes share one."""
+    from torch.distributed.distributed_c10d import PrefixStore  # missing in a torch built without distributed
 
     common = PrefixStore(f"trainer/attempt{attempt()}", store)
     number = common.add(f"switches/{rank}", 1)

@@ -1,4 +1,4 @@
-"""Watchdog: when a run of several processes gets stuck, show where each of them stands, and end them."""
+"""When a run of several processes hangs, show where each process stands, and end them all."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.failure import first_failure, write_error
-from trainer.fault_tolerance.patience import TRAINING, LearntLimit
 from trainer.fault_tolerance.process_monitor import mark_done
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_PATIENT_S = 1800.0
+_SLOW_LIMIT_S = 1800.0
 """The least limit while `allow_slow`: as long as a collective waits."""
-_EXPIRED, _TOLD = "watchdog/expired", "watchdog/told"
+_EXPIRED, _REPORTED = "watchdog/expired", "watchdog/reported"
 
 
 class Watchdog:
-    """A thread in every process that looks whether the main thread still gets on.
+    """A thread in every process that checks that the main thread makes progress.
 
-    The main thread only increments `heartbeats`. When one process has not done so for the limit, it says so in the
-    store; then all of them print the stacks of their Python threads to stderr, the first one says who is behind, and
-    all end with exit code 1. A process that cannot even do that, because something holds the interpreter's lock, is
-    ended by `faulthandler`, which prints its stacks as well.
+    The main thread only increments `heartbeats`. A process without a heartbeat for the limit says so in the store;
+    then all processes print the stacks of their Python threads to stderr, the first one names the rank that is behind,
+    and all end with exit code 1. A process that cannot even do that, because something holds the interpreter's lock,
+    is ended by `faulthandler`, which prints its stacks as well.
     """
 
     def __init__(self) -> None:
         self.heartbeats = 0
-        """Signs of life. All processes pass the same places in the same order: the one with the fewest is behind."""
+        """All processes pass the same places in the same order: the one with the fewest heartbeats is behind."""
         self.allow_slow = True
-        """Whether something is in progress that may take long: the first step (compilation), a checkpoint, the end."""
+        """True during what may take longer than a step: the first step (compilation), a checkpoint, the end."""
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -50,34 +49,32 @@ class Watchdog:
         store: Store | None,
         rank: int,
         world_size: int,
-        limit: float | Literal["auto"] | None,
+        limit: float | None,
         step: Callable[[], int],
-        meeting: CollectiveCheck | None = None,
-        moment: Callable[[], str] = lambda: TRAINING,
+        collective_check: CollectiveCheck | None = None,
     ) -> None:
-        """Begin to watch; does nothing for a single process (`store` None) or without a limit.
+        """Start to watch; do nothing for a single process (`store` None) or without a limit.
 
         Args:
             store: shared by the processes of this run (`StopCoordinator.store`).
             rank, world_size: of this process.
-            limit: seconds without a beat that are too long; "auto": learnt, see `LearntLimit`.
-            step: gives the number of steps done.
-            meeting: what the thread answers for, while it is there.
-            moment: gives what the run is doing, for a limit that is learnt.
+            limit: seconds without a heartbeat after which the run counts as hung.
+            step: returns the number of steps done.
+            collective_check: publish its progress, too.
         """
         self.allow_slow = True
         if store is None or limit is None:
             return
         self._closed = threading.Event()
         own: Any = store  # torch's stubs do not know `clone`
-        watch = _WatchThread(self, own.clone(), rank, world_size, limit, step, self._closed, meeting, moment)
+        watch = _WatchThread(self, own.clone(), rank, world_size, limit, step, self._closed, collective_check)
         self._thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
         self._thread.start()
-        # A daemon thread that comes back from C++ while Python exits would abort the process.
+        # A daemon thread that returns from C++ while Python exits would abort the process.
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Watch no longer. Does nothing the second time."""
+        """Stop watching. Does nothing the second time."""
         if self._thread is not None:
             self._closed.set()
             self._thread.join(timeout=2.0)
@@ -87,7 +84,7 @@ class Watchdog:
 
 
 class _WatchThread:
-    """What the thread does."""
+    """The work of the watchdog's thread."""
 
     def __init__(
         self,
@@ -95,50 +92,44 @@ class _WatchThread:
         store: Store,
         rank: int,
         world_size: int,
-        limit: float | Literal["auto"],
+        limit: float,
         step: Callable[[], int],
         closed: threading.Event,
-        meeting: CollectiveCheck | None,
-        moment: Callable[[], str],
+        collective_check: CollectiveCheck | None,
     ) -> None:
         self._watchdog = watchdog
         self._store = store
         self._rank, self._world_size = rank, world_size
-        self._learnt = LearntLimit(_PATIENT_S) if limit == "auto" else None
-        self._limit = _PATIENT_S if limit == "auto" else limit
+        self._limit = limit
         self._step = step
         self._closed = closed
-        self._meeting = meeting
-        self._moment = moment
-        self._interval = min(2.0, self._limit / 10)
+        self._collective_check = collective_check
+        self._interval = min(2.0, limit / 10)
         self._since = time.monotonic()
 
     def run(self) -> None:
         try:
             self._run()
         except Exception:
-            # Without the store (its process is gone) nothing can be found out; who needs it will say so.
+            # Without the store (its process is gone) nothing can be found out; processes that need it will fail.
             faulthandler.cancel_dump_traceback_later()
 
     def _run(self) -> None:
-        seen = (-1, True, self._moment())
+        seen = (-1, True)
         while True:
-            now = (self._watchdog.heartbeats, self._watchdog.allow_slow, self._moment())
+            now = (self._watchdog.heartbeats, self._watchdog.allow_slow)
             if now != seen:
-                if self._learnt is not None:
-                    self._learnt.seen(seen[2], seen[1], time.monotonic() - self._since)
                 seen, self._since = now, time.monotonic()
-            limit = self._limit if self._learnt is None else self._learnt.limit(now[2], now[1])
-            limit = max(limit, _PATIENT_S) if now[1] else limit
-            # The file descriptor, because sys.stderr may be something without one.
+            limit = max(self._limit, _SLOW_LIMIT_S) if self._watchdog.allow_slow else self._limit
+            # The file descriptor, because sys.stderr may be an object without one.
             faulthandler.dump_traceback_later(limit + 3 * self._interval, file=2, exit=True)
             if self._closed.wait(self._interval):
                 return
             if first_failure(self._store) is not None:
-                continue  # it ends already
-            if self._meeting is not None:
-                self._meeting.answer(self._store)
-            if time.monotonic() - self._since > limit and now[:2] == (
+                continue  # the run is ending already
+            if self._collective_check is not None:
+                self._collective_check.publish_progress(self._store)
+            if time.monotonic() - self._since > limit and seen == (
                 self._watchdog.heartbeats,
                 self._watchdog.allow_slow,
             ):
@@ -147,7 +138,7 @@ class _WatchThread:
                 self._end()
 
     def _end(self) -> None:
-        """Show where this process stands, wait until all have done so, and leave."""
+        """Print where this process stands, wait until all processes have done so, and exit."""
         faulthandler.cancel_dump_traceback_later()
         try:
             rank, limit = self._store.get(_EXPIRED).decode().split()
@@ -156,14 +147,14 @@ class _WatchThread:
             head = f"rank {self._rank} of {self._world_size}, {silent:.0f} s after its last sign of life:\n"
             write_error(head + stacks())
             self._store.set(f"watchdog/{self._rank}", json.dumps(state))
-            # An exit of one process makes whoever started it end the others.
+            # The launcher ends the other processes as soon as one exits.
             deadline = time.monotonic() + 3 * self._interval + 3.0
             if self._rank == int(rank):
                 self._wait_for([f"watchdog/{other}" for other in range(self._world_size)], deadline)
                 write_error(self._report(float(limit)))
-                self._store.set(_TOLD, "1")
+                self._store.set(_REPORTED, "1")
             else:
-                self._wait_for([_TOLD], deadline + 1.0)
+                self._wait_for([_REPORTED], deadline + 1.0)
         finally:
             with suppress(Exception):
                 mark_done(self._store, self._rank)
@@ -188,8 +179,7 @@ class _WatchThread:
             who = f"{_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
         else:
             who = "No rank is behind the others; the stacks above show what each one waits for."
-        how = "watchdog_seconds" if self._learnt is None else "watchdog_seconds='auto', learnt from this run"
-        lines = [f"the run hangs: no progress for {limit:g} s ({how}). {who}"]
+        lines = [f"the run hangs: no progress for {limit:g} s (watchdog_seconds). {who}"]
         shown = sorted(states, key=lambda rank: (states[rank]["heartbeats"], rank))[:16]
         lines += [
             f"  rank {rank}: {states[rank]['step']} steps done, last sign of life {states[rank]['silent']:.1f} s ago, "
@@ -202,9 +192,9 @@ class _WatchThread:
 
 
 def stacks() -> str:
-    """The stacks of all Python threads but the calling one, the main thread first.
+    """Return the stacks of all Python threads except the calling one, the main thread first.
 
-    Without the source lines: reading them could hang, too, on the very file system that hangs.
+    The source lines are left out: reading them could hang as well, on a file system that hangs.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -218,7 +208,7 @@ def stacks() -> str:
 
 
 def _where() -> str:
-    """What the main thread is in: the innermost call that is neither torch's nor Python's own."""
+    """Return the innermost call of the main thread that is in neither torch nor the standard library."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "an unknown place"
@@ -234,7 +224,7 @@ def _folder_of(package: str) -> str | None:
 
 
 def _walk(frame: FrameType | None) -> list[FrameType]:
-    """From the innermost call outwards."""
+    """Return the frames from the innermost call outwards."""
     found = []
     while frame is not None:
         found.append(frame)

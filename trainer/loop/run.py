@@ -20,7 +20,6 @@ from trainer.errors import ConfigError, unknown_name_error
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.file_lock import FolderLock
-from trainer.fault_tolerance.patience import TRAINING
 from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.loop.accumulation import Divisor, checked_loss
@@ -185,15 +184,6 @@ class RunState:
         raise ConfigError("trainer.should_stop cannot be set: call trainer.stop('why'), and give the reason.")
 
     @property
-    def moment(self) -> str:
-        """What the run is doing, as the watchdog's thread tells apart what may take its own time."""
-        if self.evaluating:
-            return "evaluation"
-        if self.progress.epoch_ended or self.progress.batch == self.num_training_batches:
-            return "end of an epoch"
-        return "start of an epoch" if self.progress.batch == 0 else TRAINING
-
-    @property
     def evaluating(self) -> bool:
         """Whether validation or test is in progress."""
         return self.validating or self.stage == "test"
@@ -304,7 +294,7 @@ class RunState:
         """
         if self.meeting is not None:
             code = sys._getframe(2).f_code
-            self.meeting.meet(f"{what} (in {Path(code.co_filename).name}, {code.co_name})")
+            self.meeting.wait_for_all(f"{what} (in {Path(code.co_filename).name}, {code.co_name})")
 
     def print(
         self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True

@@ -301,9 +301,7 @@ def _start_watching(trainer: Trainer) -> None:
         trainer.meeting = CollectiveCheck(
             switch.store, rank, world_size, lambda: trainer.metrics.window + 10**9 * trainer.shutting_down
         )
-    trainer.watchdog.start(
-        switch.store, rank, world_size, limit, lambda: trainer.global_step, trainer.meeting, lambda: trainer.moment
-    )
+    trainer.watchdog.start(switch.store, rank, world_size, limit, lambda: trainer.global_step, trainer.meeting)
     if trainer.deadline is not None and trainer.stage == "fit":
         trainer.deadline.start(switch)
 
