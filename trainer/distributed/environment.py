@@ -1,4 +1,4 @@
-"""Which process this is, read from the variables of whatever started it."""
+"""Detect the place of this process in the run, from the variables of the program that started it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from trainer.distributed import slurm
 from trainer.errors import ConfigError, raise_problems
 
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OF_MACHINE = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _REQUIRED = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 _SOURCE = "TRAINER_SOURCE"
-"""Set by `Environment.export`: who had said so before torchrun's variables did."""
+"""Set by `Environment.export`: the source before torchrun's variables were set."""
 _HOW = (
     "Start with torchrun, which sets all of them, or unset them (unset RANK LOCAL_RANK WORLD_SIZE "
     "LOCAL_WORLD_SIZE) to run as a single process."
@@ -31,137 +30,138 @@ class Environment:
 
     rank: int = 0
     local_rank: int = 0
-    """The number of this process on its own machine."""
+    """Rank among the processes of this machine."""
     world_size: int = 1
     local_world_size: int = 1
-    """Processes on this machine."""
+    """Number of processes on this machine."""
     node_rank: int = 0
     num_nodes: int = 1
     source: str = "single process"
-    """Who said so: a name of `SOURCES`, or `"single process"`. Our own launcher sets torchrun's variables."""
+    """The program that set the variables, or `"single process"`. Our own launcher sets torchrun's variables."""
     restart_count: int = 0
     """How often torchrun has restarted the processes (`--max-restarts`)."""
     master_addr: str = ""
-    """Where the processes meet; empty for a single process."""
+    """Address of the rendezvous; empty for a single process."""
     master_port: int = 0
     nproc_flag: str = "--nproc-per-node"
-    """What to type to the starting program for so many processes on a machine."""
+    """The option of the starting program for the number of processes on a machine."""
 
     def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Set torchrun's variables, so that all libraries in this process read the same place from them."""
-        if self.source in ("single process", "torchrun", "Ray Train"):
+        if self.source in ("single process", *_OF_TORCHRUN):
             return
-        environ.update(
-            {
-                "RANK": str(self.rank),
-                "LOCAL_RANK": str(self.local_rank),
-                "WORLD_SIZE": str(self.world_size),
-                "LOCAL_WORLD_SIZE": str(self.local_world_size),
-                "GROUP_RANK": str(self.node_rank),
-                "GROUP_WORLD_SIZE": str(self.num_nodes),
-                "MASTER_ADDR": self.master_addr,
-                "MASTER_PORT": str(self.master_port),
-                _SOURCE: self.source,
-            }
-        )
+        place = (self.rank, self.local_rank, self.world_size, self.local_world_size, self.master_addr, self.master_port)
+        environ.update(zip(_REQUIRED, map(str, place), strict=True))
+        environ.update(GROUP_RANK=str(self.node_rank), GROUP_WORLD_SIZE=str(self.num_nodes))
+        environ[_SOURCE] = self.source
 
 
 @dataclass(frozen=True)
 class Source:
-    """One way to be started, and the variables that tell."""
+    """A program that starts processes, and the variables that it sets."""
 
     name: str
     decides: str
-    """In words: when it is the one."""
+    """The condition under which it is the one, in words."""
     variables: tuple[str, ...]
-    """What it reads."""
     read: Callable[[Mapping[str, str]], Environment | str]
-    """The place of this process, or why this is not the one; ConfigError if its variables contradict each other."""
+    """Returns the place of this process, or why this is not the source; ConfigError if its variables disagree."""
 
 
 def detect_environment(environ: Mapping[str, str] = os.environ) -> Environment:
-    """The first of `SOURCES` that recognises its variables; a single process if there is none.
+    """Read the variables of the first of `SOURCES` that recognises them; without one, this is a single process.
 
     Raises:
         ConfigError: the variables are incomplete or contradict each other.
     """
     environment = next((found for s in SOURCES if isinstance(found := s.read(environ), Environment)), None)
     if environment is None:
-        raise_problems([*_some_of_torchruns(environ), *_some_of_mpiruns(environ)], "the environment")
+        raise_problems([*_incomplete_torchrun(environ), *_incomplete_mpirun(environ)], "the environment")
         return Environment()
     if environment.source not in _OF_TORCHRUN:
         raise_problems(_disagreements(environment, environ), "the environment")
     return environment
 
 
-def _some_of_torchruns(environ: Mapping[str, str]) -> list[str]:
-    """Some of torchrun's variables, but not all of them, where no other source decides."""
+def _incomplete_torchrun(environ: Mapping[str, str]) -> list[str]:
+    """Report some but not all of torchrun's variables, where no source decides."""
     given = {name: environ[name] for name in _REQUIRED if environ.get(name)}
     # As Kubeflow sets them in the only pod of a job.
     alone = given.get("WORLD_SIZE") == "1" and given.get("RANK", "0") == "0"
-    if (alone and not given.keys() & set(_OF_MACHINE)) or not given.keys() & set(_PLACE[:3]):
+    if (alone and not given.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) or not given.keys() & set(_PLACE[:3]):
         return []
-    seen = ", ".join(f"{name}={value}" for name, value in given.items())
-    return [f"{seen} set, but not {', '.join(name for name in _REQUIRED if name not in given)}. {_HOW}"]
+    return [f"{_shown(given)} set, but not {', '.join(name for name in _REQUIRED if name not in given)}. {_HOW}"]
 
 
-def _some_of_mpiruns(environ: Mapping[str, str]) -> list[str]:
-    """Variables of mpirun that tell of several processes, without those that tell the place on the machine."""
+def _incomplete_mpirun(environ: Mapping[str, str]) -> list[str]:
+    """Report variables of mpirun for several processes without those for the place on the machine."""
     problems = []
-    for _, start, names in _MPI:
-        size_name = names[1][0]
+    for mpi in _MPI:
         number = _Numbers(environ)
+        size_name = mpi.names[1][0]
         size = number(size_name, default=1)
         # Slurm's own PMI sets these too, and Slurm was asked: this is an interactive shell in a step.
         of_slurm = environ.get("SLURM_STEP_ID") and environ.get("SLURM_STEP_NUM_TASKS") == environ.get(size_name)
-        missing = [" or ".join(choice) for choice in names if not any(environ.get(name) for name in choice)]
+        missing = [" or ".join(choice) for choice in mpi.names if not any(environ.get(name) for name in choice)]
         problems += number.problems
         if size > 1 and missing and not (size_name.startswith("PMI_") and of_slurm):
-            given = {name: environ[name] for choice in names for name in choice if environ.get(name)}
+            given = {name: environ[name] for choice in mpi.names for name in choice if environ.get(name)}
             problems.append(
-                f"{', '.join(f'{name}={value}' for name, value in given.items())} set, but not {', '.join(missing)}: "
-                f"one of {size} processes, and nothing says which of this machine. Start with {start}, which sets all "
-                f"of them, or with torchrun, or unset them (unset {' '.join(given)}) to run as a single process."
+                f"{_shown(given)} set, but not {', '.join(missing)}: one of {size} processes, and nothing says which "
+                f"of this machine. Start with {mpi.start}, which sets all of them, or with torchrun, or unset them "
+                f"(unset {' '.join(given)}) to run as a single process."
             )
     return problems
 
 
 def _disagreements(environment: Environment, environ: Mapping[str, str]) -> list[str]:
-    """Some of torchrun's variables beside another source that decides: they have to say the same."""
-    said = (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size)
+    """Report variables of torchrun that differ from the source that decides."""
+    place = (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size)
     return [
         f"{name}={environ[name]} is set, but {environment.source} says {value}. Unset {name}, or set all of "
         f"{', '.join(_REQUIRED)} to decide by them."
-        for name, value in zip(_PLACE, said, strict=True)
+        for name, value in zip(_PLACE, place, strict=True)
         if (environ.get(name) or str(value)) != str(value)
     ]
 
 
+def _shown(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items())
+
+
 class _Numbers:
-    """Whole numbers among the variables; what cannot be read is collected."""
+    """Read whole numbers from the variables, and collect the problems. `how`: the advice at the end of each."""
 
     def __init__(self, environ: Mapping[str, str], how: str = "") -> None:
         self._environ = environ
         self._how = how
+        self._read: dict[str, int] = {}
         self.problems: list[str] = []
 
     def __call__(self, name: str, default: int = 0) -> int:
         text = self._environ.get(name, "") or str(default)
         if not text.isdecimal():
-            self.problems.append(f"{name}={text!r} is not a whole number from 0. {self._how}".rstrip())
-            return default
-        return int(text)
+            self.add(f"{name}={text!r} is not a whole number from 0.")
+        self._read[name] = int(text) if text.isdecimal() else default
+        return self._read[name]
 
-    def below(self, name: str, value: int, limit_name: str, limit: int) -> None:
-        if value >= limit:
-            self.problems.append(f"{name}={value} must be smaller than {limit_name}={limit}. {self._how}".rstrip())
+    def add(self, problem: str) -> None:
+        self.problems.append(f"{problem} {self._how}".rstrip())
+
+    def below(self, name: str, limit: str) -> None:
+        """Require that one variable that was read is smaller than another."""
+        if self._read[name] >= self._read[limit]:
+            self.add(f"{name}={self._read[name]} must be smaller than {limit}={self._read[limit]}.")
 
     def port(self, default: int = 29500) -> int:
-        """MASTER_PORT, or `default` where it is not set."""
+        """Return MASTER_PORT, or `default` where it is not set."""
         port = self("MASTER_PORT", default)
         if not 1 <= port <= 65535:
             self.problems.append(f"MASTER_PORT={port} is not a port: give all processes the same one from 1 to 65535.")
         return port
+
+    def check(self, where: str = "the environment") -> None:
+        raise_problems(self.problems, where)
 
 
 def _torchrun(environ: Mapping[str, str]) -> Environment | str:
@@ -170,43 +170,29 @@ def _torchrun(environ: Mapping[str, str]) -> Environment | str:
     if missing:
         return f"{', '.join(missing)} not set"
     number = _Numbers(environ, _HOW)
-    rank, local_rank = number("RANK"), number("LOCAL_RANK")
-    world_size, local_world_size = number("WORLD_SIZE"), number("LOCAL_WORLD_SIZE")
+    rank, local_rank, size, local_size = map(number, _PLACE)
     if not number.problems:
-        number.below("RANK", rank, "WORLD_SIZE", world_size)
-        number.below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+        number.below("RANK", "WORLD_SIZE")
+        number.below("LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if not number.problems and local_rank > rank:
-            number.problems.append(
+            number.add(
                 f"LOCAL_RANK={local_rank} must not be larger than RANK={rank}: the ranks of a machine are counted "
-                f"from 0, among those of all. {_HOW}"
+                "from 0, among those of all."
             )
-        if local_world_size > world_size:
-            number.problems.append(
-                f"LOCAL_WORLD_SIZE={local_world_size} must not be larger than WORLD_SIZE={world_size}. {_HOW}"
-            )
+        if local_size > size:
+            number.add(f"LOCAL_WORLD_SIZE={local_size} must not be larger than WORLD_SIZE={size}.")
     port = number.port()
-    raise_problems(number.problems, "the environment")
+    number.check()
     node_name = "GROUP_RANK" if environ.get("GROUP_RANK") else "NODE_RANK"
-    node_rank = number(node_name, default=rank // local_world_size)
-    num_nodes = number("GROUP_WORLD_SIZE", default=-(-world_size // local_world_size))
-    if not number.problems and not 1 <= num_nodes <= world_size:
-        number.problems.append(f"GROUP_WORLD_SIZE={num_nodes} must be from 1 to WORLD_SIZE={world_size}. {_HOW}")
+    node, nodes = number(node_name, rank // local_size), number("GROUP_WORLD_SIZE", -(-size // local_size))
+    if not number.problems and not 1 <= nodes <= size:
+        number.add(f"GROUP_WORLD_SIZE={nodes} must be from 1 to WORLD_SIZE={size}.")
     elif environ.get("GROUP_WORLD_SIZE") and environ.get(node_name):
-        number.below(node_name, node_rank, "GROUP_WORLD_SIZE", num_nodes)
-    environment = Environment(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        source="torchrun" if environ.get("TORCHELASTIC_RUN_ID") else environ.get(_SOURCE) or "torchrun",
-        restart_count=number("TORCHELASTIC_RESTART_COUNT"),
-        master_addr=environ["MASTER_ADDR"],
-        master_port=port,
-    )
-    raise_problems(number.problems, "the environment")
-    return environment
+        number.below(node_name, "GROUP_WORLD_SIZE")
+    restarts = number("TORCHELASTIC_RESTART_COUNT")
+    number.check()
+    source = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else environ.get(_SOURCE) or "torchrun"
+    return Environment(rank, local_rank, size, local_size, node, nodes, source, restarts, environ["MASTER_ADDR"], port)
 
 
 def _ray(environ: Mapping[str, str]) -> Environment | str:
@@ -220,36 +206,37 @@ def _ray(environ: Mapping[str, str]) -> Environment | str:
     return Environment(**{**vars(found), "source": "Ray Train", "nproc_flag": "ScalingConfig(num_workers=...)"})
 
 
-def _mpi(name: str, start: str, names: tuple[tuple[str, ...], ...]) -> Source:
-    """A flavour of mpirun: its variables for rank, size, local rank and local size, each under one of some names."""
+@dataclass(frozen=True)
+class _Mpi:
+    """An implementation of MPI, and the names of its variables: the first one set counts."""
 
-    def read(environ: Mapping[str, str]) -> Environment | str:
-        found = [next((n for n in choice if environ.get(n)), "") for choice in names]
-        missing = [choice[0] for choice, n in zip(names, found, strict=True) if not n]
-        number = _Numbers(environ)
+    name: str
+    start: str
+    names: tuple[tuple[str, ...], ...]
+    """Of rank, size, local rank and local size."""
+
+    def read(self, environ: Mapping[str, str]) -> Environment | str:
+        found = [next((n for n in choice if environ.get(n)), "") for choice in self.names]
+        missing = [choice[0] for choice, name in zip(self.names, found, strict=True) if not name]
         if missing:
             alone = environ.get(found[0]) == "0" and environ.get(found[1]) == "1"
             return "a single process" if alone else f"{', '.join(missing)} not set"
+        number = _Numbers(environ)
         rank, size, local_rank, local_size = map(number, found)
-        number.below(found[0], rank, found[1], size)
-        number.below(found[2], local_rank, found[3], local_size)
-        port = number.port(_port_of(environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or "mpi"))
+        number.below(found[0], found[1])
+        number.below(found[2], found[3])
+        port = number.port(_port_of_job(environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or "mpi"))
         address = environ.get("MASTER_ADDR") or ("127.0.0.1" if size == local_size else "")
         if not address:
-            number.problems.append(
-                f"{start} started {size} processes, {local_size} of them here, and MASTER_ADDR is not set: give the "
-                "name of the machine with rank 0, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`."
+            number.add(
+                f"{self.start} started {size} processes, {local_size} of them here, and MASTER_ADDR is not set: give "
+                "the name of the machine with rank 0, as in `mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500 ...`."
             )
-        raise_problems(number.problems, "the environment")
+        number.check()
         if size == 1:
             return "a single process"
-        nodes = -(-size // local_size)
-        node = rank // local_size
-        return Environment(rank, local_rank, size, local_size, node, nodes, start, 0, address, port, "mpirun -n")
-
-    flat = tuple(n for choice in names for n in choice)
-    decides = f"{', '.join(choice[0] for choice in names)} are all set, and {names[1][0]} > 1"
-    return Source(name, decides, flat, read)
+        node, nodes = rank // local_size, -(-size // local_size)
+        return Environment(rank, local_rank, size, local_size, node, nodes, self.start, 0, address, port, "mpirun -n")
 
 
 def _slurm(environ: Mapping[str, str]) -> Environment | str:
@@ -267,25 +254,24 @@ def _slurm(environ: Mapping[str, str]) -> Environment | str:
     # A step started from such a shell inherits the variable, but not the terminal.
     if environ.get("SLURM_PTY_PORT") and at_a_terminal():
         return "an interactive shell (SLURM_PTY_PORT, and a terminal): not a task of a step"
-    rank, local_rank, node = number("SLURM_PROCID"), number("SLURM_LOCALID"), number("SLURM_NODEID")
-    number.below("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
+    rank, local_rank, node = map(number, ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"))
+    number.below("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or str(size)
     # Compared before it is written out: 2(x1000000000000) would fill the memory.
     too_many = re.search(r"\d{7}", tasks) or sum(map(int, re.findall(r"\(x(\d+)\)", tasks))) > size
     counts = [] if too_many else slurm.tasks_per_node(tasks)
     if node >= len(counts) or sum(counts) != size:
-        number.problems.append(
+        number.add(
             f"SLURM_NODEID={node} and SLURM_STEP_NUM_TASKS={size} do not fit SLURM_STEP_TASKS_PER_NODE={tasks}: they "
             "are not of one step. Start with srun, which sets all of them."
         )
     elif rank != sum(counts[:node]) + local_rank:
-        number.problems.append(
+        number.add(
             f"SLURM_PROCID={rank} is task {local_rank} of node {node}: the tasks are not in the order of the nodes. "
             "Start with srun --distribution=block."
         )
-    job = environ["SLURM_JOB_ID"]
-    port = number.port(_port_of(f"{job}.{environ['SLURM_STEP_ID']}"))
-    raise_problems(number.problems, "Slurm's variables")
+    port = number.port(_port_of_job(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"))
+    number.check("Slurm's variables")
     nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = environ.get("MASTER_ADDR") or slurm.hosts(nodelist)[0]
     return Environment(
@@ -314,67 +300,60 @@ def _kubeflow(environ: Mapping[str, str]) -> Environment | str:
         raise ConfigError(f"PET_NNODES={nodes} is set, but not {', '.join(missing)}: {start}")
     number = _Numbers(environ)
     rank, size, port = number("RANK"), number("WORLD_SIZE"), number.port()
-    number.below("RANK", rank, "WORLD_SIZE", size)
-    raise_problems(number.problems, "Kubeflow's variables")
+    number.below("RANK", "WORLD_SIZE")
+    number.check("Kubeflow's variables")
     return Environment(rank, 0, size, 1, rank, size, "Kubeflow", 0, environ["MASTER_ADDR"], port)
 
 
-def _port_of(job: str) -> int:
-    """The same port for all processes of a job, below those that the kernel gives away."""
+def _port_of_job(job: str) -> int:
+    """Return the same port for all processes of a job, below the kernel's ephemeral ports."""
     return 20000 + zlib.crc32(job.encode()) % 10000
 
 
 def at_a_terminal() -> bool:
-    """Whether somebody types into this process's standard input."""
+    """Return True if this process's standard input is a terminal."""
     return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()
 
 
 _OF_TORCHRUN = ("torchrun", "Ray Train")
 
-_MPI: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
-    (
-        "Open MPI",
-        "mpirun (Open MPI)",
-        tuple((f"OMPI_COMM_WORLD_{n}",) for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    (
-        "MVAPICH",
-        "mpirun (MVAPICH)",
-        tuple((f"MV2_COMM_WORLD_{n}",) for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    (
+
+_PLACE_OF_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_MPI = (
+    _Mpi("Open MPI", "mpirun (Open MPI)", tuple((f"OMPI_COMM_WORLD_{name}",) for name in _PLACE_OF_MPI)),
+    _Mpi("MVAPICH", "mpirun (MVAPICH)", tuple((f"MV2_COMM_WORLD_{name}",) for name in _PLACE_OF_MPI)),
+    _Mpi(
         "MPICH",
         "mpirun (PMI)",
         (("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
     ),
 )
-"""The arguments of `_mpi`, one row for each flavour."""
 
-SOURCES: tuple[Source, ...] = (
+SOURCES = (
     Source("Ray Train", "RAY_JOB_ID and all of torchrun's are set", ("RAY_JOB_ID", *_REQUIRED), _ray),
     Source(
         "torchrun", f"{', '.join(_REQUIRED)} are all set", (*_REQUIRED, "GROUP_RANK", "GROUP_WORLD_SIZE"), _torchrun
     ),
     Source("Kubeflow", "PET_NNODES > 1", ("PET_NNODES", "PET_NPROC_PER_NODE", "RANK", "WORLD_SIZE"), _kubeflow),
-    *(_mpi(*flavour) for flavour in _MPI),
+    *(
+        Source(
+            mpi.name,
+            f"{', '.join(choice[0] for choice in mpi.names)} are all set, and {mpi.names[1][0]} > 1",
+            tuple(name for choice in mpi.names for name in choice),
+            mpi.read,
+        )
+        for mpi in _MPI
+    ),
     Source(
         "Slurm",
         "a task of srun with SLURM_STEP_NUM_TASKS > 1",
         (
-            "SLURM_JOB_ID",
-            "SLURM_STEP_ID",
-            "SLURM_PROCID",
-            "SLURM_LOCALID",
-            "SLURM_NODEID",
-            "SLURM_STEP_NUM_TASKS",
-            "SLURM_STEP_TASKS_PER_NODE",
-            "SLURM_STEP_NODELIST",
-            "SLURM_PTY_PORT",
+            *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_PTY_PORT"),
+            *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
         ),
         _slurm,
     ),
 )
-"""In order: the first that recognises its variables decides. Each raises `ConfigError` if they contradict each other.
-
-The nearest to the process comes first: torchrun may run inside a step of srun, mpirun starts its helpers with srun.
+"""In order of priority: the nearest to the process first. torchrun may run inside a step of srun, and mpirun starts its
+helpers with srun.
 """
