@@ -192,17 +192,21 @@ def test_plain_lines_in_a_log(capfd: pytest.CaptureFixture[str]) -> None:
         assert re.fullmatch(shown, line), line
 
 
-def test_a_log_tells_of_validations_inside_an_epoch_and_of_a_stop(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_has_validations_inside_an_epoch_and_a_stop(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(_Lines, "PAUSE", 0.0)
+    monkeypatch.setattr(_Lines, "update", lambda *args: None)
     fit(val_check_interval=2, max_epochs=9, max_steps=5)
     titles = [line.split(" batches")[0] for line in capfd.readouterr().err.splitlines()]
     assert titles == ["epoch 0/8 validation: 3/3", "epoch 0/8 validation: 3/3", "epoch 0/8: 5/6"]
 
 
-def test_lines_are_bounded_but_the_last_is_told(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(_Lines, "BURST", 3)
+def test_results_of_short_epochs_are_written_now_and_then_and_at_the_end(
+    capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(_Lines, "PAUSE", 1000.0)
     fit(max_epochs=20)
     titles = [line.split(":")[0] for line in capfd.readouterr().err.splitlines()]
-    assert titles == ["epoch 0/19", "epoch 1/19", "epoch 2/19", "epoch 19/19"]
+    assert titles == ["epoch 0/19", "epoch 19/19"]
 
 
 def test_long_epochs_tell_in_between(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
