@@ -13,6 +13,11 @@ class TrainerError(Exception):
 class ConfigError(TrainerError, ValueError):
     """The user asked for something that cannot be: says what was given, what is allowed, what to type."""
 
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = list(problems) or [message]
+        """Each of the problems that the message lists."""
+
 
 class CheckpointError(TrainerError):
     """A checkpoint cannot be written or read: names the file or field."""
@@ -74,7 +79,7 @@ def raise_problems(problems: list[str], subject: str) -> None:
         raise ConfigError(problems[0])
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
-        raise ConfigError(f"{len(problems)} problems in {subject}:\n{lines}")
+        raise ConfigError(f"{len(problems)} problems in {subject}:\n{lines}", problems)
 
 
 TORCH_ERRORS = {

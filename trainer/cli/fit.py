@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli.run import Job, run_verb, table
+from trainer.cli.run import Job, run_command, table
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
         from trainer.cli.dry_run import run as dry_run
 
         return dry_run(arguments)
-    return run_verb("fit", arguments, EXAMPLES, _fit)
+    return run_command("fit", arguments, EXAMPLES, _fit)
 
 
 def _fit(job: Job) -> None:

@@ -54,11 +54,11 @@ class ErrorParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def make_parser(verb: str, summary: str) -> argparse.ArgumentParser:
+def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
     """The parser of the fixed options. No prefix of an option stands for it."""
     parser = ErrorParser(
-        prog=f"trainer {verb}",
-        usage=f"trainer {verb} --config FILE [FILE ...] [OPTIONS]",
+        prog=f"trainer {command}",
+        usage=f"trainer {command} --config FILE [FILE ...] [OPTIONS]",
         description=summary[0].upper() + summary[1:] + ".",
         allow_abbrev=False,
         add_help=False,
@@ -75,7 +75,7 @@ def make_parser(verb: str, summary: str) -> argparse.ArgumentParser:
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint")
     parser.set_defaults(ray=None)
-    if verb == "fit":
+    if command == "fit":
         parser.add_argument("--ray", metavar="NAME=VALUE", nargs="+", help=RAY_HELP)
     return parser
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.cli.run import Job, run_verb
+from trainer.cli.run import Job, run_command
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
@@ -17,7 +17,7 @@ EXAMPLES = """\
 
 def run(arguments: list[str]) -> int:
     """Predict as the arguments say. Returns the exit code."""
-    return run_verb("predict", arguments, EXAMPLES, _predict, prepare=_write_predictions)
+    return run_command("predict", arguments, EXAMPLES, _predict, prepare=_write_predictions)
 
 
 def _write_predictions(configuration: Configuration) -> None:

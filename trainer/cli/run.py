@@ -34,8 +34,8 @@ class Job:
     """The configuration files as they were named."""
 
 
-def run_verb(
-    verb: str,
+def run_command(
+    command: str,
     arguments: list[str],
     examples: str,
     act: Callable[[Job], None],
@@ -48,7 +48,7 @@ def run_verb(
         act: runs it and prints the result.
         prepare: changes the checked configuration before anything is built.
     """
-    parser = make_parser(verb, COMMANDS[verb][1])
+    parser = make_parser(command, COMMANDS[command][1])
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help(), DOTTED_HELP, arguments_help(), f"examples:\n{examples}", sep="\n", end="")
         return 0
@@ -59,7 +59,7 @@ def run_verb(
     try:
         findings = Diagnostics()
         options = parse(parser, arguments, findings)
-        configuration = _load(verb, options, findings)
+        configuration = _load(command, options, findings)
         if options.print_config:
             print(configuration.resolved, end="")
             return 0
@@ -72,17 +72,17 @@ def run_verb(
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
         return usage_error(str(error))
-    ckpt_path = _in_named_run(verb, configuration.ckpt_path, options.config)
+    ckpt_path = _in_named_run(command, configuration.ckpt_path, options.config)
     return _run(act, Job(trainer, module, data, ckpt_path, options.config))
 
 
-def _load(verb: str, options: Options, findings: Diagnostics) -> Configuration:
+def _load(command: str, options: Options, findings: Diagnostics) -> Configuration:
     from trainer.errors import ConfigError
 
     if not options.config and not options.overrides and not findings.problems:
         raise ConfigError(
-            f"nothing to {verb}: give a configuration, trainer {verb} --config run.yaml, "
-            f"or a module, trainer {verb} --module file.py:Class. See trainer {verb} --help."
+            f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
+            f"or a module, trainer {command} --module file.py:Class. See trainer {command} --help."
         )
     if not options.config:  # what the files would have given cannot be missed
         findings.report()
@@ -112,9 +112,9 @@ def _run(act: Callable[[Job], None], job: Job) -> int:
     return 0
 
 
-def _in_named_run(verb: str, ckpt_path: str | None, files: list[str]) -> str | None:
+def _in_named_run(command: str, ckpt_path: str | None, files: list[str]) -> str | None:
     """`last` and `best` of the very run whose own configuration was given, not of the newest one beside it."""
-    if ckpt_path not in ("last", "best") or verb == "fit" or not files:
+    if ckpt_path not in ("last", "best") or command == "fit" or not files:
         return ckpt_path
     file = Path(files[-1])
     checkpoints = file.parent / "checkpoints"

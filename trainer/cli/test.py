@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.cli.run import Job, run_verb, table
+from trainer.cli.run import Job, run_command, table
 
 EXAMPLES = """\
   trainer test --config runs/version_0/config.yaml --ckpt-path best
@@ -12,7 +12,7 @@ EXAMPLES = """\
 
 def run(arguments: list[str]) -> int:
     """Test as the arguments say. Returns the exit code."""
-    return run_verb("test", arguments, EXAMPLES, _test)
+    return run_command("test", arguments, EXAMPLES, _test)
 
 
 def _test(job: Job) -> None:

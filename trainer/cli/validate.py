@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.cli.run import Job, run_verb, table
+from trainer.cli.run import Job, run_command, table
 
 EXAMPLES = """\
   trainer validate --config runs/version_0/config.yaml --ckpt-path best
@@ -13,7 +13,7 @@ EXAMPLES = """\
 
 def run(arguments: list[str]) -> int:
     """Validate as the arguments say. Returns the exit code."""
-    return run_verb("validate", arguments, EXAMPLES, _validate)
+    return run_command("validate", arguments, EXAMPLES, _validate)
 
 
 def _validate(job: Job) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.callback import Callback, Logger, available_callbacks
 from trainer.config.classes import find_class, one_line_error
-from trainer.config.tree import Diagnostics, KeyPath, Node, Problem, Source, canonical_class, dotted, shown
+from trainer.config.tree import Diagnostics, KeyPath, Node, Problem, Source, canonical_class, dotted, repr_value
 from trainer.config.types import (
     Parameters,
     TypeMismatchError,
@@ -43,7 +43,7 @@ class ClassSpecError(ConfigError):
 
 @dataclass
 class ClassSpec:
-    """A class with arguments that fit its signature; among them may be other recipes."""
+    """A class with arguments that fit its signature; among them may be other specs."""
 
     cls: type
     arguments: dict[str, Any]
@@ -72,7 +72,7 @@ class ClassSpec:
 
 
 def instantiate(value: Any) -> Any:
-    """A value with the recipes in it carried out."""
+    """Return a value with the objects that its specs describe."""
     if isinstance(value, ClassSpec):
         return value.build()
     if isinstance(value, list):
@@ -80,19 +80,15 @@ def instantiate(value: Any) -> Any:
     return value
 
 
-def with_source(message: str, sources: Mapping[str, Source]) -> list[Problem]:
-    """The problems in an error of the trainer's, each with the place where the argument that it names was given."""
-    problems = [message]
-    if re.match(r"\d+ problems in ", message):
-        problems = [line.removeprefix("  - ") for line in message.splitlines()[1:]]
+def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[Problem]:
+    """Return problems with the trainer's arguments, each with the place where the argument that it names was given."""
     found = []
     for problem in problems:
-        names = [name for name in re.findall(r"\w+", problem) if name in sources]
-        if names:
-            joint = "." if problem.startswith(names[0]) else ": "
-            found.append(Problem(sources[names[0]], f"trainer{joint}{problem}"))
-        else:
+        name = next((name for name in re.findall(r"\w+", problem) if name in sources), None)
+        if name is None:
             found.append(Problem(None, problem))
+        else:
+            found.append(Problem(sources[name], f"trainer{'.' if problem.startswith(name) else ': '}{problem}"))
     return found
 
 
@@ -102,15 +98,15 @@ class Checker:
     def __init__(self, findings: Diagnostics) -> None:
         self.findings = findings
 
-    def recipe(self, node: Node, bases: tuple[type, ...], place: KeyPath) -> ClassSpec | None:
-        """A choice of class in canonical form; None when something is wrong with it or its arguments."""
+    def class_spec(self, node: Node, bases: tuple[type, ...], place: KeyPath) -> ClassSpec | None:
+        """Return a choice of class in canonical form; None when something is wrong with it."""
         where = dotted(place)
-        name = node.value.get("class_path") if isinstance(node.value, dict) else None
+        nested = entries(node).get("init_args")
+        name = entries(node).get("class_path")
         if name is None or not isinstance(name.value, str):
             table = table_of(bases)
-            arguments = entries(entries(node).get("init_args"))
-            example = next((key for key in arguments if key in table), next(iter(table), "package.module.Class"))
-            given = "no class_path" if isinstance(node.value, dict) and name is None else shown(name or node)
+            example = next((key for key in entries(nested) if key in table), next(iter(table), "package.module.Class"))
+            given = "no class_path" if isinstance(node.value, dict) and name is None else repr_value(name or node)
             self.findings.add(
                 node.source,
                 f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args.",
@@ -122,23 +118,28 @@ class Checker:
             self.findings.add(name.source, f"{where}: {error}")
             return None
         name.value = found.name
-        nested = entries(node).get("init_args")
-        arguments = self.arguments(nested, found.cls, place)
-        self.missing(name, entries(nested), found.cls, place)
-        return ClassSpec(found.cls, arguments, node.source, where, sources_of(nested))
+        return self.spec_of(found.cls, nested, place, node.source, name.source)
 
-    def arguments(self, node: Node | None, cls: type, place: KeyPath, leave: Collection[str] = ()) -> dict[str, Any]:
-        """The values given to a class as a mapping, checked; unknown and missing names are problems.
+    def spec_of(self, cls: type, node: Node | None, place: KeyPath, source: Source, named_at: Source) -> ClassSpec:
+        """Return the spec of a class with the arguments in a mapping; those that it cannot do without are asked for."""
+        arguments = self.arguments(node, cls, place)
+        needed = [name for name, p in parameters_of(cls).named.items() if p.default is p.empty]
+        missing = [name for name in needed if name not in entries(node)]
+        if missing:
+            needs = f"the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+            self.findings.add(
+                named_at,
+                f"{dotted(place)} ({cls.__name__}) needs {needs}: give it in the file under init_args, "
+                f"or --{dotted((*place, missing[0]))} VALUE.",
+            )
+        return ClassSpec(cls, arguments, source, dotted(place), sources_of(node))
 
-        Args:
-            leave: names that are looked at elsewhere.
-        """
+    def arguments(self, node: Node | None, cls: type, place: KeyPath) -> dict[str, Any]:
+        """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
         who = f"{dotted(place)} ({cls.__name__})" if place != ("trainer",) else "trainer"
         parameters = parameters_of(cls)
         values = {}
         for name, child in entries(node).items():
-            if name in leave:
-                continue
             if name in parameters.named:
                 values[name] = self.value(child, parameters.named[name].annotation, (*place, name))
             elif parameters.open:
@@ -147,55 +148,34 @@ class Checker:
                 self.findings.add(child.source, f"{who} has no argument {name!r}.{did_you_mean_one(name, parameters)}")
         return values
 
-    def missing(self, node: Node, given: Collection[Any], cls: type, place: KeyPath) -> None:
-        """Report the arguments that a class cannot do without."""
-        names = [name for name, p in parameters_of(cls).named.items() if p.required and name not in given]
-        if names:
-            needs = f"the argument{'s' if len(names) > 1 else ''} {', '.join(map(repr, names))}"
-            self.findings.add(
-                node.source,
-                f"{dotted(place)} ({cls.__name__}) needs {needs}: give it in the file under init_args, "
-                f"or --{dotted((*place, names[0]))} VALUE.",
-            )
-
     # -- values -------------------------------------------------------------------------------------------------------
 
     def value(self, node: Node, annotation: Any, place: KeyPath) -> Any:
-        """A value, as its annotation wants it, with recipes for objects; `INVALID` when it does not fit."""
+        """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
         objects, items = tuple(objects_in(annotation)), items_of(annotation)
         if isinstance(node.value, dict) and objects:
             structured = next((cls for cls in objects if dataclasses.is_dataclass(cls)), None)
             if "class_path" in node.value or (structured is None and not takes_mapping(annotation)):
                 node.value = canonical_class(node, place, self.findings).value
-                return self.recipe(node, objects, place) or INVALID
+                return self.class_spec(node, objects, place) or INVALID
             if structured is not None:
-                self.missing(node, node.value, structured, place)
-                arguments = self.arguments(node, structured, place)
-                return ClassSpec(structured, arguments, node.source, dotted(place), sources_of(node))
+                return self.spec_of(structured, node, place, node.source, node.source)
         if isinstance(node.value, list) and items is not None:
             return [self.value(item, items, (*place, index)) for index, item in enumerate(node.value)]
         try:
             value = validate(node.plain(), annotation)
-        except TypeMismatchError as misfit:
-            value = self.coerce(node, annotation, place)
-            if value is None:  # BAD has been reported
-                self.misfit(node, annotation, place, misfit)
-                return INVALID
+        except TypeMismatchError as mismatch:
+            value = self.coerce(node, annotation, place, mismatch)
         if isinstance(value, Path):
             node.value = str(value.absolute())
         return value
 
-    def coerce(self, node: Node, annotation: Any, place: KeyPath) -> Any:
-        """Text that does not fit may name a class; what the command line's YAML made a number may be meant as text.
-
-        None: neither. `INVALID`: a class that cannot be used, which is reported.
-        """
+    def coerce(self, node: Node, annotation: Any, place: KeyPath, mismatch: TypeMismatchError) -> Any:
+        """Return the class that a text names, or what was typed as text; if it is neither, report the mismatch."""
         objects, classes = tuple(objects_in(annotation)), tuple(classes_in(annotation))
         if isinstance(node.value, str) and objects:
-            long = canonical_class(Node(node.value, node.source, node.text), place, self.findings)
-            recipe = self.recipe(long, objects, place)
-            node.value = long.value
-            return recipe or INVALID
+            node.value = {"class_path": Node(node.value, node.source, node.text)}
+            return self.class_spec(node, objects, place) or INVALID
         if isinstance(node.value, str) and classes:
             try:
                 found = find_class(node.value, classes, {}, node.source)
@@ -209,25 +189,18 @@ class Checker:
                 value = validate(node.text, annotation)
                 node.value = node.text
                 return value
-        return None
-
-    def misfit(self, node: Node, annotation: Any, place: KeyPath, misfit: TypeMismatchError) -> None:
-        """Report a value that does not fit, at the line of the part that is wrong."""
-        part, inner = node, place
-        for step in misfit.path:
+        part, inner = node, place  # the part that does not fit
+        for step in mismatch.path:
             children: dict[Any, Node] = dict(enumerate(part.value)) if isinstance(part.value, list) else entries(part)
             if step in children:  # others are the names of union members
                 part, inner = children[step], (*inner, step)
         inside = f" in {dotted(place)}" if inner != place else ""
-        quoted = isinstance(node.value, str) and node.text is None and reads_as_number(node.value)
-        fix = " Remove the quotes." if quoted else ""
-        if type(node.value) in (int, float) and node.text is None and str in options_of(annotation):
-            fix = " Put it in quotes."
         self.findings.add(
             part.source,
-            f"{dotted(inner)}: given {shown(part)}{in_words(part.value)}, "
-            f"allowed{inside}: {allowed(annotation, object_in_words)}.{fix}",
+            f"{dotted(inner)}: given {repr_value(part)}{in_words(part.value)}, "
+            f"allowed{inside}: {allowed(annotation, object_in_words)}.{quotes_hint(node, annotation)}",
         )
+        return INVALID
 
 
 def table_of(bases: tuple[type, ...]) -> dict[str, type]:
@@ -251,9 +224,9 @@ def sources_of(node: Node | None) -> dict[Any, Source]:
     return {name: child.source for name, child in entries(node).items()}
 
 
-def has_recipe(value: Any) -> bool:
-    """Whether an object is still to be built for this value (or it is a bad one)."""
-    return value is INVALID or isinstance(value, ClassSpec) or (isinstance(value, list) and any(map(has_recipe, value)))
+def has_spec(value: Any) -> bool:
+    """Whether an object is still to be made for this value (or it is an invalid one)."""
+    return value is INVALID or isinstance(value, ClassSpec) or (isinstance(value, list) and any(map(has_spec, value)))
 
 
 def did_you_mean_one(name: Any, parameters: Parameters) -> str:
@@ -270,6 +243,15 @@ def object_in_words(cls: type) -> str:
     if dataclasses.is_dataclass(cls):
         return f"a mapping ({', '.join(field.name for field in dataclasses.fields(cls))})"
     return f"a {cls.__name__} (class_path and init_args)"
+
+
+def quotes_hint(node: Node, annotation: Any) -> str:
+    """Return what to type where quotes make the difference."""
+    if node.text is None and isinstance(node.value, str) and reads_as_number(node.value):
+        return " Remove the quotes."
+    if node.text is None and type(node.value) in (int, float) and str in options_of(annotation):
+        return " Put it in quotes."
+    return ""
 
 
 def in_words(value: Any) -> str:

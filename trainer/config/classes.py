@@ -22,7 +22,7 @@ from trainer.errors import ConfigError, did_you_mean, unknown_name_error
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedClass:
     """A class, and the name under which it is found from any folder."""
 
     cls: type
@@ -36,7 +36,7 @@ def extend_sys_path(sources: list[Source]) -> None:
             sys.path.insert(0, str(folder))
 
 
-def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], source: Source) -> Found:
+def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], source: Source) -> ResolvedClass:
     """The class that `name` means, which must be derived from one of `bases` and be complete.
 
     Args:
@@ -47,7 +47,7 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
         ConfigError: there is none; or importing it failed, then with the first line of its own error.
     """
     if name in table:
-        return Found(table[name], name)
+        return ResolvedClass(table[name], name)
     kind = _kind(bases)
     if ":" not in name and "." not in name:
         if table:
@@ -62,7 +62,7 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
             folder = Path(place)
             place, _, attribute = attribute.rpartition(".")
         module, where = _from_package(place, name, folder)
-    return Found(_complete(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
+    return ResolvedClass(_complete(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
 
 
 def _kind(bases: tuple[type, ...]) -> str:
@@ -165,29 +165,26 @@ def _from_package(place: str, name: str, folder: Path | None) -> tuple[ModuleTyp
     return module, f"{root}:{place}." if root is not None else f"{place}."
 
 
-def _import(place: str, name: str) -> ModuleType:
-    parts = place.split(".")
-    for end in range(1, len(parts) + 1):
-        prefix = ".".join(parts[:end])
-        try:
-            module = importlib.import_module(prefix)
-        except ModuleNotFoundError as error:
-            if error.name != prefix:
-                raise ConfigError(f"importing {prefix} failed: {one_line_error(error)}") from error
-            raise ConfigError(_not_found(parts[: end - 1], parts[end - 1], name)) from None
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"importing {prefix} failed: {one_line_error(error)}") from error
-    return module
+def _import(module: str, name: str) -> ModuleType:
+    """Import a module for the class that was given as `name`."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # it is missing something else
+            raise ConfigError(f"importing {module} failed: {one_line_error(error)}") from error
+        raise ConfigError(f"{name!r}: {_not_found(error.name)}") from None
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"importing {module} failed: {one_line_error(error)}") from error
 
 
-def _not_found(parents: list[str], missing: str, name: str) -> str:
-    if not parents:
+def _not_found(module: str) -> str:
+    parent, _, missing = module.rpartition(".")
+    if not parent:
         close = did_you_mean(missing, [module.name for module in pkgutil.iter_modules([str(Path.cwd())])])
-        return f"{name!r}: there is no package {missing!r} to import, neither installed nor in {Path.cwd()}.{close}"
-    parent = sys.modules[".".join(parents)]
-    path = getattr(parent, "__path__", None)  # only packages have one
-    close = did_you_mean(missing, [module.name for module in pkgutil.iter_modules(path)] if path else [])
-    return f"{name!r}: {'.'.join(parents)} has no module {missing!r}.{close}"
+        return f"there is no package {missing!r} to import, neither installed nor in {Path.cwd()}.{close}"
+    path = getattr(sys.modules[parent], "__path__", [])  # only packages have one
+    close = did_you_mean(missing, [module.name for module in pkgutil.iter_modules(path)])
+    return f"{parent} has no module {missing!r}.{close}"
 
 
 def _user_folder(module: ModuleType) -> Path | None:

@@ -275,51 +275,15 @@ def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
         line = int(place[1]) if place else text.count("\n") + 1
         findings.add(Source(source.name, line, source.folder), f"not valid TOML: {reason}.")
         return None
-    return _toml_node(data, (), _toml_lines(text), source)
+    return _toml_node(data, source)
 
 
-def _toml_node(value: Any, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: Source) -> Node:
-    if path in lines:
-        source = Source(source.name, lines[path], source.folder)
+def _toml_node(value: Any, source: Source) -> Node:
+    """Return the node of a value. The parser does not tell lines, so that all have the file as their source."""
     if isinstance(value, dict):
-        return Node({key: _toml_node(child, (*path, key), lines, source) for key, child in value.items()}, source)
+        return Node({key: _toml_node(child, source) for key, child in value.items()}, source)
     if isinstance(value, list):
-        return Node([_toml_node(child, (*path, str(i)), lines, source) for i, child in enumerate(value)], source)
+        return Node([_toml_node(child, source) for child in value], source)
     if isinstance(value, (datetime.date, datetime.time)):
         value = value.isoformat()
     return Node(value, source)
-
-
-def _toml_lines(text: str) -> dict[tuple[str, ...], int]:
-    """On which line each table and key stands. The parser does not tell, so this reads the beginnings of lines; what
-    stands inside of a value has the line of its key."""
-    lines: dict[tuple[str, ...], int] = {}
-    counts: dict[tuple[str, ...], int] = {}
-    table: tuple[str, ...] = ()
-    key = r"""(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')"""
-    header = re.compile(rf"^\s*(\[\[?)\s*({key}(?:\s*\.\s*{key})*)\s*\]")
-    entry = re.compile(rf"^\s*({key}(?:\s*\.\s*{key})*)\s*=")
-    for number, line in enumerate(text.splitlines(), start=1):
-        if match := header.match(line):
-            *outer, last = _names(match[2], key)
-            table = ()
-            for name in outer:
-                table = (*table, name)
-                if table in counts:
-                    table = (*table, str(counts[table]))
-            table = (*table, last)
-            if match[1] == "[[":
-                counts[table] = counts.get(table, -1) + 1
-                lines.setdefault(table, number)
-                table = (*table, str(counts[table]))
-            lines[table] = number
-        elif match := entry.match(line):
-            path = table
-            for name in _names(match[1], key):
-                path = (*path, name)
-                lines.setdefault(path, number)
-    return lines
-
-
-def _names(text: str, key: str) -> tuple[str, ...]:
-    return tuple(part.strip("\"'") for part in re.findall(key, text))

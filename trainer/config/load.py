@@ -14,7 +14,7 @@ from trainer.config.check import (
     ClassSpec,
     ClassSpecError,
     entries,
-    has_recipe,
+    has_spec,
     instantiate,
     sources_of,
     with_source,
@@ -24,13 +24,13 @@ from trainer.config.files import read_file, to_yaml
 from trainer.config.tree import (
     COMMAND_LINE,
     Diagnostics,
+    KeyPath,
     Node,
     Source,
     canonical,
     from_override,
-    is_index,
     merge,
-    shown,
+    repr_value,
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
@@ -76,7 +76,7 @@ class Configuration:
         try:
             trainer = Trainer(**arguments)
         except ConfigError as error:
-            found.problems += with_source(str(error), self.sources)
+            found.problems += with_source(error.problems, self.sources)
             found.report()
             raise
         trainer.resolved_config = self.resolved
@@ -108,7 +108,7 @@ class RunChecker(Checker):
         module = self.required_module(given.get("module"), tree.source)
         data = None
         if "data" in given and given["data"].value is not None:
-            data = self.recipe(given["data"], (DataModule,), ("data",))
+            data = self.class_spec(given["data"], (DataModule,), ("data",))
         ckpt_path = self.ckpt_path(given.get("ckpt_path"))
         if module is None or self.findings.problems:
             return None
@@ -124,7 +124,7 @@ class RunChecker(Checker):
 
     def required_module(self, node: Node | None, source: Source) -> ClassSpec | None:
         if node is not None and node.value is not None:
-            return self.recipe(node, (TrainModule,), ("module",))
+            return self.class_spec(node, (TrainModule,), ("module",))
         self.findings.add(
             source if node is None else node.source,
             "there is no module. Add 'module: package.module.Class' (or file.py:Class) to the file, or --module NAME.",
@@ -149,53 +149,39 @@ class RunChecker(Checker):
     # -- the trainer's arguments --------------------------------------------------------------------------------------
 
     def trainer(self, node: Node | None) -> dict[str, Any]:
-        """The arguments of Trainer: types, then what `Settings` itself has to say, then names of tables."""
+        """Return the arguments of Trainer that were given: each fits its type, then its value is checked."""
         if node is None or node.value is None:
             return {}
         if not isinstance(node.value, dict):
-            self.findings.add(node.source, f"trainer: given {shown(node)}, allowed: the trainer's arguments by name.")
+            self.findings.add(
+                node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name."
+            )
             return {}
-        values = self.arguments(node, Trainer, ("trainer",), leave=("strategy", "precision", *self.no_lists(node)))
-        if "strategy" in node.value:
-            values["strategy"] = self.strategy(node.value["strategy"])
-        if "precision" in node.value:
-            values["precision"] = self.precision(node.value["precision"])
-        values = {name: value for name, value in values.items() if value is not INVALID}
-        data = {name: value for name, value in values.items() if not has_recipe(value)}
-        for problem in settings_problems(Settings(**data)):
-            self.findings.problems += with_source(problem, sources_of(node))
-        return values
+        values = self.arguments(node, Trainer, ("trainer",))
+        valid = {name: value for name, value in values.items() if value is not INVALID}
+        plain = {name: value for name, value in valid.items() if not has_spec(value)}
+        self.findings.problems += with_source(settings_problems(Settings(**plain)), sources_of(node))
+        return valid
 
-    def no_lists(self, node: Node) -> list[str]:
-        """The settings of which an element was to be changed where there is no list; that is reported."""
-        found = []
-        for name in ("callbacks", "logger"):
-            numbered = entries(entries(node).get(name))
-            if numbered and all(map(is_index, numbered)):
-                found.append(name)
-                for key, child in numbered.items():
-                    where = f"trainer.{name}.{key}"
-                    self.findings.add(child.source, f"{where}: there is no such element; no file has a list of {name}.")
-        return found
+    def value(self, node: Node, annotation: Any, place: KeyPath) -> Any:
+        if place == ("trainer", "strategy"):
+            return self.strategy(node)
+        # No file can hold a Precision; `Settings` knows the names.
+        return super().value(node, str | int if place == ("trainer", "precision") else annotation, place)
 
     def strategy(self, node: Node) -> Any:
-        """A name of the table stays a name; with arguments, or for a class of the user's, a recipe."""
-        name = node.value.get("class_path") if isinstance(node.value, dict) else None
-        arguments = isinstance(node.value, dict) and "init_args" in node.value
+        """Return a name of the table as it is; with arguments, or for a class of the user's, a spec."""
+        name, arguments = entries(node).get("class_path"), entries(node).get("init_args")
         if name is not None and name.value == "auto":
-            if arguments:
+            if arguments is not None:
                 self.findings.add(
                     node.source, "trainer.strategy: 'auto' takes no arguments. Name the strategy that they are for."
                 )
             return "auto"
-        recipe = self.recipe(node, (Strategy,), ("trainer", "strategy"))
-        if recipe is None:
+        spec = self.class_spec(node, (Strategy,), ("trainer", "strategy"))
+        if spec is None:
             return INVALID
-        return recipe if arguments or name is None or name.value not in available_strategies() else name.value
-
-    def precision(self, node: Node) -> Any:
-        """Whether there is such a name, `Settings` says."""
-        return self.value(node, str | int, ("trainer", "precision"))
+        return name.value if name and arguments is None and name.value in [*available_strategies()] else spec
 
 
 def load(

@@ -97,10 +97,13 @@ def dotted(place: KeyPath) -> str:
 # In five places a class is chosen. Whatever short form was written there becomes {class_path: ..., init_args: {...}}.
 
 
+LISTS_OF_CLASSES = (("trainer", "callbacks"), ("trainer", "logger"))
+
+
 def holds_class(place: KeyPath) -> bool:
     """Whether the value at this place of a configuration is a choice of class."""
     return place in (("module",), ("data",), ("trainer", "strategy"), ("trainer", "logger")) or (
-        len(place) == 3 and place[:2] in (("trainer", "callbacks"), ("trainer", "logger")) and is_index(place[2])
+        len(place) == 3 and place[:2] in LISTS_OF_CLASSES and is_index(place[2])
     )
 
 
@@ -158,7 +161,7 @@ def canonical_class(node: Node, place: KeyPath, findings: Diagnostics) -> Node:
         arguments.update(nested.value)
     elif nested is not None and nested.value is not None:
         findings.add(
-            nested.source, f"{dotted((*place, 'init_args'))}: given {shown(nested)}, allowed: arguments by name."
+            nested.source, f"{dotted((*place, 'init_args'))}: given {repr_value(nested)}, allowed: arguments by name."
         )
     for key, child in given.items():
         if key in arguments:
@@ -173,8 +176,8 @@ def canonical_class(node: Node, place: KeyPath, findings: Diagnostics) -> Node:
     return Node(chosen, node.source)
 
 
-def shown(node: Node) -> str:
-    """A value as a message shows it."""
+def repr_value(node: Node) -> str:
+    """Return a value as a message shows it."""
     text = json.dumps(node.plain(), default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -188,8 +191,14 @@ def merge(below: Node, above: Node, findings: Diagnostics, place: KeyPath = ()) 
     Another class at a place of choice starts from its own defaults: what was given to the first class is left out,
     with a note. Numbered keys over a list change its elements. Both trees are in the canonical form.
     """
-    if isinstance(below.value, list) and isinstance(above.value, dict) and all(map(is_index, above.value)):
-        return _merge_elements(below, above, findings, place)
+    if isinstance(above.value, dict) and all(map(is_index, above.value)):
+        if isinstance(below.value, list):
+            return _merge_elements(below, above, findings, place)
+        if above.value and place in LISTS_OF_CLASSES:
+            for key, child in above.value.items():
+                where = dotted((*place, key))
+                findings.add(child.source, f"{where}: there is no such element; no file has a list of {place[1]}.")
+            return Node([], below.source)
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         _note_left_out(below, above, findings, place)
         return above
@@ -204,12 +213,10 @@ def merge(below: Node, above: Node, findings: Diagnostics, place: KeyPath = ()) 
     for key, child in above.value.items():
         # The command line knows text only: --x.4 means the entry 4 that a file wrote as a number.
         number = int(key) if isinstance(key, str) and key.isdecimal() else key
-        known = key if key in merged else number if number in merged else None
-        if known is None:
-            merged[key] = child
-        else:
-            inside = place if key == "init_args" else (*place, key)
-            merged[known] = merge(merged[known], child, findings, inside)
+        known = number if number in merged and key not in merged else key
+        inside = place if key == "init_args" else (*place, key)
+        nothing = Node({} if isinstance(child.value, dict) else None, child.source)
+        merged[known] = merge(merged.get(known, nothing), child, findings, inside)
     return Node(merged, above.source if "class_path" in above.value else below.source)
 
 

@@ -23,18 +23,11 @@ MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One argument of a class."""
-
-    annotation: Any
-    required: bool
-
-
-@dataclass(frozen=True)
 class Parameters:
     """What a class is constructed with."""
 
-    named: dict[str, Parameter]
+    named: dict[str, inspect.Parameter]
+    """Their annotations are evaluated; what has none, or one that cannot be evaluated, is `Any`."""
     open: bool
     """It takes **kwargs: any name may be given."""
 
@@ -48,15 +41,15 @@ class TypeMismatchError(Exception):
 
 
 def parameters_of(cls: type) -> Parameters:
-    """The arguments of a class with their annotations; what has none, or one that cannot be evaluated, is `Any`."""
+    """Return the arguments that a class takes by name."""
     hints = _hints(cls)
-    named: dict[str, Parameter] = {}
+    named = {}
     takes_more = False
     for name, parameter in inspect.signature(cls).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             takes_more = hints.get(name) is not Never
         elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            named[name] = Parameter(hints.get(name, Any), parameter.default is parameter.empty)
+            named[name] = parameter.replace(annotation=hints.get(name, Any))
     return Parameters(named, takes_more)
 
 
