@@ -63,7 +63,7 @@ class CSVLogger(Logger):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._resumed = state
 
-    # -- moments -------------------------------------------------------------------------------------------------------
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._trainer = trainer

@@ -1,4 +1,4 @@
-"""LambdaCallback: a callback made of functions, for short ones."""
+"""LambdaCallback: a callback made of functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trainer.errors import ConfigError, raise_problems, unknown_name_error
 
 
 class LambdaCallback(Callback):
-    """Calls the given functions at the given moments, each with what a method of that name would get after `self`.
+    """Call the given functions at the given hooks, each with the arguments that a method gets after `self`.
 
     >>> greet = LambdaCallback(on_train_start=lambda trainer, module: print("here we go"))
 
     Raises:
-        ConfigError: a name is not a moment of the run (all stand at the top of `trainer/callback.py`), or what
-            was given for it cannot be called.
+        ConfigError: a name is not a hook (every hook stands at the top of `trainer/callback.py`), or its value cannot
+            be called.
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:

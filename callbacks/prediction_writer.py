@@ -91,7 +91,7 @@ class PredictionWriter(Callback):
             for batch_idx, prediction in enumerate(of_loader):
                 self._parts.add(prediction, batch_idx, dataloader_idx)
 
-    # -- moments -------------------------------------------------------------------------------------------------------
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._kept = []

@@ -1,4 +1,4 @@
-"""SimpleProfiler: where the time of a training run went."""
+"""SimpleProfiler: a table of the time in each part of a training run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ LOOP = "the loop itself"
 
 
 class SimpleProfiler(Callback):
-    """Prints, at the end of `fit`, the time in each part of it on rank 0: waiting for data, transfer, forward,
+    """Print, at the end of `fit`, the time in each part of it on rank 0: waiting for data, transfer, forward,
     backward, optimizer, logging, checkpoints, and every hook of a callback by name.
 
-    Time belongs to the innermost part, so that the parts add up to the whole: a checkpoint that ModelCheckpoint writes
+    Time belongs to the innermost part, so that the parts add up to the total: a checkpoint that ModelCheckpoint writes
     is `checkpoint`, and the rest of that hook `ModelCheckpoint.on_train_epoch_end`.
 
-    It is the host's time. A device works behind the host's back: `forward` is how long the host took to hand over the
-    work, and where the host waits for results (reading logged values, a `.item()`) it waits for all of that.
+    It is the host's time. A device works asynchronously: `forward` is how long the host took to launch the kernels, and
+    a host that waits for results (reading logged values, a `.item()`) waits for all of them.
 
-    Where the wait for data takes a fifth of the time or more, a line below the table says what to change.
+    If the wait for data takes a fifth of the time or more, a line below the table says what to change.
 
     Args:
-        synchronize: wait for the device at each end of a part, so that its work counts where it belongs. The run gets
-            slower, as host and device no longer work at the same time; the table shows the device's proportions.
-        clock: what gives the time, in seconds.
+        synchronize: synchronize with the device at each end of a part, so that its work counts in the right part. The
+            run gets slower, as host and device no longer overlap; the table shows the device's proportions.
+        clock: function that returns the time, in seconds.
     """
 
     MUCH = 0.2
@@ -54,7 +54,7 @@ class SimpleProfiler(Callback):
         self.seconds: dict[str, float] = {}
         """Seconds by part."""
         self.calls: dict[str, int] = {}
-        """How many times each part was entered."""
+        """Number of times each part was entered."""
         self.synchronize = synchronize
         self._clock = clock
         self._running = False
@@ -62,18 +62,18 @@ class SimpleProfiler(Callback):
         self._last = 0.0
 
     def table(self) -> str:
-        """The result so far, largest part first."""
+        """Return the result so far, largest part first."""
         parts = sorted(self.seconds, key=lambda part: -self.seconds[part])
         width = max([24, *(len(part) for part in parts)])
-        whole = sum(self.seconds.values())
+        total = sum(self.seconds.values())
         lines = [f"{'part of fit':<{width}}{'calls':>10}{'total s':>12}{'mean ms':>12}{'share':>8}"]
         for part in parts:
             seconds, calls = self.seconds[part], self.calls[part]
             lines.append(
                 f"{part:<{width}}{calls:>10,}{seconds:>12.3f}{1000 * seconds / calls:>12.3f}"
-                f"{seconds / (whole or 1.0):>8.1%}"
+                f"{seconds / (total or 1.0):>8.1%}"
             )
-        lines.append(f"{'total':<{width}}{'':>10}{whole:>12.3f}")
+        lines.append(f"{'total':<{width}}{'':>10}{total:>12.3f}")
         return "\n".join(lines)
 
     # -- the clock -----------------------------------------------------------------------------------------------------
@@ -92,12 +92,12 @@ class SimpleProfiler(Callback):
             return
         self._count_time()
         if part in self._inside:
-            # Those within it have ended too: with an exception they may not have said so.
+            # The parts inside it have ended, too, even where an exception skipped their end.
             while self._inside.pop() != part:
                 pass
 
     def _count_time(self) -> None:
-        """The time since the last look belongs to the innermost part."""
+        """Add the time since the last call to the innermost part."""
         if self.synchronize and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         now = self._clock()
@@ -119,7 +119,7 @@ class SimpleProfiler(Callback):
         self._close(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """The time until then."""
+        """Print the time until the exception."""
         self._close(trainer)
 
     def _close(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""StragglerMonitor: how long the steps of each process take, and which process keeps the others waiting."""
+"""StragglerMonitor: compare the step times of the processes, and name one that is slower than the others."""
 
 from __future__ import annotations
 
@@ -24,50 +24,51 @@ log = logging.getLogger("trainer")
 
 PARTS = (DATA, TRANSFER, FORWARD, BACKWARD, OPTIMIZER)
 EVENTS = 64
-"""Of so many forward passes the device's own time is taken, at most, for one look."""
+"""Maximum number of forward passes timed on the device between two comparisons."""
 
 
 class Times(NamedTuple):
-    """Seconds that a process's steps took, together."""
+    """Seconds that the steps of a process took in total."""
 
     rank: int
     host: str
     steps: int
     data: float
-    """Waiting for data, and handing it to the device."""
+    """Waiting for data and moving it to the device."""
     forward: float
     rest: float
-    """Backward and update. In these, processes wait for each other."""
+    """Backward and update, in which processes wait for each other."""
 
     @property
     def own(self) -> float:
-        """Seconds of a step for which nobody else is to blame."""
+        """Seconds of local work per step, excluding waits for other ranks."""
         return (self.data + self.forward) / max(self.steps, 1)
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return (self.data + self.forward + self.rest) / max(self.steps, 1)
 
 
 class StragglerMonitor(Callback):
-    """Compares the processes' step times, and names one that is consistently slower than the others.
+    """Compare the step times of the processes, and name one that is consistently slower than the others.
 
-    In a step processes wait for each other, so that all their steps take the same time. What differs is what each does
-    before it waits: load data and compute the forward pass. These times are gathered now and then, in one small
-    exchange; in between nothing is sent, and no device is waited for. On an accelerator the forward is timed on the
-    device. With fsdp and ZeRO-3 the forward, too, has waits in it; then it is the data that tells.
+    In a step processes wait for each other, so that all their steps take the same time. They differ in the work before
+    the wait: loading data and the forward pass. These times are gathered every `every_n_steps`, in one small exchange;
+    in between nothing is sent, and no device is synchronized. On an accelerator the forward is timed on the device.
+    With fsdp and ZeRO-3 the forward contains waits, too, so that only the data is compared reliably.
 
-    Where a process needs `factor` times the (lower) median of all, in `patience` looks one after the other, and a
-    twentieth of the step more, a warning names it, its machine, and whether it is the data or the forward; once. At the
-    end of `fit` rank 0 prints the table of the slowest processes. The first step is left out.
+    A process is slow when its local work takes more than `factor` times the (lower) median of all, and more than the
+    median by a twentieth of the step. After `patience` slow comparisons in a row one warning names the process, its
+    machine, and whether the data or the forward is slow. At the end of `fit` rank 0 prints the table of the slowest
+    processes. The first step is left out.
 
     Args:
-        every_n_steps: look after so many steps, and at the end of each epoch.
-        factor: of the median, from which on a process counts as slow.
-        patience: looks in a row in which it has to be.
-        most: rows of the table.
-        clock: what gives the time, in seconds.
+        every_n_steps: steps between two comparisons; the end of an epoch brings one, too.
+        factor: multiple of the median above which a process counts as slow.
+        patience: slow comparisons in a row before the warning.
+        max_rows: rows of the table.
+        clock: function that returns the time, in seconds.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class StragglerMonitor(Callback):
         every_n_steps: int = 500,
         factor: float = 1.5,
         patience: int = 3,
-        most: int = 8,
+        max_rows: int = 8,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        given = {"every_n_steps": every_n_steps, "patience": patience, "most": most}
+        given = {"every_n_steps": every_n_steps, "patience": patience, "max_rows": max_rows}
         problems = [
             f"StragglerMonitor({name}={value!r}): give a whole number from 1."
             for name, value in given.items()
@@ -87,9 +88,9 @@ class StragglerMonitor(Callback):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 1:
             problems.append(f"StragglerMonitor(factor={factor!r}): give a number above 1.")
         raise_problems(problems, "StragglerMonitor")
-        self.every_n_steps, self.factor, self.patience, self.most = every_n_steps, factor, patience, most
+        self.every_n_steps, self.factor, self.patience, self.max_rows = every_n_steps, factor, patience, max_rows
         self.total: dict[int, Times] = {}
-        """The times of the whole fit by rank, as of the last look."""
+        """The times since the start of `fit` by rank, as of the last comparison."""
         self._clock = clock
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._inside: list[str] = []
@@ -99,12 +100,12 @@ class StragglerMonitor(Callback):
         self._events: deque[tuple[Any, Any]] = deque(maxlen=EVENTS)
         self._device = torch.device("cpu")
         self._slow: dict[int, int] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     # -- the clock -----------------------------------------------------------------------------------------------------
 
     def begin_phase(self, part: str) -> None:
-        """What follows belongs to it, until another one begins inside it."""
+        """Count what follows as time of the phase, until another one begins inside it."""
         self._count_time()
         self._inside.append(part)
         if part == FORWARD:
@@ -113,7 +114,7 @@ class StragglerMonitor(Callback):
                 self._events.append((self._event(), None))
 
     def end_phase(self, part: str) -> None:
-        """What follows belongs to the one around it."""
+        """Count what follows as time of the phase around this one."""
         self._count_time()
         while self._inside and self._inside.pop() != part:
             pass
@@ -136,35 +137,35 @@ class StragglerMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.total.clear()
         self._slow.clear()
-        self._told.clear()
+        self._reported.clear()
         self._inside.clear()
         self._device = trainer.device
-        self._forget()
+        self._reset()
         self._steps = -1  # the first one does not count
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._steps += 1
         if self._steps == 0:
-            self._forget()
+            self._reset()
         elif self._steps == self.every_n_steps:
-            self._look(trainer)
+            self._gather_times(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._steps > 0:
-            self._look(trainer)
+            self._gather_times(trainer)
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._steps > 0:
-            self._look(trainer)
+            self._gather_times(trainer)
         if self.total:
             trainer.print(self.table())
 
     # -- the comparison ------------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """Milliseconds of a step, the slowest processes first; those whose own time is longest are the slowest."""
+        """Return the milliseconds per step, with the processes that have most local work first."""
         rows = sorted(self.total.values(), key=lambda times: -times.own)
-        shown = rows[: self.most]
+        shown = rows[: self.max_rows]
         width = max([7, *(len(times.host) for times in shown)])
         heads = "".join(f"{name:>10}" for name in ("data", "forward", "the rest", "step", "own"))
         lines = [f"{'ms of a step':<14}{'machine':<{width}}{heads}"]
@@ -178,10 +179,10 @@ class StragglerMonitor(Callback):
         lines.append(f"own: data and forward, before a process waits for the others; the median is {1000 * middle:.3f}")
         return "\n".join(lines)
 
-    def _look(self, trainer: Trainer) -> None:
-        """Gather the times since the last look, on every process."""
+    def _gather_times(self, trainer: Trainer) -> None:
+        """Gather the times since the last comparison, on every process, and compare them."""
         own = self._times(trainer.rank)
-        self._forget()
+        self._reset()
         every = trainer.strategy.all_gather_object(own)
         for times in every:
             before = self.total.get(times.rank)
@@ -205,7 +206,7 @@ class StragglerMonitor(Callback):
         rest = seconds[BACKWARD] + seconds[OPTIMIZER]
         return Times(rank, socket.gethostname(), self._steps, seconds[DATA] + seconds[TRANSFER], forward, rest)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._events.clear()
         self._steps = self._forwards = 0
@@ -217,15 +218,15 @@ class StragglerMonitor(Callback):
             self._slow[times.rank] = self._slow.get(times.rank, 0) + 1 if times.own > much else 0
 
     def _warnings(self, every: list[Times]) -> list[str]:
-        """One for each process that has been slow for long enough, and was not named before."""
+        """Return one for each process that has been slow for long enough, and was not named before."""
         middle = median(times.own for times in every)
         data = median(times.data / max(times.steps, 1) for times in every)
         forward = median(times.forward / max(times.steps, 1) for times in every)
         texts = []
         for times in every:
-            if self._slow.get(times.rank, 0) < self.patience or times.rank in self._told:
+            if self._slow.get(times.rank, 0) < self.patience or times.rank in self._reported:
                 continue
-            self._told.add(times.rank)
+            self._reported.add(times.rank)
             steps = max(times.steps, 1)
             loading = times.data / steps - data > times.forward / steps - forward
             what = (

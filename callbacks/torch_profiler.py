@@ -1,4 +1,4 @@
-"""TorchProfiler: traces of single steps, to look at in Perfetto or TensorBoard."""
+"""TorchProfiler: traces of single steps, for Perfetto or TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("trainer")
 
 
 class TorchProfiler(Callback):
-    """Records steps of `fit` with torch.profiler, on every process, and writes for each recording two files in
+    """Record steps of `fit` with torch.profiler, on every process, and write two files for each recording to
     `<run directory>/profile/`: `rank0.<step>.pt.trace.json.gz`, a trace for https://ui.perfetto.dev or for TensorBoard
     with the plugin torch-tb-profiler (`tensorboard --logdir <run directory>`), and `rank0.<step>.txt`, a table of the
     operators that took most time. `<step>` is the last step recorded.
@@ -29,20 +29,20 @@ class TorchProfiler(Callback):
     In the trace the parts of the loop have the names that SimpleProfiler's table has: `data wait`, `forward
     (training_step)`, `backward`, `optimizer step`, `ProgressBar.on_train_batch_end`, ...
 
-    A recording goes through `wait` steps that are not looked at, `warmup` steps whose records are thrown away, and
-    `active` steps; after it the next one begins. Recording slows the steps down; waiting costs some microseconds for
-    the names, and after the last recording nothing is left.
+    A recording consists of `wait` steps that are skipped, `warmup` steps whose records are discarded, and `active`
+    steps; then the next one starts. Recording slows the steps down; waiting costs some microseconds for the names, and
+    less after the last recording.
 
     Args:
-        wait: steps before a recording, at least those in which caches are filled and code is compiled.
+        wait: steps before a recording; caches should be filled and code compiled by its end.
         warmup: steps to warm the profiler up.
-        active: steps of a recording. Each one takes megabytes in the file.
+        active: steps in a recording. Each one takes megabytes in the file.
         repeat: recordings; 0: until the end of the run.
-        record_shapes: with the shapes of the operators' inputs.
-        profile_memory: with each allocation of memory.
-        with_stack: with the lines of Python that called the operators. Slow.
-        with_flops: with an estimate of the floating-point operations of matrix products and convolutions.
-        dirpath: where to write instead.
+        record_shapes: record the shapes of the operators' inputs.
+        profile_memory: record each allocation of memory.
+        with_stack: record the lines of Python that called the operators. Slow.
+        with_flops: estimate the floating-point operations of matrix products and convolutions.
+        dirpath: folder of the files. Default: `profile` in the run directory.
         rows: lines of the table of operators.
     """
 
@@ -76,7 +76,7 @@ class TorchProfiler(Callback):
         }
         self.dirpath = dirpath
         self.traces: list[Path] = []
-        """What this process has written."""
+        """The traces that this process has written."""
         self._profile: profile | None = None
         self._open: list[tuple[str, Any]] = []
         self._folder = Path()
@@ -111,7 +111,7 @@ class TorchProfiler(Callback):
         if self._profile is None:
             return
         self._step = trainer.global_step
-        running, self._profile = self._profile, None  # after an error in it, to stop it may crash the process
+        running, self._profile = self._profile, None  # stopping it after an error in `step` may crash the process
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
             running.step()
@@ -129,7 +129,7 @@ class TorchProfiler(Callback):
             )
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """What was recorded until then is written."""
+        """Write what was recorded until the exception."""
         self._close(trainer)
 
     def _close(self, trainer: Trainer) -> None:

@@ -1,9 +1,9 @@
-"""Callback: what happens beside the loop, and when.
+"""Callback: the hooks of a run, in running order.
 
-A run, with every moment in place. Each line `on_x` is a method that a callback may define (it is given the trainer and
-the module first) and, unless marked (callbacks), that a module may define too (without those two). At each moment the
-callbacks go first, in the order of the list; then the module; then the callbacks with `runs_last = True`, which read
-what the others logged (early stopping, then checkpoints).
+Each line `on_x` is a method that a callback may define (it gets the trainer and the module first) and, unless marked
+(callbacks), that a module may define too (without those two). At each hook the callbacks come first, in the order of
+the list; then the module; then the callbacks with `runs_last = True`, which read what the others logged (early
+stopping, then checkpoints).
 
     fit
         prepare_data                                    data module, module; once per node
@@ -69,10 +69,10 @@ what the others logged (early stopping, then checkpoints).
         on_predict_end
         on_predict_model_train                          module
 
-    on_exception(exception)                             (callbacks) whatever it is, before teardown; no collectives here
+    on_exception(exception)                             (callbacks) any exception, before teardown; no collectives here
     on_save_checkpoint(checkpoint)                      each time a checkpoint is written
-    on_checkpoint_saved(path)                       (callbacks) rank 0 only: it is whole, on the disk, and the
-                                                        last; of an asynchronous write: at the end of a later step
+    on_checkpoint_saved(path)                           (callbacks) rank 0 only: the checkpoint is committed, and "last"
+                                                        points to it; with async_save: at the end of a later step
 
 With manual optimization a window is one batch, and between `on_train_batch_start` and `on_train_batch_end` there is
 `training_step` alone. It calls backward and the optimizers itself; what it calls brings `on_before_backward`,
@@ -99,9 +99,9 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base of all callbacks: override the moments you need (see the top of this file for when each one happens).
+    """Base of all callbacks: override the hooks you need (the top of this file shows when each one is called).
 
-    `state_dict` and `load_state_dict` make a callback survive a restart; the state is data only (numbers, strings,
+    `state_dict` and `load_state_dict` let a callback survive a restart; the state is data only (numbers, strings,
     lists, dicts, tensors).
     """
 
@@ -118,7 +118,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
 
     def print_text(self, text: str, file: TextIO | None = None) -> bool:
         """Print for `trainer.print` on rank 0, and return True: for callbacks that draw on the terminal themselves."""
@@ -205,7 +205,7 @@ class Callback:
 
 
 class Logger(Callback):
-    """A callback that metrics are sent to. Its methods are called on rank 0 only.
+    """A callback that receives the metrics. Its methods are called on rank 0 only.
 
     A logger writes into `trainer.run_dir` between `setup` and `teardown`, and continues its own files after a resume:
     rows after the resumed step are dropped, so that there is one row per step.
@@ -218,7 +218,7 @@ class Logger(Callback):
         """Record values at `step`, the number of steps done: the only step axis there is."""
 
     def flush(self) -> None:
-        """Make sure that what was logged is in the files. Called before a checkpoint is written and at the end."""
+        """Write all logged values to the files. Called before a checkpoint is written and at the end."""
 
 
 class Checkpoint(Callback):
@@ -251,7 +251,7 @@ class Checkpoint(Callback):
 HOOKS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
 )
-"""Every moment of a run, in the order of the class above."""
+"""Every hook, in the order of the class above."""
 
 
 LIGHTNING_EQUIVALENTS = {
@@ -271,7 +271,7 @@ LIGHTNING_EQUIVALENTS = {
 
 
 def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
-    """One problem for each method of `plug` that looks like a hook but is none: a misspelt hook is never called."""
+    """Return one problem for each method of `plug` that looks like a hook but is none, and would never be called."""
     known = set(known)
     problems = []
     for name in dir(type(plug)):
@@ -281,17 +281,17 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
         if callable(getattr(type(plug), name)):
             renamed = LIGHTNING_EQUIVALENTS.get(name, f"on_{name}" if without_on else None)
             problems.append(
-                f"{type(plug).__name__}.{name} is not a moment of the run, so it would never be called."
+                f"{type(plug).__name__}.{name} is not a hook, so it would never be called."
                 f"{f' Did you mean {renamed!r}?' if renamed else did_you_mean(name, known)} "
-                "All moments are listed at the top of trainer/callback.py."
+                "Every hook, in running order, stands at the top of trainer/callback.py."
             )
     return problems
 
 
 def callback_problems(callback: Callback) -> list[str]:
-    """One problem for each misspelt hook, and for each hook that does not take what it is called with."""
+    """Return one problem for each misspelt hook, and for each hook with the wrong parameters."""
     wrong = [
-        wrong_parameters(callback, hook, parameters_of(getattr(Callback, hook)))
+        check_signature(callback, hook, parameters_of(getattr(Callback, hook)))
         for hook in HOOKS
         if _overrides(callback, hook)
     ]
@@ -304,9 +304,9 @@ def callback_problems(callback: Callback) -> list[str]:
 
 
 class CallbackList(Callback):
-    """The callbacks of a run as one callback: each moment calls, in order, those callbacks that override it.
+    """The callbacks of a run as one callback: each hook calls, in order, the callbacks that override it.
 
-    The calls are bound once, in the constructor, so a moment that nobody uses costs one call of nothing. A hook that is
+    The calls are bound once, in the constructor, so a hook that nobody uses costs one call of nothing. A hook that is
     set on an instance (`callback.on_fit_start = f`) counts as overridden. Where profilers listen to `phase`, each call
     of a hook is a phase.
     """
@@ -318,7 +318,7 @@ class CallbackList(Callback):
             setattr(self, hook, _call_each([_bind(callback, hook, phase) for callback in used_by]))
 
     def uses(self, hook: str) -> bool:
-        """Whether any callback overrides this moment."""
+        """Whether any callback overrides this hook."""
         return any(_overrides(callback, hook) for callback in self.callbacks)
 
 
@@ -353,7 +353,7 @@ def _call_each(methods: list[Callable[..., None]]) -> Callable[..., None]:
 
 
 def _nothing(*args: Any) -> None:
-    """A moment that nobody uses."""
+    """A hook that nobody uses."""
 
 
 class ModuleCallback(Callback):
@@ -378,7 +378,7 @@ def _without_trainer_and_module(method: Any) -> Any:
 
 
 def build_callback_list(callbacks: list[Callback], module: TrainModule, phase: Phase = unheard) -> CallbackList:
-    """The list as it is called: callbacks, the module's hooks, then the callbacks that read what was logged."""
+    """Return the callbacks, then the module's hooks, then the callbacks that read what was logged."""
     raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
     first = [callback for callback in callbacks if not callback.runs_last]
     last = [callback for callback in callbacks if callback.runs_last]
@@ -408,19 +408,16 @@ def callback_named(name: str) -> type[Callback]:
 
 
 def parameters_of(method: Callable[..., Any]) -> list[str]:
-    """The parameters of a method as they are written after `self`: `["batch", "batch_idx"]`, `["dataloader_idx=0"]`.
-
-    Without a default the text is the bare name, and so is what the trainer gives: all of them, by position.
-    """
+    """Return the parameters of a method as written after `self`: `["batch", "batch_idx"]`, `["dataloader_idx=0"]`."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
 
 
-def wrong_parameters(owner: object, name: str, expected: list[str], least: int | None = None) -> str | None:
-    """What is wrong with the method `name` of `owner` if it is called with `expected`, by position; None: nothing.
+def check_signature(owner: object, name: str, expected: list[str], least: int | None = None) -> str | None:
+    """Return the problem of calling the method `name` of `owner` with the arguments `expected`, by position.
 
     Args:
-        least: it may also be called with only so many of them.
+        least: the method may also be called with only this many of them.
     """
     method = getattr(owner, name)
     where = f"{type(owner).__name__}.{name}"
@@ -432,7 +429,7 @@ def wrong_parameters(owner: object, name: str, expected: list[str], least: int |
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
-        return None  # written in C, or the like: it does not tell
+        return None  # written in C, or the like: the signature is unknown
     numbers = {len(expected), len(expected) if least is None else least}
     if any(_binds(signature, number) for number in numbers):
         return None

@@ -35,7 +35,7 @@ READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch")
 class TrainModule(nn.Module):
     """Subclass it, define `training_step` and `configure_optimizers`, and give it to `Trainer.fit`.
 
-    Every other method has a default. The moments `on_...` that a module may also define, and the order in which
+    Every other method has a default. The hooks `on_...` that a module may also define, and the order in which
     everything is called, stand at the top of `trainer/callback.py`.
     """
 

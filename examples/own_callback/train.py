@@ -17,8 +17,8 @@ from trainer import Callback, Trainer, TrainModule
 class StopWhenGood(Callback):
     """Ends training as soon as enough validation images are right.
 
-    A callback is a class with a method for each moment that it cares about; here that is one. All moments, in the order
-    in which they happen, are listed at the top of `trainer/callback.py`; a misspelt one is an error.
+    A callback is a class with a method for each hook that it uses; here that is one. Every hook, in running order,
+    stands at the top of `trainer/callback.py`; a misspelt one is an error.
     """
 
     def __init__(self, accuracy: float) -> None:

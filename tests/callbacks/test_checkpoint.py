@@ -79,7 +79,7 @@ class Saved(Callback):
         ({"every_n_epochs": 2, "save_top_k": 0, "save_last": False}, 1, []),
     ],
 )
-def test_the_moments(trigger: dict[str, Any], epochs: int, steps: list[int]) -> None:
+def test_the_steps(trigger: dict[str, Any], epochs: int, steps: list[int]) -> None:
     saved = Saved()
     fit([ModelCheckpoint(**trigger), saved], max_epochs=epochs)
     assert saved.steps == steps

@@ -1,4 +1,4 @@
-"""LambdaCallback: functions at moments."""
+"""LambdaCallback: functions as hooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer import ConfigError
 from trainer.callbacks import LambdaCallback
 
 
-def test_functions_are_called_at_their_moments() -> None:
+def test_functions_are_called_as_hooks() -> None:
     seen: list[Any] = []
     callback = LambdaCallback(
         on_train_start=lambda trainer, module: seen.append(("start", type(module).__name__)),

@@ -51,7 +51,7 @@ def test_who_is_slow_now_and_then_is_not_named_nor_who_is_slow_by_next_to_nothin
 
 
 def test_the_table_has_the_slowest_first() -> None:
-    callback = StragglerMonitor(most=2)
+    callback = StragglerMonitor(max_rows=2)
     callback.total = {rank: times(rank, 0.1 * rank, 0.2) for rank in range(4)}
     lines = callback.table().splitlines()
     assert lines[1].split() == ["rank", "3", "node3", "300.000", "200.000", "1000.000", "1500.000", "500.000"]
@@ -83,7 +83,7 @@ def test_every_step_but_the_first_is_counted_once(capsys: pytest.CaptureFixture[
 
 def test_what_is_wrong_is_told() -> None:
     with pytest.raises(ConfigError, match="4 problems"):
-        StragglerMonitor(every_n_steps=0, patience=0, most=0, factor=1.0)
+        StragglerMonitor(every_n_steps=0, patience=0, max_rows=0, factor=1.0)
 
 
 def of_two(which: str) -> tuple[dict[int, Times], list[str]]:

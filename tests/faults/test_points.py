@@ -1,4 +1,4 @@
-"""A training killed at every named point, or at a moment of the run, goes on and ends with the same bits."""
+"""A training killed at every named point, or at a hook, goes on and ends with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every moment of a run comes when the pseudocode at the top of trainer/callback.py says."""
+"""Every hook is called when the pseudocode at the top of trainer/callback.py says."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def test_an_error_in_on_exception_hides_neither_the_first_one_nor_teardown(
     assert "while handling the module's own" in caplog.text
 
 
-def test_every_moment_stands_in_the_pseudocode_and_every_moment_of_the_pseudocode_exists() -> None:
+def test_every_hook_stands_in_the_pseudocode_and_every_hook_of_the_pseudocode_exists() -> None:
     pseudocode = trainer.callback.__doc__
     assert pseudocode is not None
     named = set(re.findall(r"\bon_[a-z_]+[a-z]\b", pseudocode)) - {"on_epoch"}

@@ -119,8 +119,8 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "format of a name": (lambda: ModelCheckpoint(filename="{val_loss:d}"), ["'val_loss'", "'d'", "'.2f'"]),
     "early stopping's mode": (lambda: EarlyStopping("val_loss", mode="auto"), ["mode='auto'", "'min' and 'max'"]),
     "no patience": (lambda: EarlyStopping("val_loss", patience=0), ["patience=0", "from 1"]),
-    "moment misspelt": (lambda: LambdaCallback(on_train_begin=print), ["'on_train_begin'", "Did you mean"]),
-    "moment of an earlier version": (
+    "hook misspelt": (lambda: LambdaCallback(on_train_begin=print), ["'on_train_begin'", "Did you mean"]),
+    "hook of an earlier version": (
         lambda: LambdaCallback(on_checkpoint_committed=print),
         ["'on_checkpoint_committed'", "It is called 'on_checkpoint_saved' now"],
     ),

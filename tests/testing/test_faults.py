@@ -70,7 +70,7 @@ def test_without_the_variable_nothing_happens_and_soon(monkeypatch: pytest.Monke
     assert min(timeit.repeat(lambda: fault_point("in_file"), number=1000, repeat=5)) < 0.02  # 20 microseconds each
 
 
-def test_the_callback_has_only_the_moments_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callback_has_only_the_hooks_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert vars(FaultCallback()) == {}
     monkeypatch.setenv(VARIABLE, "on_train_end=error,in_file=kill")

@@ -7,7 +7,7 @@ import inspect
 
 from torch import nn
 
-from trainer.callback import HOOKS, NOT_ON_MODULES, Callback, check_hooks, parameters_of, wrong_parameters
+from trainer.callback import HOOKS, NOT_ON_MODULES, Callback, check_hooks, check_signature, parameters_of
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, check_data
@@ -68,7 +68,7 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     for method in needed:
         if not module.overrides(method) and method not in misspelt and not _predicts_by_forward(module, method):
             problems.append(_missing(name, method))
-    problems += _wrong_parameters(module)
+    problems += _check_signatures(module)
     problems += [
         f"{name}.{step} contains 'yield', so a call would not run it: use 'return'."
         for step in (*STEPS.values(), "configure_optimizers")
@@ -86,7 +86,7 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
 def datamodule_problems(datamodule: DataModule) -> list[str]:
     """As `module_problems`."""
     wrong = [
-        wrong_parameters(datamodule, method, parameters_of(getattr(DataModule, method)))
+        check_signature(datamodule, method, parameters_of(getattr(DataModule, method)))
         for method in CALLED_ON_DATA
         if hasattr(DataModule, method) and datamodule.overrides(method)
     ]
@@ -130,19 +130,19 @@ def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...
     return problems
 
 
-def _wrong_parameters(module: TrainModule) -> list[str]:
+def _check_signatures(module: TrainModule) -> list[str]:
     problems = []
     for name in MODULE_HOOKS:
         if module.overrides(name):
             on_module = name in vars(TrainModule)
             expected = parameters_of(getattr(TrainModule if on_module else Callback, name))
-            problems.append(wrong_parameters(module, name, expected if on_module else expected[2:]))
+            problems.append(check_signature(module, name, expected if on_module else expected[2:]))
     for name in CALLED:
         if module.overrides(name):
             expected, least = parameters_of(getattr(TrainModule, name)), None
             if name in STEPS.values() and name != "training_step":
                 expected, least = [*expected, "dataloader_idx=0"], len(expected)
-            problems.append(wrong_parameters(module, name, expected, least))
+            problems.append(check_signature(module, name, expected, least))
     return [problem for problem in problems if problem is not None]
 
 

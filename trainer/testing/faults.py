@@ -1,4 +1,4 @@
-"""Faults at named points: in the writing of checkpoints, and at every moment of a run."""
+"""Faults at named points: in the writing of checkpoints, and at every hook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = N
 
     Args:
         point: one of `POINTS`, which are in the writing of checkpoints; or, if the script has a `FaultCallback`, a
-            moment of the run, such as "on_validation_batch_end" (all stand at the top of trainer/callback.py).
+            hook, such as "on_validation_batch_end" (every hook stands at the top of trainer/callback.py).
         action: one of `ACTIONS`.
         count: at which passing of the point, from 1.
         rank: on which process; None: on each that comes there.
@@ -29,7 +29,7 @@ def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = N
 
 
 class FaultCallback(Callback):
-    """Makes every moment of the run a point for `fault`. Without a fault for one it does nothing and costs nothing.
+    """Make every hook a point for `fault`. A hook without a fault does nothing and costs nothing.
 
     It stands where it is in the list of callbacks: those before it have done their part when the fault strikes.
 
