@@ -145,12 +145,12 @@ class Settings:
 
     @property
     def max_seconds(self) -> float | None:
-        """`max_time` in seconds."""
+        """Return `max_time` in seconds."""
         return None if self.max_time is None else read_duration(self.max_time, "max_time")
 
     @property
     def latest_end(self) -> datetime | None:
-        """`deadline` with a time zone."""
+        """Return `deadline` with a time zone."""
         return None if self.deadline is None else read_deadline(self.deadline)
 
 

@@ -1,4 +1,4 @@
-"""`trainer fit`: train, then say how it went and where everything is."""
+"""`trainer fit`: train, then print the last metrics and where the files are."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _say(trainer: Trainer) -> None:
 
 
 def closing_words(trainer: Trainer) -> list[str]:
-    """The last metrics, where the run's files are, and how to look at them."""
+    """Return the last metrics, where the run's files are, and how to look at them."""
     from trainer.callbacks.csv_logger import CSVLogger
     from trainer.callbacks.tensorboard import TensorBoardLogger
     from trainer.checkpoint.directory import CheckpointDirectory
@@ -78,6 +78,6 @@ def closing_words(trainer: Trainer) -> list[str]:
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be typed from here."""
+    """Return a path as short as it can be typed from here."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else os.fspath(path)

@@ -1,4 +1,4 @@
-"""The options of the commands: a few fixed ones, and dotted ones that change any value of the configuration."""
+"""Parse the options of the commands: a few fixed ones, and dotted ones that change any value of a configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ any value of the configuration (read as YAML; laid over the files):
 
 @dataclass
 class Options:
-    """A command line, taken apart."""
+    """A parsed command line."""
 
     config: list[str] = field(default_factory=list)
     print_config: bool = False
@@ -55,7 +55,7 @@ class ErrorParser(argparse.ArgumentParser):
 
 
 def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
-    """The parser of the fixed options. No prefix of an option stands for it."""
+    """Return the parser of the fixed options. No prefix of an option stands for it."""
     parser = ErrorParser(
         prog=f"trainer {command}",
         usage=f"trainer {command} --config FILE [FILE ...] [OPTIONS]",
@@ -81,7 +81,7 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
 
 
 def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:
-    """The dotted options of a command line as names and values, and the words that are none of them."""
+    """Return the dotted options of a command line as names and values, and the words that are none of them."""
     from trainer.config.files import read_value
     from trainer.config.tree import COMMAND_LINE
 
@@ -99,7 +99,7 @@ def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tupl
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagnostics) -> Options:
-    """Take a command line apart; what is wrong with it goes to `findings`."""
+    """Parse a command line; problems go to `findings`."""
     from trainer.config.tree import COMMAND_LINE, Node
 
     options = Options()
@@ -122,7 +122,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
 
 
 def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, str | None]]:
-    """The overrides as (option, name, value or None); what else there is goes to `fixed`."""
+    """Yield the overrides as (option, name, value or None); all other words go to `fixed`."""
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
@@ -139,7 +139,7 @@ def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, s
 
 
 def _unknown(rest: list[str]) -> Iterator[str]:
-    """One problem for each option that nobody knows (its value goes with it), and for stray words."""
+    """Yield a problem for each unknown option (its value goes with it), and for each stray word."""
     from trainer.settings import ARGUMENTS
 
     known = {name: f"--trainer.{name}" for name in ARGUMENTS}

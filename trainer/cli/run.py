@@ -1,4 +1,4 @@
-"""What fit, validate, test and predict have in common: read the command line, check, build, run, report errors."""
+"""Run fit, validate, test or predict: read the command line, check, build, run, report errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What a command runs, all built."""
+    """The objects of a command, all built."""
 
     trainer: Trainer
     module: TrainModule
@@ -41,7 +41,7 @@ def run_command(
     act: Callable[[Job], None],
     prepare: Callable[[Configuration], None] | None = None,
 ) -> int:
-    """One command from its arguments to its exit code.
+    """Run a command. Returns the exit code.
 
     Args:
         examples: shown by `--help`.
@@ -96,7 +96,7 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
 
 
 def _run(act: Callable[[Job], None], job: Job) -> int:
-    """Errors that name their fix are shown without a traceback; all others as Python shows them."""
+    """Run a job. Errors that name their fix are shown without a traceback; all others as Python shows them."""
     from trainer.errors import ConfigError, TrainerError
 
     try:
@@ -113,7 +113,7 @@ def _run(act: Callable[[Job], None], job: Job) -> int:
 
 
 def _in_named_run(command: str, ckpt_path: str | None, files: list[str]) -> str | None:
-    """`last` and `best` of the very run whose own configuration was given, not of the newest one beside it."""
+    """Resolve `last` and `best` in the run whose own configuration was given, not in the newest one."""
     if ckpt_path not in ("last", "best") or command == "fit" or not files:
         return ckpt_path
     file = Path(files[-1])
@@ -130,6 +130,6 @@ def _in_named_run(command: str, ckpt_path: str | None, files: list[str]) -> str 
 
 
 def table(metrics: dict[str, float]) -> str:
-    """Metrics as lines of name and value."""
+    """Return metrics as lines of name and value."""
     width = max(map(len, metrics), default=0)
     return "\n".join(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())

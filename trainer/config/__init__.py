@@ -1,1 +1,1 @@
-"""Configuration files and command-line values to objects."""
+"""Turn configuration files and command-line options into objects."""

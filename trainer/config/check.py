@@ -1,4 +1,4 @@
-"""A walk over a configuration: every value against the signature that takes it, all problems kept."""
+"""Check every value of a configuration against the signature that takes it, and collect all problems."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.errors import ConfigError, TrainerError, did_you_mean
 from trainer.strategy import Strategy, available_strategies
 
 INVALID = object()
-"""Stands for a value that was found wrong."""
+"""Placeholder of a value that does not fit."""
 
 
 class ClassSpecError(ConfigError):
@@ -53,7 +53,7 @@ class ClassSpec:
     """Where each argument was given."""
 
     def build(self) -> Any:
-        """The object.
+        """Return the object.
 
         Raises:
             ClassSpecError: the constructor raised: says what, and where in the user's code.
@@ -93,7 +93,7 @@ def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[
 
 
 class Checker:
-    """Values against annotations, arguments against signatures. What is wrong goes to `findings`."""
+    """Checks values against annotations and arguments against signatures. Problems go to `findings`."""
 
     def __init__(self, findings: Diagnostics) -> None:
         self.findings = findings
@@ -204,7 +204,7 @@ class Checker:
 
 
 def table_of(bases: tuple[type, ...]) -> dict[str, type]:
-    """The short names for classes of these kinds."""
+    """Return the short names for classes of these kinds."""
     table: dict[str, type] = {}
     if Strategy in bases:
         table.update(available_strategies())
@@ -215,12 +215,12 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
 
 
 def entries(node: Node | None) -> dict[Any, Node]:
-    """The entries of a mapping; none for anything else."""
+    """Return the entries of a mapping; none for anything else."""
     return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 def sources_of(node: Node | None) -> dict[Any, Source]:
-    """Where each entry of a mapping stands."""
+    """Return the source of each entry of a mapping."""
     return {name: child.source for name, child in entries(node).items()}
 
 
@@ -230,7 +230,7 @@ def has_spec(value: Any) -> bool:
 
 
 def did_you_mean_one(name: Any, parameters: Parameters) -> str:
-    """A suggestion for an argument that does not exist; without a close one, those that do."""
+    """Return a suggestion for an argument that does not exist; without a close one, those that do."""
     known = sorted(parameters.named)
     close = did_you_mean(str(name), [*known, "class_path", "init_args"])
     if close or not known:
@@ -239,7 +239,7 @@ def did_you_mean_one(name: Any, parameters: Parameters) -> str:
 
 
 def object_in_words(cls: type) -> str:
-    """How an object of a class is described where values are listed."""
+    """Return how a message describes an object of a class."""
     if dataclasses.is_dataclass(cls):
         return f"a mapping ({', '.join(field.name for field in dataclasses.fields(cls))})"
     return f"a {cls.__name__} (class_path and init_args)"
@@ -255,7 +255,7 @@ def quotes_hint(node: Node, annotation: Any) -> str:
 
 
 def in_words(value: Any) -> str:
-    """The type of a value where its look does not tell: " (text)" and the like."""
+    """Return the type of a value where its look does not tell: " (text)" and the like."""
     if isinstance(value, str):
         return " (text)"
     return " (a mapping)" if isinstance(value, dict) else ""

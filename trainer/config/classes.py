@@ -1,4 +1,4 @@
-"""From a name to a class: a short name, `package.module.Class`, `file.py:Class`, or `folder:package.module.Class`."""
+"""Find a class by a short name, `package.module.Class`, `file.py:Class`, or `folder:package.module.Class`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def extend_sys_path(sources: list[Source]) -> None:
 
 
 def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], source: Source) -> ResolvedClass:
-    """The class that `name` means, which must be derived from one of `bases` and be complete.
+    """Return the class that `name` means, which must be derived from one of `bases` and be complete.
 
     Args:
         table: short names that are known for this kind of class.
@@ -62,7 +62,7 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
             folder = Path(place)
             place, _, attribute = attribute.rpartition(".")
         module, where = _from_package(place, name, folder)
-    return ResolvedClass(_complete(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
+    return ResolvedClass(_require_class(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
 
 
 def _kind(bases: tuple[type, ...]) -> str:
@@ -86,8 +86,8 @@ def _is_own(value: Any, bases: tuple[type, ...], module: ModuleType) -> bool:
     return isinstance(value, type) and issubclass(value, bases) and value.__module__ == module.__name__
 
 
-def _complete(cls: Any, bases: tuple[type, ...]) -> type:
-    """The class itself, if objects of it can be made and are what is wanted."""
+def _require_class(cls: Any, bases: tuple[type, ...]) -> type:
+    """Return the class itself, if objects of it can be made and are of one of the `bases`."""
     if not isinstance(cls, type):
         raise ConfigError(f"{getattr(cls, '__qualname__', cls)!r} is a {type(cls).__name__}, not a class.")
     if not issubclass(cls, bases):
@@ -143,7 +143,7 @@ def _import_file(file: Path) -> ModuleType:
 
 
 def _origin(name: str) -> Path | None:
-    """The file that a module's name stands for; None where there is none."""
+    """Return the file that a module's name stands for; None where there is none."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # __main__ has no spec
@@ -188,7 +188,7 @@ def _not_found(module: str) -> str:
 
 
 def _user_folder(module: ModuleType) -> Path | None:
-    """The folder from which a module was imported, when it is not an installed one."""
+    """Return the folder from which a module was imported, when it is not an installed one."""
     top = sys.modules[module.__name__.partition(".")[0]]
     if top.__name__ == "trainer":
         return None
@@ -210,7 +210,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def one_line_error(error: BaseException) -> str:
-    """An exception in one line: its type, its message, and the last place in the user's own code."""
+    """Return an exception in one line: its type, its message, and the last place in the user's own code."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     message = " ".join(str(error).split())
@@ -222,7 +222,7 @@ def one_line_error(error: BaseException) -> str:
 
 
 def user_frame(error: BaseException) -> str:
-    """`file.py:12` of the innermost frame that is neither Python's, nor an installed package's, nor ours; or ""."""
+    """Return `file.py:12` of the innermost frame that is not Python's, an installed package's or ours; or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith("<") and not _is_installed(Path(frame.filename)):
             return f"{frame.filename}:{frame.lineno}"

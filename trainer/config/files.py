@@ -1,4 +1,4 @@
-"""YAML, JSON and TOML text to trees that know file and line, and back to YAML."""
+"""Read YAML, JSON and TOML into trees that know file and line (of TOML the file), and write YAML."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either version of YAML would not read as text."""
+    """Quotes text that either version of YAML would read as something else."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -57,7 +57,7 @@ for _name, (_pattern, _first) in SCALARS.items():
 
 
 def to_yaml(data: Any) -> str:
-    """Plain data as YAML in the order given; reading it gives the same data."""
+    """Return plain data as YAML in the order given; reading it gives the same data."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
 
 
@@ -72,7 +72,7 @@ OTHER_PROGRAMS = {
 
 
 def read_file(name: str, findings: Diagnostics) -> Node | None:
-    """The configuration in a file; None (and the reason among the problems) when there is none."""
+    """Read the configuration in a file. None, and a problem with the reason, when there is none."""
     tree = read_tree(name, findings)
     kind = None if tree is None else foreign_kind(tree)
     if kind is None:
@@ -92,7 +92,7 @@ def foreign_kind(tree: Node) -> str | None:
 
 
 def read_tree(name: str, findings: Diagnostics) -> Node | None:
-    """As `read_file`, whatever the file was written for."""
+    """Read a file as `read_file` does, also one that was written for another program."""
     path = Path(name)
     source = Source(name, folder=path.absolute().parent)
     findings.files.append(name)
@@ -135,7 +135,7 @@ def _why_no_file(path: Path) -> str:
 
 
 def read_value(text: str, option: str, findings: Diagnostics) -> Node | None:
-    """A value typed on the command line, as YAML; None, and a problem naming the option, when it is not valid YAML."""
+    """Read a value typed on the command line as YAML. None, and a problem naming the option, when it is not valid."""
     found = Diagnostics()
     tree = _read_yaml(text, COMMAND_LINE, found)
     if tree is None:
@@ -179,7 +179,7 @@ def _at(source: Source, mark: Any) -> Source:
 
 
 class _YamlReader:
-    """Composed YAML to nodes."""
+    """Turns composed YAML into nodes."""
 
     def __init__(self, loader: _Loader, source: Source, findings: Diagnostics, json_text: str | None) -> None:
         self.loader = loader
@@ -189,7 +189,7 @@ class _YamlReader:
         self.open: list[Any] = []
 
     def node(self, node: Any, where: Any) -> Node:
-        """`where`: the node whose line is reported, a value's key."""
+        """Return the node for a value. `where` is the YAML node whose line it gets: its key."""
         source = _at(self.source, where.start_mark)
         if any(node is outer for outer in self.open):
             self.findings.add(source, "this value contains itself, through an alias (*).")

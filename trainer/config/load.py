@@ -1,4 +1,4 @@
-"""Configuration files and command line to a trainer, a module and its data: all of it checked, then built."""
+"""Load a configuration from files and command line, check all of it, and build trainer, module and data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KEYS = ("module", "data", "trainer", "ckpt_path")
 
 @dataclass
 class Configuration:
-    """What one command does, checked as far as can be without building anything."""
+    """The trainer, module and data of a command, checked as far as can be without building anything."""
 
     trainer: dict[str, Any]
     """The arguments of Trainer that were given."""
@@ -56,16 +56,16 @@ class Configuration:
     """YAML that gives the same configuration from any folder."""
     notes: list[str]
     sources: dict[str, Source]
-    """Where each of the trainer's arguments was given."""
+    """The source of each of the trainer's arguments."""
 
     def add_callback(self, cls: type[Callback]) -> None:
-        """Have a callback of this class, unless there is one already."""
+        """Add a callback of this class, unless there is one already."""
         callbacks = self.trainer.setdefault("callbacks", None) or []
         if not any(isinstance(item, ClassSpec) and issubclass(item.cls, cls) for item in callbacks):
             self.trainer["callbacks"] = [*callbacks, ClassSpec(cls, {}, COMMAND_LINE, cls.__name__)]
 
     def build(self) -> tuple[Trainer, TrainModule, DataModule | None]:
-        """The trainer, the module and the data; with `trainer.seed`, weights are drawn from that seed.
+        """Return the trainer, the module and the data; with `trainer.seed`, weights are drawn from that seed.
 
         Raises:
             ConfigError: everything that constructors refused.
@@ -95,10 +95,10 @@ def _try(value: Any, found: Diagnostics) -> Any:
 
 
 class RunChecker(Checker):
-    """The checks of a whole configuration: what its keys are, and what the trainer's arguments mean."""
+    """Checks a full configuration: its keys, and the values of the trainer's arguments."""
 
     def configuration(self, tree: Node) -> Configuration | None:
-        """The whole tree, in canonical form; None when something is wrong."""
+        """Return the configuration in a tree of canonical form; None when something is wrong."""
         assert isinstance(tree.value, dict)
         given = dict(tree.value)
         for key in [key for key in given if key not in KEYS]:
@@ -213,8 +213,8 @@ def load(
 
 
 def _resolved(tree: Node) -> dict[str, Any]:
-    """The checked tree as plain data. A class without arguments is given by its name alone; default_root_dir stands
-    there even if it was not given, because its meaning depends on where the command was typed."""
+    """Return the checked tree as plain data. A class without arguments is given by its name alone; default_root_dir is
+    always there, because its meaning depends on where the command was typed."""
     data = tree.plain()
     resolved = {key: _name_alone(data[key]) for key in KEYS if key in data}
     trainer = resolved["trainer"] = resolved.get("trainer") or {}

@@ -1,4 +1,4 @@
-"""A configuration as a tree in which every value knows where it was written, and how trees are laid over each other."""
+"""A configuration as a tree in which every value knows its source, and the merging of such trees."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Node:
     """The value as it was typed, on the command line only: there nobody can be asked to quote twice."""
 
     def plain(self) -> Any:
-        """The value without its sources."""
+        """Return the value without its sources."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -50,7 +50,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that the user has to change."""
+    """Something that the user has to change, and where."""
 
     source: Source | None
     message: str
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass
 class Diagnostics:
-    """What was noticed on the way: problems stop the run, notes are only shown."""
+    """Problems, which stop the run, and notes, which are only shown."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -69,12 +69,12 @@ class Diagnostics:
     """The files in the order in which they were read."""
 
     def add(self, source: Source, message: str) -> None:
-        """Note a problem, once."""
+        """Add a problem, once."""
         if Problem(source, message) not in self.problems:
             self.problems.append(Problem(source, message))
 
     def report(self) -> None:
-        """Raise what was found, if anything was.
+        """Raise all problems as one error, if there are any.
 
         Raises:
             ConfigError: lists all problems: those of the command line, then file by file, from top to bottom.
@@ -89,7 +89,7 @@ class Diagnostics:
 
 
 def dotted(place: KeyPath) -> str:
-    """A place as it is written on the command line: `trainer.callbacks.0.patience`."""
+    """Return a path as it is written on the command line: `trainer.callbacks.0.patience`."""
     return ".".join(str(part) for part in place)
 
 
@@ -112,39 +112,27 @@ def is_index(key: Any) -> bool:
     return (type(key) is int and key >= 0) or (isinstance(key, str) and key.isdecimal())
 
 
-def canonical(tree: Node, findings: Diagnostics) -> Node:
-    """A whole configuration with every choice of class in its long form."""
-    if not isinstance(tree.value, dict):
-        return tree
-    children = dict(tree.value)
-    for name in ("module", "data"):
-        if name in children:
-            children[name] = canonical_class(children[name], (name,), findings)
-    trainer = children.get("trainer")
-    if trainer is not None and isinstance(trainer.value, dict):
-        settings = dict(trainer.value)
-        for name in ("strategy", "callbacks", "logger"):
-            if name in settings:
-                settings[name] = _canonical_setting(settings[name], name, findings)
-        children["trainer"] = Node(settings, trainer.source, trainer.text)
-    return Node(children, tree.source)
-
-
-def _canonical_setting(node: Node, name: str, findings: Diagnostics) -> Node:
-    place: KeyPath = ("trainer", name)
-    if name != "strategy" and isinstance(node.value, dict) and node.value and all(map(is_index, node.value)):
-        changed = {key: canonical_class(child, (*place, key), findings) for key, child in node.value.items()}
-        return Node(changed, node.source)
-    if name != "strategy" and isinstance(node.value, list):
-        items = [canonical_class(item, (*place, index), findings) for index, item in enumerate(node.value)]
+def canonical(node: Node, findings: Diagnostics, place: KeyPath = ()) -> Node:
+    """Return a configuration, or the part of it at `place`, with every choice of class in its long form."""
+    if place == LISTS_OF_CLASSES[0] and not (node.value is None or isinstance(node.value, list) or is_numbered(node)):
+        node = Node([node], node.source)
+    of_classes = place in LISTS_OF_CLASSES
+    if isinstance(node.value, list) and of_classes:
+        items = [canonical(item, findings, (*place, index)) for index, item in enumerate(node.value)]
         return Node(items, node.source)
-    if name == "callbacks" and node.value is not None:
-        return Node([canonical_class(node, (*place, 0), findings)], node.source)
-    return canonical_class(node, place, findings)
+    if isinstance(node.value, dict) and (place in ((), ("trainer",)) or (of_classes and is_numbered(node))):
+        children = {key: canonical(child, findings, (*place, key)) for key, child in node.value.items()}
+        return Node(children, node.source, node.text)
+    return canonical_class(node, place, findings) if holds_class(place) else node
+
+
+def is_numbered(node: Node) -> bool:
+    """Whether a value is a mapping of positions in a list, which changes elements of it."""
+    return isinstance(node.value, dict) and bool(node.value) and all(map(is_index, node.value))
 
 
 def canonical_class(node: Node, place: KeyPath, findings: Diagnostics) -> Node:
-    """`Name` or `{class_path: Name, lr: 1}` as `{class_path: Name, init_args: {lr: 1}}`; other values as they are."""
+    """Return `Name` or `{class_path: Name, lr: 1}` as `{class_path: Name, init_args: {lr: 1}}`; others as they are."""
     if isinstance(node.value, str):
         return Node({"class_path": node}, node.source)
     if not isinstance(node.value, dict):
@@ -186,19 +174,13 @@ def repr_value(node: Node) -> str:
 
 
 def merge(below: Node, above: Node, findings: Diagnostics, place: KeyPath = ()) -> Node:
-    """`above` laid over `below`: mappings deeply, everything else replaced.
+    """Merge `above` over `below`: mappings deeply, everything else replaced.
 
     Another class at a place of choice starts from its own defaults: what was given to the first class is left out,
     with a note. Numbered keys over a list change its elements. Both trees are in the canonical form.
     """
-    if isinstance(above.value, dict) and all(map(is_index, above.value)):
-        if isinstance(below.value, list):
-            return _merge_elements(below, above, findings, place)
-        if above.value and place in LISTS_OF_CLASSES:
-            for key, child in above.value.items():
-                where = dotted((*place, key))
-                findings.add(child.source, f"{where}: there is no such element; no file has a list of {place[1]}.")
-            return Node([], below.source)
+    if is_numbered(above) and (isinstance(below.value, list) or place in LISTS_OF_CLASSES):
+        return _merge_elements(below, above, findings, place)
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         _note_left_out(below, above, findings, place)
         return above
@@ -221,7 +203,7 @@ def merge(below: Node, above: Node, findings: Diagnostics, place: KeyPath = ()) 
 
 
 def _note_left_out(below: Node, above: Node, findings: Diagnostics, place: KeyPath) -> None:
-    """One file's list of classes takes the place of another's: easily done unawares, with callbacks."""
+    """Note that one file's list of classes replaces another's: easily done unawares, with callbacks."""
     if above.source == COMMAND_LINE or not isinstance(below.value, list) or not isinstance(above.value, list):
         return
     named = (item.value.get("class_path") for item in below.value if isinstance(item.value, dict))
@@ -241,28 +223,28 @@ def _other_class(below: Node, above: Node) -> bool:
 
 
 def _without_folder(class_path: Any) -> Any:
-    """`/project:package.Class`, as resolved configurations have it, names the same class as `package.Class`."""
+    """Return `package.Class` for `/project:package.Class`, as resolved configurations have it."""
     if isinstance(class_path, str) and ":" in class_path and not class_path.partition(":")[0].endswith(".py"):
         return class_path.partition(":")[2]
     return class_path
 
 
 def _merge_elements(below: Node, above: Node, findings: Diagnostics, place: KeyPath) -> Node:
-    assert isinstance(below.value, list)
     assert isinstance(above.value, dict)
-    items = list(below.value)
+    items = list(below.value) if isinstance(below.value, list) else []
     for key, child in above.value.items():
-        index = int(key)
-        if index < len(items):
-            items[index] = merge(items[index], child, findings, (*place, index))
-        else:
-            has = f"has {len(items)}, numbered 0 to {len(items) - 1}" if items else "is an empty list"
-            findings.add(child.source, f"{dotted((*place, key))}: there is no such element; {dotted(place)} {has}.")
+        if int(key) < len(items):
+            items[int(key)] = merge(items[int(key)], child, findings, (*place, int(key)))
+            continue
+        has = f"{dotted(place)} has {len(items)}, numbered 0 to {len(items) - 1}"
+        if not items:
+            has = f"no file has a list of {place[-1]}" if below.value != [] else f"{dotted(place)} is an empty list"
+        findings.add(child.source, f"{dotted((*place, key))}: there is no such element; {has}.")
     return Node(items, below.source)
 
 
 def from_override(name: str, value: Node) -> Node:
-    """The tree that has nothing but this value: `trainer.max_epochs` gives `{trainer: {max_epochs: value}}`."""
+    """Return the tree with this value alone: `trainer.max_epochs` gives `{trainer: {max_epochs: value}}`."""
     for part in reversed(name.split(".")):
         value = Node({part: value}, value.source)
     return value

@@ -1,4 +1,4 @@
-"""Whether a value from a file fits a parameter's annotation, and how an annotation reads in a message."""
+"""Match values from files with the annotations of parameters, and put annotations into words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a class is constructed with."""
+    """The arguments of a class."""
 
     named: dict[str, inspect.Parameter]
     """Their annotations are evaluated; what has none, or one that cannot be evaluated, is `Any`."""
@@ -69,7 +69,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def options_of(annotation: Any) -> list[Any]:
-    """The members of a union; of anything else itself. `Annotated` and aliases are seen through."""
+    """Return the members of a union, or the annotation itself; `Annotated` and aliases are resolved."""
     if get_origin(annotation) is Annotated:
         return options_of(get_args(annotation)[0])
     if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`
@@ -80,12 +80,12 @@ def options_of(annotation: Any) -> list[Any]:
 
 
 def objects_in(annotation: Any) -> list[type]:
-    """The classes of a union whose objects a file can only describe: by class_path and init_args, or as a dataclass."""
+    """Return the classes of a union whose objects a file describes by class_path and init_args, or as a dataclass."""
     return [option for option in options_of(annotation) if isinstance(option, type) and is_object(option)]
 
 
 def items_of(annotation: Any) -> Any:
-    """The annotation of a list's items where the union has a list of objects; else None."""
+    """Return the annotation of the items where a union has a list of objects; else None."""
     for option in options_of(annotation):
         if get_origin(option) in LISTS and get_args(option) and objects_in(get_args(option)[0]):
             return get_args(option)[0]
@@ -93,7 +93,7 @@ def items_of(annotation: Any) -> Any:
 
 
 def classes_in(annotation: Any) -> list[type]:
-    """The bases `X` of the members `type[X]` of a union."""
+    """Return the bases `X` of the members `type[X]` of a union."""
     found = []
     for option in options_of(annotation):
         if get_origin(option) is type:
@@ -103,7 +103,7 @@ def classes_in(annotation: Any) -> list[type]:
 
 @cache
 def is_object(cls: type) -> bool:
-    """Whether a class is none of those whose values stand in a file as they are (numbers, text, paths, enums...)."""
+    """Whether a file cannot hold values of a class as they are, as it does numbers, text, paths, enums..."""
     if dataclasses.is_dataclass(cls):
         return True
     if get_origin(cls) is not None or issubclass(cls, enum.Enum):
@@ -116,7 +116,7 @@ def is_object(cls: type) -> bool:
 
 
 def validate(value: Any, annotation: Any) -> Any:
-    """The value as the annotation wants it, for example a tuple for a list, a float for 1.
+    """Return the value as the annotation wants it, for example a tuple for a list, a float for 1.
 
     Types are not guessed: 2.5 or "3" is no int, true is no number.
 
@@ -156,7 +156,7 @@ WORDS = {
 
 
 def allowed(annotation: Any, name_of: Callable[[type], str]) -> str:
-    """An annotation in words. `name_of` says how an object of a class is written."""
+    """Return an annotation in words. `name_of` describes an object of a class."""
     words = [_word(option, name_of) for option in options_of(annotation)]
     if "an integer" in words and "a number" in words:
         words.remove("an integer")
