@@ -55,7 +55,7 @@ def files() -> dict[str, Path]:
     """The package's files by the name under which they are imported, without `trainer.`."""
     found = {}
     for path in sorted((ROOT / "trainer").rglob("*.py")):
-        if not {"strategies", "callbacks", "project-templates"} & set(path.relative_to(ROOT / "trainer").parts[:1]):
+        if not {"strategies", "callbacks", "examples"} & set(path.relative_to(ROOT / "trainer").parts[:1]):
             found[_dotted(path.relative_to(ROOT / "trainer"))] = path
     for folder in ("strategies", "callbacks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -274,7 +274,7 @@ def test_backward_is_four_frames_and_two_files_away_from_fit(monkeypatch: pytest
 # -- wiring ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("folder", ["strategies", "callbacks"])
+@pytest.mark.parametrize("folder", ["strategies", "callbacks", "examples"])
 def test_the_links_are_there(folder: str) -> None:
     link = ROOT / "trainer" / folder
     assert link.is_symlink()
@@ -321,13 +321,13 @@ def test_the_second_name_of_a_folder_is_refused_and_heavy_packages_wait_until_th
     assert not HEAVY & set(seen["after Trainer()"])
 
 
-def test_the_wheel_has_both_folders_under_the_package(tmp_path: Path) -> None:
+def test_the_wheel_has_the_linked_folders_under_the_package(tmp_path: Path) -> None:
     pytest.importorskip("build")
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     source.mkdir()
-    for folder in ("trainer", "strategies", "callbacks"):
-        copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore_patterns("__pycache__"))
+    for folder in ("trainer", "strategies", "callbacks", "examples"):
+        copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore_patterns("__pycache__", "runs"))
     for name in ("pyproject.toml", "README.md"):
         copy(ROOT / name, source)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
@@ -337,8 +337,8 @@ def test_the_wheel_has_both_folders_under_the_package(tmp_path: Path) -> None:
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {"trainer/" + _slashed(name, path) for name, path in FILES.items()}
-    templates = (ROOT / "trainer" / "project-templates").rglob("*")
-    expected |= {path.relative_to(ROOT).as_posix() for path in templates if path.suffix != ".pyc" and path.is_file()}
+    examples = [path for path in (source / "examples").rglob("*") if path.is_file()]
+    expected |= {f"trainer/{path.relative_to(source).as_posix()}" for path in examples}
     assert names == expected | {"trainer/py.typed"}
 
 

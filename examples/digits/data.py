@@ -13,7 +13,10 @@ Batch = tuple[torch.Tensor, ...]
 
 
 def load_images() -> TensorDataset:
-    """All 1797 images and their digits, in the order of the original."""
+    """Return all 1797 images and their digits, in the order of the original.
+
+    Put your own data here: any Dataset of images (channels, height, width) and numbers will do.
+    """
     from sklearn.datasets import load_digits
 
     digits = load_digits()

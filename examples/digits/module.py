@@ -1,8 +1,6 @@
 """A small convolutional net for the digits, and how it is trained.
 
-Run it, from the root of the repository:
-
-    trainer fit --config examples/digits/config.yaml
+trainer fit --config config.yaml
 """
 
 from __future__ import annotations
@@ -10,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from data import Batch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from examples.digits.data import Batch
 from trainer import TrainModule
 
 

@@ -1,15 +1,15 @@
 """The digits example from Python instead of from a config file.
 
-Run it, from the root of the repository:
-
-    python -m examples.digits.train
+python train.py
 """
 
 from __future__ import annotations
 
 import argparse
 
-from examples.digits import Digits, DigitsData
+from data import DigitsData
+from module import Digits
+
 from trainer import Trainer
 from trainer.callbacks import EarlyStopping, ModelCheckpoint
 

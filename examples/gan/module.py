@@ -1,13 +1,12 @@
 """A generative adversarial network on 8 x 8 images: manual optimization with two optimizers.
 
-Run it, from the root of the repository:
-
-    python -m examples.gan.train
+trainer fit --config config.yaml
 """
 
 from __future__ import annotations
 
 import torch
+from data import Batch
 from torch import nn
 from torch.nn.functional import softplus
 from torch.nn.utils.parametrizations import spectral_norm
@@ -65,8 +64,8 @@ class GAN(TrainModule):
     def sample_noise(self, count: int) -> torch.Tensor:
         return torch.randn(count, self.hparams.noise, device=self.device)
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        real, _ = batch  # the digits themselves are not used
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        (real,) = batch
         generator_optimizer, discriminator_optimizer = self.optimizers()
 
         # The discriminator: real images shall get a high score, invented ones a low one.

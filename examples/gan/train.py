@@ -1,8 +1,6 @@
-"""Train the GAN on scikit-learn's handwritten digits, measure it, and look at what it invents.
+"""The GAN example from Python: train it, measure it, and print some of its images.
 
-Run it, from the root of the repository:
-
-    python -m examples.gan.train
+python train.py
 """
 
 from __future__ import annotations
@@ -10,10 +8,9 @@ from __future__ import annotations
 import argparse
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from data import Images, load_images
+from module import GAN
 
-from examples.digits.data import load_images
-from examples.gan.module import GAN
 from trainer import Trainer
 
 
@@ -26,11 +23,6 @@ def main() -> None:
     parser.add_argument("--root", default="runs/gan", help="run directories are made here")
     options = parser.parse_args()
 
-    images, digits = load_images().tensors
-    images = images * 2 - 1  # 0..1 to the -1..1 of the generator's last layer
-    # Without a data module: any loader can be given to fit as it is.
-    loader = DataLoader(TensorDataset(images, digits), batch_size=options.batch_size, shuffle=True)
-
     trainer = Trainer(
         max_epochs=options.max_epochs,
         max_steps=options.max_steps,
@@ -40,8 +32,9 @@ def main() -> None:
         log_every_n_steps=20,
     )
     module = GAN()
+    images = load_images()
     before = frechet_distance(images, invent(module, len(images)))
-    trainer.fit(module, loader)
+    trainer.fit(module, datamodule=Images(options.batch_size))
     after = frechet_distance(images, invent(module, len(images)))
 
     # Two halves of the real images are 1.2 apart: the best that can be hoped for.
@@ -52,14 +45,14 @@ def main() -> None:
 
 @torch.no_grad()
 def invent(module: GAN, count: int) -> torch.Tensor:
-    """`count` images of the generator, (count, 1, 8, 8), from the same noise every time."""
+    """Return `count` images of the generator, (count, 1, 8, 8), from the same noise every time."""
     noise = torch.randn(count, module.hparams.noise, generator=torch.Generator().manual_seed(0))
     images: torch.Tensor = module(noise.to(module.device)).cpu()
     return images
 
 
 def frechet_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How far apart two sets of images are, each seen as a normal distribution of its pixels (Heusel et al., 2017)."""
+    """Return the Fréchet distance of two sets of images, their pixels taken as normal (Heusel et al., 2017)."""
     a, b = a.flatten(1).double(), b.flatten(1).double()
     cov_a, cov_b = torch.cov(a.T), torch.cov(b.T)
     # The trace of the square root of a matrix is the sum of the square roots of its eigenvalues.
@@ -69,7 +62,7 @@ def frechet_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def drawn(images: torch.Tensor) -> str:
-    """Images (count, 1, 8, 8) in -1..1 side by side, as text: dark pixels are dense characters."""
+    """Draw images (count, 1, 8, 8) in -1..1 side by side as text: dark pixels are dense characters."""
     shades = " .:-=+*#%@"
     levels = ((images[:, 0] + 1) / 2 * (len(shades) - 1)).round().long().clamp(0, len(shades) - 1)
     rows = levels.permute(1, 0, 2).tolist()

@@ -1,4 +1,4 @@
-"""Python's own standard library as text to learn from: nothing to download."""
+"""Text, byte by byte: Python's own standard library, which is always there, or your own files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,24 @@ IGNORED = -100
 Example = tuple[torch.Tensor, torch.Tensor]
 
 
-def library_files() -> list[bytes]:
-    """The text of every top-level file of the standard library, in alphabetical order of names.
+def read_files(folder: str | None, pattern: str) -> list[bytes]:
+    """Return the text of every file of a folder, in alphabetical order of names.
 
     Four spaces are one tab, so that a level of indentation is one byte to predict and not four.
+
+    Args:
+        folder: None: Python's standard library.
+        pattern: of the names of the files.
+
+    Raises:
+        FileNotFoundError: fewer than two files, of which one is to validate on.
     """
-    folder = Path(os.__file__).parent
-    files = (path.read_bytes().replace(b"    ", b"\t") for path in sorted(folder.glob("*.py")))
-    return [text for text in files if len(text) >= 2]
+    root = Path(os.__file__).parent if folder is None else Path(folder)
+    files = (path.read_bytes().replace(b"    ", b"\t") for path in sorted(root.glob(pattern)))
+    texts = [text for text in files if len(text) >= 2]
+    if len(texts) < 2:
+        raise FileNotFoundError(f"fewer than two files {pattern} with text in {root}: one is to validate on")
+    return texts
 
 
 class Crops(Dataset[Example]):
@@ -60,10 +70,12 @@ class Crops(Dataset[Example]):
         return inputs, targets
 
 
-class LibraryText(DataModule):
-    """Every tenth file is kept for validation, the others are trained on.
+class Text(DataModule):
+    """Every tenth file is kept for validation (of fewer files the last), the others are trained on.
 
     Args:
+        folder: of your own text files; None: Python's standard library.
+        pattern: of the names of the files.
         context: the length of a piece in bytes; the model's `context`.
         batch_size: pieces per micro-batch and process.
         train_pieces: pieces in an epoch; None: as many as the text has room for.
@@ -73,6 +85,8 @@ class LibraryText(DataModule):
 
     def __init__(
         self,
+        folder: str | None = None,
+        pattern: str = "*.py",
         context: int = 64,
         batch_size: int = 32,
         train_pieces: int | None = None,
@@ -81,6 +95,8 @@ class LibraryText(DataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.folder = folder
+        self.pattern = pattern
         self.context = context
         self.batch_size = batch_size
         self.train_pieces = train_pieces
@@ -88,9 +104,10 @@ class LibraryText(DataModule):
         self.seed = seed
 
     def setup(self, stage: str) -> None:
-        files = library_files()
-        train_files = [file for number, file in enumerate(files) if number % 10 != 9]
-        val_files = files[9::10]
+        files = read_files(self.folder, self.pattern)
+        every = min(10, len(files))
+        train_files = [file for number, file in enumerate(files, start=1) if number % every]
+        val_files = files[every - 1 :: every]
         train_pieces = self.train_pieces or sum(len(file) for file in train_files) // self.context
         self.train = Crops(train_files, self.context, train_pieces, self.seed)
         self.val = Crops(val_files, self.context, self.val_pieces, self.seed)

@@ -1,9 +1,7 @@
 """A small GPT on bytes: decay groups, warm-up and cosine, a loss that is exact per byte.
 
-Run it, from the root of the repository:
-
-    trainer fit --config examples/gpt/config.yaml
-    python -m examples.gpt.sample          # continues "def " with what it learnt
+trainer fit --config config.yaml
+python sample.py          # continues "def " with what it learnt
 """
 
 from __future__ import annotations
@@ -12,10 +10,10 @@ import math
 from typing import Any
 
 import torch
+from data import IGNORED, Example
+from model import Transformer
 from torch.nn.functional import cross_entropy
 
-from examples.gpt.data import IGNORED, Example
-from examples.gpt.model import Transformer
 from trainer import Callback, TrainModule
 from trainer.callbacks import ThroughputMonitor
 
@@ -73,7 +71,8 @@ class GPT(TrainModule):
     def loss(self, batch: Example) -> torch.Tensor:
         """The mean cross-entropy of this batch's bytes, in nats."""
         inputs, targets = batch
-        return cross_entropy(self(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        loss: torch.Tensor = cross_entropy(self(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        return loss
 
     def training_step(self, batch: Example, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)

@@ -1,8 +1,8 @@
 """Let the trained GPT write.
 
-Run it, from the root of the repository, after `trainer fit --config examples/gpt/config.yaml`:
+After `trainer fit --config config.yaml`:
 
-    python -m examples.gpt.sample --prompt "def "
+    python sample.py --prompt "def "
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
-
-from examples.gpt.module import GPT
+from module import GPT
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import ROOT
 from tests.helpers.project import USERS_FILE, Command
 from trainer.cli.main import main
 
@@ -22,9 +23,9 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     before = set(sys.modules)
     yield
-    here = os.getcwd()
+    folders = (os.getcwd(), str(ROOT / "examples"))
     for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(here):
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folders):
             del sys.modules[name]
 
 

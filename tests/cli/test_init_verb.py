@@ -1,50 +1,78 @@
-"""`trainer init`: each template is a project that trains, with a test that passes; nothing of the user's is touched."""
+"""`trainer init`: the copy of an example works by itself; nothing of the user's is touched."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import run_python
+from tests.helpers.processes import ROOT, run_python
 from tests.helpers.project import Command
 from trainer.cli import init
 from trainer.cli.init import FOLDER, NEEDS, TEMPLATES
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    paths = (path for path in folder.rglob("*") if path.is_file() and not {"__pycache__", "runs"} & set(path.parts))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
+SHORTER = {
+    "trainer fit": "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 2",
+    "trainer test": "",
+    "python train.py": "--max-epochs 1",
+    "python own_callback.py": "",
+    "python sample.py": "--length 5",
+    "pytest": "-p no:cacheprovider -W error",
+}
+"""The beginning of a command in a README: what makes it short."""
+
+
+def commands_of(readme: Path) -> list[list[str]]:
+    """The indented commands of an example's README, shortened; not those on data of the reader's own."""
+    lines = [line.strip() for line in readme.read_text().splitlines() if line.startswith("    ")]
+    found = []
+    for line in lines:
+        if "my_texts" not in line and "my.csv" not in line:
+            start = next(start for start in SHORTER if line.startswith(start))
+            words = shlex.split(f"{line} {SHORTER[start]}")
+            found.append(words[1:] if words[0] == "python" else ["-m", *words])
+    return found
+
+
 def test_every_folder_is_a_template() -> None:
-    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(TEMPLATES)
+    folders = (path.name for path in FOLDER.iterdir() if path.is_dir() and path.name != "__pycache__")
+    assert sorted(folders) == sorted(TEMPLATES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_project_trains_and_its_own_test_passes(tmp_path: Path, name: str) -> None:
-    for module, _ in [NEEDS[name]] if name in NEEDS else []:
+def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) -> None:
+    for module in NEEDS.get(name, {}):
         pytest.importorskip(module)
-    said = run_python("-m", "trainer", "init", "--template", name, "my project", cwd=tmp_path).check().stdout
+    printed = run_python("-m", "trainer", "init", "--template", name, "my project", cwd=tmp_path).check().stdout
     project = tmp_path / "my project"
     assert files_of(project) == files_of(FOLDER / name)
-    assert {"README.md", "config.yaml", "data.py", "module.py", f"tests/test_{name.replace('-', '_')}.py"} <= set(
-        files_of(project)
-    )
-    assert all(file in said for file in files_of(project))
-    assert "  cd 'my project'\n  trainer fit --config config.yaml\n  pytest\n" in said
+    files = {"README.md", "config.yaml", "data.py", "module.py", f"test_{name.replace('-', '_')}.py"}
+    assert files <= set(files_of(project))
+    assert all(file in printed for file in files_of(project))
+    assert "  cd 'my project'\n  trainer fit --config config.yaml\n  pytest\n" in printed
 
-    # What it has just said, and a shorter training.
-    short = ("--trainer.max_steps", "3", "--trainer.limit_val_batches", "2", "--trainer.enable_progress_bar", "false")
-    fit = run_python("-m", "trainer", "fit", "--config", "config.yaml", *short, cwd=project).check()
-    assert "after 3 steps:" in fit.stdout
-    assert "checkpoints:    runs/version_0/checkpoints" in fit.stdout
-    run_python("-m", "trainer", "checkpoint", "verify", "runs/version_0", cwd=project).check()
-    if (project / "sample.py").exists():
-        assert run_python("sample.py", cwd=project).check().stdout.strip()
-    tested = run_python("-m", "pytest", "-p", "no:cacheprovider", "-W", "error", cwd=project).check()
-    assert " passed" in tested.stdout
+    # Only the trainer is on the path, as where it is installed.
+    (path := tmp_path / "installed").mkdir()
+    (path / "trainer").symlink_to(ROOT / "trainer")
+    commands = commands_of(FOLDER / name / "README.md")
+    assert commands[0][:3] == ["-m", "trainer", "fit"]
+    assert commands[-1][:2] == ["-m", "pytest"]
+    for words in commands:
+        result = run_python(*words, cwd=project, env={"PYTHONPATH": str(path)}).check()
+        assert result.stdout.strip()
+        if words == commands[0]:
+            assert "after 3 steps:" in result.stdout
+            assert f"checkpoints:    runs/{name}/version_0/checkpoints" in result.stdout
+            run_python("-m", "trainer", "checkpoint", "verify", f"runs/{name}/version_0", cwd=project).check()
+    assert " passed" in result.stdout
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -97,7 +125,7 @@ def test_a_missing_package_is_told(command: Command, project: Path, monkeypatch:
     monkeypatch.setattr(init, "find_spec", lambda name: None)
     code, out, _ = command("init", "--template", "digits", "new")
     assert code == 0
-    assert "Its data comes with scikit-learn, which is not installed: pip install scikit-learn" in out
+    assert "It needs packages that are not installed: pip install scikit-learn torchmetrics tensorboard" in out
     assert "pip install" not in command("init", "--template", "gpt", "other")[1]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from examples.gpt.module import GPT
+from tests.helpers.examples import example_module
+from trainer import TrainModule
 from trainer.errors import ConfigError
 from trainer.model.blocks import BlockPolicy, blocks_in_words, find_blocks
 
@@ -53,8 +54,8 @@ class LateTowers(Tree):
     _no_split_modules = None
 
 
-def gpt() -> GPT:
-    module = GPT(layers=2)
+def gpt() -> TrainModule:
+    module = example_module("gpt", "module").GPT(layers=2)
     module.configure_model()
     return module
 

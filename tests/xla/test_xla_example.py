@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from examples.gpt.module import GPT
+from tests.helpers.examples import example_module
 from tests.helpers.processes import ROOT, run_python
 
 PAGE = (ROOT / "docs" / "tpu.md").read_text()
@@ -41,7 +41,7 @@ def test_the_gpt_trains_and_goes_on(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("runs/gpt-xla/*"))) == 1
 
     newest = max(tmp_path.rglob("manifest.json"), key=lambda path: path.stat().st_mtime).parent
-    module = GPT.load_from_checkpoint(newest)
+    module = example_module("gpt", "module").GPT.load_from_checkpoint(newest)
     assert module.net is not None
     assert module.net.head.weight is module.net.token_embedding.weight
     assert module.net.head.weight.device.type == "cpu"

@@ -13,12 +13,12 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from examples.gpt.data import Crops
-from examples.gpt.module import GPT
 from tests.helpers.compare import QUIET
+from tests.helpers.examples import example_module
 from trainer import Callback, Trainer, TrainModule, seed_everything
 
 STEPS = 20
+GPT, Crops = example_module("gpt", "module").GPT, example_module("gpt", "data").Crops
 
 
 class Losses(Callback):
@@ -61,7 +61,7 @@ def numbers() -> TensorDataset:
     return TensorDataset(x, x[:, :5].argmax(1))
 
 
-def text(pieces: int) -> Crops:
+def text(pieces: int) -> Any:
     lines = [b"def f(x):\n\treturn x + 1\n" * 40, b"for i in range(10):\n\tprint(i)\n" * 40]
     return Crops(lines, 16, pieces, seed=1)
 

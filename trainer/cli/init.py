@@ -1,4 +1,4 @@
-"""`trainer init`: a project to begin with: a module, its data, a configuration and a test, on data that is there."""
+"""`trainer init`: begin a project with a copy of an example: module, data, configuration, README and test."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from trainer.cli.options import ErrorParser
 from trainer.errors import ConfigError, unknown_name_error
 
 TEMPLATES = {
-    "digits": "tells handwritten digits apart: a convolutional net on small images",
+    "digits": "classifies handwritten digits: a convolutional net on small images",
     "gpt": "a small GPT on Python's own library, or on text files of yours",
-    "text-classification": "tells texts apart: docstrings by their package, or a CSV file of yours",
+    "text-classification": "classifies texts: docstrings by their package, or a CSV file of yours",
     "gan": "invents digits: manual optimization with two optimizers",
 }
-"""Folders in `trainer/project-templates`."""
-NEEDS = {"digits": ("sklearn", "scikit-learn"), "gan": ("sklearn", "scikit-learn")}
-"""The package that brings the data: its module, and its name."""
-# The name is no identifier on purpose: setuptools warns of data in folders that could be imported.
-FOLDER = Path(__file__).resolve().parent.parent / "project-templates"
+"""Examples that are copied: folder and description."""
+NEEDS = {
+    "digits": {"sklearn": "scikit-learn", "torchmetrics": "torchmetrics", "tensorboard": "tensorboard"},
+    "gan": {"sklearn": "scikit-learn"},
+}
+"""Packages that an example imports beyond our own dependencies: module and name."""
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
 
 EXAMPLES = """\
 examples:
@@ -34,7 +36,7 @@ examples:
 
 
 def run(arguments: list[str]) -> int:
-    """Write the files of a template into a new folder. Returns the exit code: 2 when nothing was written."""
+    """Copy an example into a new folder. Returns the exit code: 2 when nothing was written."""
     try:
         options = _parser().parse_args(arguments)
         if options.list:
@@ -78,12 +80,12 @@ def _write(template: str | None, folder: str | None) -> None:
     if place.is_dir() and any(place.iterdir()):
         raise ConfigError(f"{folder} is not empty, and nothing in it is replaced: give the name of a new folder.")
     try:
-        leave = shutil.ignore_patterns("__pycache__", ".*")
+        leave = shutil.ignore_patterns("__pycache__", "runs", ".*")
         shutil.copytree(FOLDER / template, place, dirs_exist_ok=True, ignore=leave, copy_function=shutil.copyfile)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}.") from error
     files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
     print(f"{folder}: {', '.join(files)}\n\n  cd {shlex.quote(folder)}\n  trainer fit --config config.yaml\n  pytest")
-    module, package = NEEDS.get(template, ("", ""))
-    if module and find_spec(module) is None:
-        print(f"\nIts data comes with {package}, which is not installed: pip install {package}")
+    absent = [package for module, package in NEEDS.get(template, {}).items() if find_spec(module) is None]
+    if absent:
+        print(f"\nIt needs packages that are not installed: pip install {' '.join(absent)}")

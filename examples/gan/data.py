@@ -1,4 +1,4 @@
-"""The real images: scikit-learn's handwritten digits, which come with the package. Yours go into `load_images`."""
+"""scikit-learn's handwritten digits as the real images: they come with the package. Your own go into `load_images`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ Batch = tuple[torch.Tensor, ...]
 
 
 def load_images() -> torch.Tensor:
-    """All 1797 images: (1797, 1, 8, 8). Put your own here, of any size: the nets' last and first layers follow."""
+    """Return all 1797 images: (1797, 1, 8, 8).
+
+    Put your own here; images of another size need another last layer of the generator and first layer of the
+    discriminator.
+    """
     from sklearn.datasets import load_digits
 
     images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1)

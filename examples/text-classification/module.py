@@ -11,7 +11,7 @@ from trainer import TrainModule
 
 
 class TextClassifier(TrainModule):
-    """Tells the label of a text by the mean of its words' vectors.
+    """Classifies a text by the mean of its words' vectors.
 
     Args:
         classes: how many labels there are.

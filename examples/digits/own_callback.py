@@ -1,8 +1,6 @@
 """Two callbacks of one's own, and a run that is stopped and goes on.
 
-Run it, from the root of the repository:
-
-    python -m examples.own_callback.train
+python own_callback.py
 """
 
 from __future__ import annotations
@@ -10,7 +8,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from examples.digits import Digits, DigitsData
+from data import DigitsData
+from module import Digits
+
 from trainer import Callback, Trainer, TrainModule
 
 

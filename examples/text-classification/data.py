@@ -1,4 +1,4 @@
-"""The texts: docstrings of Python's own library, each to be told by its package; or a CSV file of yours."""
+"""The texts: docstrings of Python's own library, each labelled with its package; or a CSV file of yours."""
 
 from __future__ import annotations
 
