@@ -1,6 +1,6 @@
 """A small convolutional net for the digits, and how it is trained.
 
-trainer fit --config config.yaml
+Run it with: trainer fit --config config.yaml
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Two callbacks of one's own, and a run that is stopped and goes on.
 
-python own_callback.py
+Run it with: python own_callback.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The digits example from Python instead of from a config file.
 
-python train.py
+Run it with: python train.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A generative adversarial network on 8 x 8 images: manual optimization with two optimizers.
 
-trainer fit --config config.yaml
+Run it with: trainer fit --config config.yaml
 """
 
 from __future__ import annotations

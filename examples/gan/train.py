@@ -1,6 +1,6 @@
 """The GAN example from Python: train it, measure it, and print some of its images.
 
-python train.py
+Run it with: python train.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A small GPT on bytes: decay groups, warm-up and cosine, a loss that is exact per byte.
 
-trainer fit --config config.yaml
-python sample.py          # continues "def " with what it learnt
+Run it with: trainer fit --config config.yaml
+Then `python sample.py` continues "def " with what it learnt.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class GPT(TrainModule):
         """A piece at the end of a file is shorter than the others. With this number every byte of a step counts the
         same, on whichever process and in whichever micro-batch of the step it happens to be."""
         _, targets = batch
-        return (targets != IGNORED).sum()
+        count: torch.Tensor = (targets != IGNORED).sum()
+        return count
 
     def loss(self, batch: Example) -> torch.Tensor:
         """The mean cross-entropy of this batch's bytes, in nats."""

@@ -57,17 +57,17 @@ def report_of(command: Command, name: str) -> dict[str, str]:
 
 
 def test_two_machines(command: Command, foreign: Path) -> None:
-    told = report_of(command, "gpus.yaml")
+    rows = report_of(command, "gpus.yaml")
     section = trainer_section("run.yaml")
     assert (section["devices"], section["num_nodes"], section["strategy"]) == (4, 2, "ddp")
-    assert "devices: 4 on each machine (8 is the total of 2)" in told["num_processes"]
-    assert "--rdzv 10.0.0.1:29500" in told["main_process_ip"]
+    assert "devices: 4 on each machine (8 is the total of 2)" in rows["num_processes"]
+    assert "--rdzv 10.0.0.1:29500" in rows["main_process_ip"]
     line = "trainer launch --nnodes 2 --nproc-per-node 4 --rdzv 10.0.0.1:29500 trainer fit --config run.yaml"
     assert line in Path("run.yaml").read_text()
 
 
 def test_fsdp(command: Command, foreign: Path) -> None:
-    told = report_of(command, "fsdp.yaml")
+    rows = report_of(command, "fsdp.yaml")
     section = trainer_section("run.yaml")
     assert section["strategy"] == {
         "class_path": "fsdp",
@@ -75,38 +75,38 @@ def test_fsdp(command: Command, foreign: Path) -> None:
     }
     assert section["activation_checkpointing"] == "auto"
     assert section["compile"] == {"blocks": True}
-    assert "--node-rank 1" in told["machine_rank"]
-    assert told["fsdp_config.fsdp_state_dict_type"].startswith("not needed")
+    assert "--node-rank 1" in rows["machine_rank"]
+    assert rows["fsdp_config.fsdp_state_dict_type"].startswith("not needed")
 
 
 def test_the_plugin_of_deepspeed(command: Command, foreign: Path) -> None:
-    told = report_of(command, "plugin.yaml")
+    rows = report_of(command, "plugin.yaml")
     section = trainer_section("run.yaml")
     assert section["strategy"]["class_path"] == "deepspeed_stage_3"
     assert section["strategy"]["init_args"] == {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
     assert (section["accumulate_grad_batches"], section["gradient_clip_val"]) == (4, 1.0)
     assert section["precision"] == "16-mixed"
-    assert "trainer launch" in told["deepspeed_config.deepspeed_multinode_launcher"]
+    assert "trainer launch" in rows["deepspeed_config.deepspeed_multinode_launcher"]
 
 
 def test_a_json_named_in_the_yaml_is_read(command: Command, foreign: Path) -> None:
-    told = report_of(command, "with_json.yaml")
+    rows = report_of(command, "with_json.yaml")
     section = trainer_section("run.yaml")
     assert section["strategy"]["class_path"] == "deepspeed_stage_2"
     assert section["precision"] == "16-mixed"
-    assert "zero2.json: zero_optimization.overlap_comm" in told
+    assert "zero2.json: zero_optimization.overlap_comm" in rows
 
 
-def test_what_cannot_be_done_is_said_with_what_to_do(command: Command, foreign: Path) -> None:
-    told = report_of(command, "fp8.yaml")
-    assert told["mixed_precision"].startswith("cannot be done here")
+def test_what_cannot_be_done_is_named_with_the_alternative(command: Command, foreign: Path) -> None:
+    rows = report_of(command, "fp8.yaml")
+    assert rows["mixed_precision"].startswith("cannot be done here")
     assert trainer_section("run.yaml")["precision"] == "bf16-mixed"
     assert trainer_section("run.yaml")["devices"] == [0, 2]
-    told = report_of(command, "megatron.yaml")
-    assert told["megatron_lm_config.megatron_lm_tp_degree"].startswith("cannot be done here")
+    rows = report_of(command, "megatron.yaml")
+    assert rows["megatron_lm_config.megatron_lm_tp_degree"].startswith("cannot be done here")
     assert trainer_section("run.yaml")["activation_checkpointing"] == "auto"
-    told = report_of(command, "tpu.yaml")
-    assert "gcloud compute tpus tpu-vm ssh pod --zone us-central1-a" in told["tpu_name"]
+    rows = report_of(command, "tpu.yaml")
+    assert "gcloud compute tpus tpu-vm ssh pod --zone us-central1-a" in rows["tpu_name"]
     assert trainer_section("run.yaml")["strategy"] == "xla"
 
 
@@ -132,7 +132,7 @@ def test_hybrid_sharding(command: Command, foreign: Path) -> None:
         ("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: x", "ec2_instance_type", "SageMaker"),
     ],
 )
-def test_odd_values_are_told(command: Command, text: str, key: str, words: str) -> None:
+def test_odd_values_are_reported(command: Command, text: str, key: str, words: str) -> None:
     lines = [line for line in COMMON.splitlines() if line.split(":")[0] not in text]
     Path("odd.yaml").write_text("\n".join([*lines, text]) + "\n")
     code, out, _ = command("config", "--from", "odd.yaml")
@@ -153,8 +153,8 @@ def test_no_shard_keeps_no_arguments_of_the_other_strategy(command: Command) -> 
 
 def test_a_json_without_a_stage_means_stage_0(command: Command) -> None:
     Path("small.json").write_text(json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}}))
-    told = report_of(command, "small.json")
-    assert "strategy: ddp, as DeepSpeed's stage is 0" in told["zero_optimization.stage"]
+    rows = report_of(command, "small.json")
+    assert "strategy: ddp, as DeepSpeed's stage is 0" in rows["zero_optimization.stage"]
     assert trainer_section("run.yaml")["strategy"] == "ddp"
 
 
@@ -167,11 +167,11 @@ def test_optimizer_and_schedule_go_into_the_module(command: Command) -> None:
         "data_efficiency": {"enabled": True},
     }
     Path("ds.json").write_text(json.dumps(sections))
-    told = report_of(command, "ds.json")
-    assert "torch.optim.AdamW(self.parameters(), lr=3e-05, betas=[0.9, 0.95])" in told["optimizer"]
-    assert '"interval": "step"' in told["scheduler"]
-    assert "optimizer.params.weight_decay" in told
-    assert told["data_efficiency"].startswith("cannot be done here")
+    rows = report_of(command, "ds.json")
+    assert "torch.optim.AdamW(self.parameters(), lr=3e-05, betas=[0.9, 0.95])" in rows["optimizer"]
+    assert '"interval": "step"' in rows["scheduler"]
+    assert "optimizer.params.weight_decay" in rows
+    assert rows["data_efficiency"].startswith("cannot be done here")
     strategy = trainer_section("run.yaml")["strategy"]
     assert strategy["init_args"] == {"config": {"train_micro_batch_size_per_gpu": 4}}
 

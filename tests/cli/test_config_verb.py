@@ -81,7 +81,7 @@ def test_nothing_is_replaced_without_force(command: Command) -> None:
     [
         (["--preset", "cpu", "--output", "x.json"], "ends with .yaml"),
         (["--preset", "cpu", "--output", "nowhere/x.yaml"], "there is no folder nowhere"),
-        (["--preset", "cpu", "--from", "x.json"], "take one away"),
+        (["--preset", "cpu", "--from", "x.json"], "remove one"),
         (["--output", "-"], "goes with --preset or --from"),
         (["--from", "nowhere.json"], "no such file"),
         (["--pressed", "cpu"], "--pressed"),

@@ -19,7 +19,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 SHORTER = {
-    "trainer fit": "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 2",
+    "trainer fit": "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.val_check_interval 1.0",
     "trainer test": "",
     "python train.py": "--max-epochs 1",
     "python own_callback.py": "",

@@ -1,8 +1,8 @@
-"""Where and how to train, as it is asked for in plain words, and the presets: answers that are given in advance."""
+"""Answers to the questions of `trainer config`: their words, their settings, and the presets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.cli.config.writer import ConfigDraft
@@ -16,18 +16,18 @@ MACHINES = {
 }
 LAYOUTS = {
     "one": ("strategy: single_device", "one process on one device"),
-    "copies": ("strategy: ddp", "every process has the whole model; gradients are averaged"),
-    "shards": ("strategy: fsdp", "weights, gradients and optimizer are divided among the processes, by torch itself"),
-    "zero1": ("strategy: deepspeed_stage_1", "DeepSpeed: the optimizer is divided"),
-    "zero2": ("strategy: deepspeed_stage_2", "DeepSpeed: optimizer and gradients are divided"),
-    "zero3": ("strategy: deepspeed_stage_3", "DeepSpeed: optimizer, gradients and weights are divided"),
+    "copies": ("strategy: ddp", "every process has the full model; gradients are averaged"),
+    "shards": ("strategy: fsdp", "weights, gradients and optimizer are sharded over the processes, by torch itself"),
+    "zero1": ("strategy: deepspeed_stage_1", "DeepSpeed: the optimizer is sharded"),
+    "zero2": ("strategy: deepspeed_stage_2", "DeepSpeed: optimizer and gradients are sharded"),
+    "zero3": ("strategy: deepspeed_stage_3", "DeepSpeed: optimizer, gradients and weights are sharded"),
     "tpu": ("strategy: xla", "one program for all TPU cores, by torch_xla"),
 }
-"""What each process holds: the line of a configuration, and what it means."""
+"""What each process holds: the line of a configuration, and its meaning."""
 
 
-def named(layout: str) -> str:
-    """What a configuration calls it."""
+def strategy_name(layout: str) -> str:
+    """Return the strategy's name in a configuration."""
     return LAYOUTS[layout][0].partition(": ")[2]
 
 
@@ -46,7 +46,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class WizardAnswers:
-    """What is to be written; None: nothing is said about it."""
+    """Where and how to train; None: no setting is written."""
 
     machine: str | None = None
     machines: int = 1
@@ -60,106 +60,67 @@ class WizardAnswers:
     """Arguments of ModelCheckpoint; empty: no checkpoints."""
 
 
+GPUS = WizardAnswers("auto", 1, "auto", precision="bf16-mixed")
 PRESETS: dict[str, tuple[str, WizardAnswers]] = {
     "cpu": ("one process on the CPU", WizardAnswers("cpu", 1, 1, "one", precision="32-true")),
-    "single-gpu": ("one GPU", WizardAnswers("auto", 1, 1, "one", precision="bf16-mixed")),
-    "multi-gpu": (
-        "all GPUs of the machine, each with the whole model",
-        WizardAnswers("auto", 1, "auto", "copies", precision="bf16-mixed"),
-    ),
-    named("shards"): (
-        "all GPUs, the model divided among them",
-        WizardAnswers("auto", 1, "auto", "shards", precision="bf16-mixed"),
-    ),
-    "fsdp-offload": (
-        "the same, kept in the memory of the CPU",
-        WizardAnswers("auto", 1, "auto", "shards", "all", "bf16-mixed"),
-    ),
-    "zero2": (
-        "all GPUs, DeepSpeed divides optimizer and gradients",
-        WizardAnswers("auto", 1, "auto", "zero2", precision="bf16-mixed"),
-    ),
-    "zero3": (
-        "all GPUs, DeepSpeed divides the weights, too",
-        WizardAnswers("auto", 1, "auto", "zero3", precision="bf16-mixed"),
-    ),
-    "zero3-offload": (
-        "the same, kept in the memory of the CPU",
-        WizardAnswers("auto", 1, "auto", "zero3", "all", "bf16-mixed"),
-    ),
-    "tpu": ("the TPUs of the machine", WizardAnswers("tpu", 1, "auto", "tpu", precision="bf16-mixed")),
+    "single-gpu": ("one GPU", replace(GPUS, devices=1, layout="one")),
+    "multi-gpu": ("all GPUs of the machine, each with the full model", replace(GPUS, layout="copies")),
+    strategy_name("shards"): ("all GPUs, the model sharded over them", replace(GPUS, layout="shards")),
+    "fsdp-offload": ("the same, kept in the memory of the CPU", replace(GPUS, layout="shards", offload="all")),
+    "zero2": ("all GPUs, DeepSpeed shards optimizer and gradients", replace(GPUS, layout="zero2")),
+    "zero3": ("all GPUs, DeepSpeed shards the weights, too", replace(GPUS, layout="zero3")),
+    "zero3-offload": ("the same, kept in the memory of the CPU", replace(GPUS, layout="zero3", offload="all")),
+    "tpu": ("the TPUs of the machine", replace(GPUS, machine="tpu", layout="tpu")),
     "bf16": ("only the precision, to lay over another file", WizardAnswers(precision="bf16-mixed")),
     "fp16": ("only the precision, to lay over another file", WizardAnswers(precision="16-mixed")),
 }
+OFFLOADED = {
+    ("shards", "all"): ["cpu_offload"],
+    ("zero1", "optimizer"): ["offload_optimizer"],
+    ("zero2", "optimizer"): ["offload_optimizer"],
+    ("zero3", "optimizer"): ["offload_optimizer"],
+    ("zero3", "all"): ["offload_optimizer", "offload_parameters"],
+}
+"""Arguments of the strategy by layout and by what is kept in the memory of the CPU."""
 
 
 def offloads_of(layout: str | None) -> list[str]:
-    """What can be kept in the memory of the CPU with this layout."""
-    if layout == "shards":
-        return ["no", "all"]
-    return {"zero1": ["no", "optimizer"], "zero2": ["no", "optimizer"], "zero3": ["no", "optimizer", "all"]}.get(
-        layout or "", ["no"]
-    )
+    """Return the keys of OFFLOADS that a layout allows."""
+    return ["no", *(offload for one, offload in OFFLOADED if one == layout)]
 
 
 def draft_of(answers: WizardAnswers) -> ConfigDraft:
-    """The settings that the answers mean."""
+    """Return the settings that the answers mean."""
     draft = ConfigDraft()
-    if answers.machine is not None:
-        draft.set("accelerator", answers.machine, MACHINES[answers.machine])
+    machine, machines, window = answers.machine, answers.machines, answers.window
+    if machine is not None:
+        draft.set("accelerator", machine, MACHINES[machine])
     if answers.devices is not None:
-        everything = "one process for each device of the machine (one for a CPU)"
-        one = "processes on each machine" if answers.machines > 1 else "processes"
-        draft.set("devices", answers.devices, everything if answers.devices == "auto" else one)
-    if answers.machines > 1:
-        draft.set("num_nodes", answers.machines, "machines; each of them starts the command that stands above")
+        one = "processes on each machine" if machines > 1 else "processes"
+        each = "one process for each device of the machine (one for a CPU)"
+        draft.set("devices", answers.devices, each if answers.devices == "auto" else one)
+    if machines > 1:
+        draft.set("num_nodes", machines, "machines; each of them starts the command that stands above")
     if answers.layout is not None:
-        line, words = LAYOUTS[answers.layout]
-        draft.line(line, words)
-        _offload(draft, answers)
+        draft.set("strategy", strategy_name(answers.layout), LAYOUTS[answers.layout][1])
+        for name in OFFLOADED.get((answers.layout, answers.offload), []):
+            draft.set(f"strategy.{name}", True if name == "cpu_offload" else "cpu")
     if answers.precision is not None:
         draft.set("precision", answers.precision, PRECISIONS[answers.precision])
-    if answers.window > 1:
-        draft.set(
-            "accumulate_grad_batches",
-            answers.window,
-            f"one step for every {answers.window} batches of each process: global batch = batch_size x "
-            f"{answers.window} x processes",
-        )
-    _checkpoints(draft, answers.checkpoints)
+    if window > 1:
+        product = f"global batch = batch_size x {window} x processes"
+        draft.set("accumulate_grad_batches", window, f"one step for every {window} batches of each process: {product}")
+    if answers.checkpoints:
+        callbacks = [{"class_path": "ModelCheckpoint", "init_args": answers.checkpoints}]
+        draft.set("callbacks", callbacks, "the newest checkpoint is always kept: `--ckpt-path last` resumes from it")
+    elif answers.checkpoints is not None:
+        draft.set("enable_checkpointing", False, "no checkpoints: an interrupted run begins again")
     return draft
 
 
-def _offload(draft: ConfigDraft, answers: WizardAnswers) -> None:
-    if answers.offload == "no":
-        return
-    if answers.layout == "shards":
-        draft.argument("cpu_offload", True)
-        return
-    draft.argument("offload_optimizer", "cpu")
-    if answers.offload == "all":
-        draft.argument("offload_parameters", "cpu")
-
-
-def _checkpoints(draft: ConfigDraft, arguments: dict[str, Any] | None) -> None:
-    if arguments is None:
-        return
-    if not arguments:
-        draft.set("enable_checkpointing", False, "no checkpoints: an interrupted run begins again")
-        return
-    draft.set(
-        "callbacks",
-        [{"class_path": "ModelCheckpoint", "init_args": arguments}],
-        "checkpoints; the newest is always kept, and `--ckpt-path last` goes on from it",
-    )
-
-
-def launch_line(
-    command: str, machines: int, devices: int | str | None, meeting: str = "HOST:29500", rank: int | None = None
-) -> str:
-    """A trainer command with what starts it on several machines."""
+def launch_line(command: str, machines: int, devices: int | str | None, address: str = "HOST:29500") -> str:
+    """Return a trainer command with what starts it on several machines."""
     if machines == 1:
         return command
     processes = f" --nproc-per-node {devices}" if isinstance(devices, int) else ""
-    number = "" if rank is None else f" --node-rank {rank}"
-    return f"trainer launch --nnodes {machines}{processes} --rdzv {meeting}{number} {command}"
+    return f"trainer launch --nnodes {machines}{processes} --rdzv {address} {command}"

@@ -1,9 +1,8 @@
-"""`trainer config`: a configuration from a few answers, from a preset, or from another program's file."""
+"""`trainer config`: write a configuration from a few answers, a preset, or another program's file."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -20,16 +19,14 @@ examples:
   trainer config --preset bf16 --output -         to the terminal, to no file
   trainer config --from ~/.cache/huggingface/accelerate/default_config.yaml
   trainer config --from ds_config.json --output zero.yaml
-  trainer fit --config run.yaml module.yaml       what the file is for: it says where and how, the other one what
+  trainer fit --config run.yaml module.yaml       run.yaml says where and how, module.yaml what to train
 """
 
 
 def run(arguments: list[str]) -> int:
     """Write a configuration. Returns the exit code: 2 when nothing was written, 130 after Ctrl-C."""
-    parser = _parser()
     try:
-        options = parser.parse_args(arguments)
-        return _write(options)
+        return _write(_parser().parse_args(arguments))
     except SystemExit as end:  # of --help
         return int(end.code or 0)
     except KeyboardInterrupt:
@@ -71,12 +68,11 @@ def _write(options: argparse.Namespace) -> int:
     if options.source is not None:
         from trainer.cli.config.translate import translate
 
-        translation = translate(options.source)
-        name = shlex.quote(options.source)
-        head = [f"From {options.source}, by `trainer config --from {name}`.", *_how(translation.start(_fit(file)))]
-        _put(translation.draft.text(head), options)
-        words = translation.report(options.output if options.output != "-" else None)
-        print(words, end="", file=sys.stderr if options.output == "-" else sys.stdout)
+        report = translate(options.source)
+        by = f"From {options.source}, by `trainer config --from {shlex.quote(options.source)}`."
+        _put(report.draft.text([by, *_how(report.start(_fit(file)))]), options)
+        printed = options.output == "-"
+        print(report.report(None if printed else file), end="", file=sys.stderr if printed else sys.stdout)
         return 0
     if options.preset is not None:
         answers, by = PRESETS[options.preset][1], f"`trainer config --preset {options.preset}`"
@@ -92,9 +88,9 @@ def _write(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What can be wrong, before anything is asked."""
+    """Raise a ConfigError for wrong options, before anything is asked."""
     if options.preset is not None and options.source is not None:
-        raise ConfigError("--preset and --from are two ways to the same file: take one away.")
+        raise ConfigError("--preset and --from are two ways to the same file: remove one.")
     if options.preset is not None and options.preset not in PRESETS:
         raise unknown_name_error("preset", options.preset, PRESETS)
     if options.output == "-":
@@ -135,16 +131,12 @@ def _next(answers: WizardAnswers, start: str, fit: str) -> str:
 
 
 def _put(text: str, options: argparse.Namespace) -> None:
-    """The file is there whole, or not at all."""
     if options.output == "-":
         print(text, end="")
         return
-    path = Path(options.output)
-    temporary = path.with_name(f".{path.name}.part")
+    from trainer.checkpoint.disk import replace_file
+
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(Path(options.output).absolute(), text.encode())
     except OSError as error:
         raise ConfigError(f"{options.output} cannot be written: {error.strerror}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,562 +1,448 @@
-"""An Accelerate configuration (`default_config.yaml`) as ours; key names are those of accelerate 1.15."""
+"""Rules for an Accelerate configuration (`default_config.yaml`); key names are those of accelerate 1.15."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.config.from_deepspeed import finish, from_deepspeed, set_clipping, set_precision, set_window
-from trainer.cli.config.translate import MigrationReport, flag, number
+from trainer.cli.config.from_deepspeed import choose_stage, read_deepspeed, stage_rule
+from trainer.cli.config.report import (
+    IMPOSSIBLE,
+    LAUNCH,
+    NOT_NEEDED,
+    TAKEN,
+    MigrationReport,
+    Rule,
+    clipping_rule,
+    is_off,
+    number,
+    precision_rule,
+    strategy_setting,
+    window_rule,
+)
 from trainer.config.files import read_tree
 from trainer.config.tree import Diagnostics
-from trainer.errors import did_you_mean
 
-LINES = {
-    "NO": ("strategy: single_device", "one process on one device"),
-    "MULTI_GPU": ("strategy: ddp", "every process has the whole model; gradients are averaged"),
-    "MULTI_CPU": ("strategy: ddp", "every process has the whole model; gradients are averaged"),
-    "FSDP": ("strategy: fsdp", "weights, gradients and optimizer are divided among the processes"),
-    "XLA": ("strategy: xla", "one program for all TPU cores, by torch_xla"),
-    "TPU": ("strategy: xla", "one program for all TPU cores, by torch_xla"),
-}
-MEGATRON = ("strategy: fsdp", "in place of Megatron-LM, which is not to be had here: the model is divided by FSDP")
-ONLY_WITH = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
-"""Sections that are read with one distributed_type only."""
-NOT_NEEDED = {
-    "compute_environment": "it is found out at the start: trainer env shows it",
-    "main_training_function": "the configuration names a class (module), not a function",
-    "same_network": "machines meet at --rdzv, wherever they are",
-    "rdzv_backend": "it is always c10d",
-    "debug": "a collective that not all processes make is always told",
-    "tpu_use_sudo": "for Accelerate's own start of a pod",
-}
+Given = dict[str, Any]
+Rules = dict[str, Rule]
+
+KINDS = {"MULTI_GPU": "copies", "MULTI_CPU": "copies", "FSDP": "shards", "XLA": "tpu", "TPU": "tpu"}
+"""Values of distributed_type, and the layouts that they mean."""
+ON_CPU = ("accelerator", "cpu", "the CPU, even where there is a GPU")
+RECOMPUTE = ("activation_checkpointing", "auto", "compute activations again instead of keeping them")
 TPU_POD = "gcloud compute tpus tpu-vm ssh {name} --zone {zone} --worker=all --command 'trainer fit ...'"
-SAGEMAKER = "SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit --config ...`"
+SAGEMAKER = Rule(
+    IMPOSSIBLE,
+    "SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit --config ...`",
+)
 
 
-def from_accelerate(translation: MigrationReport, given: dict[str, Any]) -> None:
-    """Every key of an Accelerate configuration."""
-    _processes(translation, given)
+def from_accelerate(report: MigrationReport, given: Given) -> None:
+    """Translate an Accelerate configuration."""
+    kind = _kind(given)
+    sagemaker = str(given.get("compute_environment", "")).endswith("SAGEMAKER")
+    _read_processes(report, given, kind)
     for key, value in given.items():
-        if key in SECTIONS and isinstance(value, dict):
-            _section(translation, key, value, _kind(given))
-        elif key in SECTIONS and value in (None, ""):
-            translation.not_needed(key, value, "it is empty")
-        elif key in HANDLERS:
-            HANDLERS[key](translation, value, given)
-        elif key in NOT_NEEDED:
-            sagemaker = str(value).endswith("SAGEMAKER")
-            (translation.impossible if sagemaker else translation.not_needed)(
-                key, value, SAGEMAKER if sagemaker else NOT_NEEDED[key]
-            )
-        elif str(given.get("compute_environment", "")).endswith("SAGEMAKER"):
-            translation.impossible(key, value, SAGEMAKER)
-        else:
-            close = did_you_mean(str(key), [*HANDLERS, *SECTIONS, *NOT_NEEDED])
-            translation.impossible(key, value, f"no key of accelerate 1.15.{close} Nothing was done with it")
+        if key == "dynamo_backend":  # as older versions wrote it
+            key, value = "dynamo_config", {key: value}
+        section = SECTIONS.get(key)
+        if section is not None and isinstance(value, dict):
+            _section(report, key, section, value, kind)
+            continue
+        rules = _rules(report, given, kind)  # after what the sections before it have set
+        if sagemaker:
+            rules = {**dict.fromkeys(given, SAGEMAKER), **rules, "compute_environment": SAGEMAKER}
+        report.section("", {key: value}, rules)
+    if kind == "DEEPSPEED":
+        choose_stage(report)
 
 
-def _section(translation: MigrationReport, key: str, value: dict[str, Any], kind: str) -> None:
-    if ONLY_WITH.get(key, kind) == kind:
-        SECTIONS[key](translation, value)
-        return
-    for inner, one in value.items():
-        translation.not_needed(f"{key}.{inner}", one, f"distributed_type is {kind}, which does not read it")
-
-
-def _processes(translation: MigrationReport, given: dict[str, Any]) -> None:
-    """Counts first: other keys are explained by them."""
-    machines = number(given.get("num_machines", 1))
-    total = number(given.get("num_processes"))
-    translation.machines = int(machines or 1)
-    if total is not None and total > 0 and _kind(given) not in ("XLA", "TPU"):
-        translation.devices = max(1, int(total) // translation.machines)
-    elif _kind(given) == "NO":
-        translation.devices = 1
-    port = number(given.get("main_process_port"))
-    translation.port = int(port) if port else 29500
-    host = given.get("main_process_ip")
-    translation.host = str(host) if host else None
-    if translation.devices is not None and not _ids(given.get("gpu_ids")):
-        words = "processes on each machine" if translation.machines > 1 else "processes"
-        translation.draft.set("devices", translation.devices, words)
-    if flag(given.get("use_cpu", False)) or _kind(given) == "MULTI_CPU":
-        translation.draft.set("accelerator", "cpu", "the CPU, even where there is a GPU")
-
-
-def _kind(given: dict[str, Any]) -> str:
+def _kind(given: Given) -> str:
     value = given.get("distributed_type", "NO")
     return "NO" if value in (False, None) else str(value).rpartition(".")[2].upper()
 
 
-def _distributed_type(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    kind, draft, key = _kind(given), translation.draft, "distributed_type"
+def _read_processes(report: MigrationReport, given: Given, kind: str) -> None:
+    """Read the counts and addresses by which several keys are explained."""
+    report.machines = int(number(given.get("num_machines", 1)) or 1)
+    total = number(given.get("num_processes"))
+    if total is not None and total > 0 and kind not in ("XLA", "TPU"):
+        report.devices = max(1, int(total) // report.machines)
+    elif kind == "NO":
+        report.devices = 1
+    report.port = int(number(given.get("main_process_port")) or 29500)
+    report.host = str(given["main_process_ip"]) if given.get("main_process_ip") else None
+    if report.devices is not None and not _ids(given):
+        report.draft.set("devices", report.devices, "processes on each machine" if report.machines > 1 else "processes")
+
+
+# -- plain keys --------------------------------------------------------------------------------------------------------
+
+
+def _rules(report: MigrationReport, given: Given, kind: str) -> Rules:
+    several = report.machines > 1
+    nodes = ("num_nodes", report.machines, "machines; each of them starts the command above")
+    rank = f"--node-rank {given.get('machine_rank')}, on this machine. It can be left out: the machines are numbered"
+    alone = Rule(NOT_NEEDED, "on one machine a free port is found", off="nothing is given")
+    address = Rule(LAUNCH, f"--rdzv {report.host or 'HOST'}:{report.port}", off="nothing is given")
+    xla = "torch_xla no longer casts by itself; --trainer.precision bf16-true stores and computes in bfloat16"
+    old_fp16 = "fp16" in given and "mixed_precision" not in given and not is_off(given["fp16"])
+    return {
+        "compute_environment": Rule(NOT_NEEDED, "it is found out at the start: trainer env shows it"),
+        "main_training_function": Rule(NOT_NEEDED, "the configuration names a class (module), not a function"),
+        "same_network": Rule(NOT_NEEDED, "machines meet at --rdzv, wherever they are"),
+        "rdzv_backend": Rule(NOT_NEEDED, "it is always c10d"),
+        "debug": Rule(NOT_NEEDED, "a collective that not all processes make is always reported"),
+        "distributed_type": _strategy(report, given, kind),
+        "mixed_precision": _precision(report, given, kind),
+        "fp16": precision_rule(report, "fp16") if old_fp16 else Rule(NOT_NEEDED, "mixed_precision says it"),
+        "num_processes": _num_processes(report, given, kind),
+        "num_machines": (
+            Rule(TAKEN, f"{{line}}, and --nnodes {report.machines}", (nodes,))
+            if several
+            else Rule(NOT_NEEDED, "one machine is the default")
+        ),
+        "machine_rank": Rule(LAUNCH, f"{rank} by themselves") if several else Rule(NOT_NEEDED, "there is one machine"),
+        "main_process_ip": address if several else alone,
+        "main_process_port": address if several else alone,
+        "gpu_ids": _gpu_ids(report, given),
+        "use_cpu": Rule(TAKEN, settings=(ON_CPU,), off="GPUs are taken where there are any (accelerator: auto)"),
+        "downcast_bf16": Rule(IMPOSSIBLE, xla, off="it is off"),
+        "enable_cpu_affinity": Rule(IMPOSSIBLE, "put numactl before the command, or srun --cpu-bind", off="it is off"),
+        **_tpu(given),
+        **dict.fromkeys(SECTIONS, Rule(IMPOSSIBLE, "it is no section; nothing was done with it", off="it is empty")),
+    }
+
+
+def _tpu(given: Given) -> Rules:
+    name = shlex.quote(str(given.get("tpu_name") or given.get("tpu_vm") or "NAME"))
+    variables = given.get("tpu_env")
+    words = " ".join(map(str, variables)) if isinstance(variables, list) else str(variables)
+    pod = Rule(LAUNCH, TPU_POD.format(name=name, zone=given.get("tpu_zone") or "ZONE"), off="nothing is given")
+    before = Rule(LAUNCH, "run it on the TPU machines before the training, as you do now", off="nothing is given")
+    return {
+        "tpu_use_sudo": Rule(NOT_NEEDED, "for Accelerate's own start of a pod"),
+        "tpu_env": Rule(LAUNCH, f"set these variables before the command: {words}", off="nothing is given"),
+        **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm", "tpu_use_cluster"), pod),
+        **dict.fromkeys(("commands", "command_file"), before),
+    }
+
+
+def _strategy(report: MigrationReport, given: Given, kind: str) -> Rule:
     if kind == "DEEPSPEED":
-        translation.taken(key, value, "strategy: deepspeed_stage_..., see deepspeed_config")
-        if not isinstance(given.get("deepspeed_config"), dict):
-            SECTIONS["deepspeed_config"](translation, {})
-    elif kind == "MEGATRON_LM":
-        translation.impossible(key, value, f"no tensor or pipeline parallelism: {draft.line(*MEGATRON)} is written")
-    elif kind == "NO" and (translation.devices or 1) * translation.machines > 1:
-        translation.taken(key, value, draft.line(*LINES["MULTI_GPU"]) + ", as there are several processes")
-    elif kind in ("XLA", "TPU"):
-        draft.set("accelerator", "tpu", "TPUs")
-        translation.taken(key, value, draft.line(*LINES[kind]) + ", accelerator: tpu")
-    elif kind in LINES:
-        if draft.value("strategy") is None:  # parallelism_config may have said it
-            translation.taken(key, value, draft.line(*LINES[kind]))
-        else:
-            translation.not_needed(key, value, "another key says more")
-    else:
-        words = f"no strategy for these devices is tested here; {draft.line(*LINES['MULTI_GPU'])} is written"
-        translation.impossible(key, value, words)
+        return Rule(TAKEN, "strategy: deepspeed_stage_..., see deepspeed_config")
+    if _shards(given.get("parallelism_config")) > 1 or (kind == "FSDP" and _unsharded(given.get("fsdp_config"))):
+        return Rule(NOT_NEEDED, "another key says more")
+    copies = (strategy_setting("copies"),)
+    if kind == "MEGATRON_LM":
+        fsdp = (*strategy_setting("shards")[:2], "in place of Megatron-LM, which is not supported")
+        return Rule(IMPOSSIBLE, "no tensor or pipeline parallelism: {line} is written", (fsdp,))
+    if kind == "NO" and (report.devices or 1) * report.machines > 1:
+        return Rule(TAKEN, "{line}, as there are several processes", copies)
+    if kind == "NO":
+        return Rule(TAKEN, settings=(strategy_setting("one"),))
+    if kind not in KINDS:
+        return Rule(IMPOSSIBLE, "no strategy for these devices is tested here; {line} is written", copies)
+    more = {"tpu": (("accelerator", "tpu", "TPUs"),)}.get(KINDS[kind], (ON_CPU,) if kind == "MULTI_CPU" else ())
+    return Rule(TAKEN, settings=(strategy_setting(KINDS[kind]), *more))
 
 
-def _mixed_precision(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    name = "no" if value in (False, None) else str(value).lower()
+def _precision(report: MigrationReport, given: Given, kind: str) -> Rule:
+    value = given.get("mixed_precision")
+    name = str(value).lower()
     if name in ("fp16", "bf16"):
         sums = "; gradients are summed in float32 (Accelerate: in this precision, strategy.reduce_dtype)"
-        set_precision(translation, name, "mixed_precision", value, sums if _kind(given) == "FSDP" else "")
-    elif name == "fp8":
-        line = translation.draft.set("precision", "bf16-mixed", "in place of fp8, which is not to be had here")
-        translation.impossible("mixed_precision", value, f"there is no fp8; {line} is written")
-    elif name == "no":
-        words = "float32 everywhere"
-        translation.taken("mixed_precision", value, translation.draft.set("precision", "32-true", words))
-    else:
-        translation.impossible("mixed_precision", value, "allowed are no, fp16, bf16, fp8; precision is left as it is")
+        return precision_rule(report, name, sums if kind == "FSDP" else "")
+    if name == "fp8":
+        setting = ("precision", "bf16-mixed", "in place of fp8, which is not supported")
+        return Rule(IMPOSSIBLE, "there is no fp8; {line} is written", (setting,))
+    if is_off(value):
+        return Rule(TAKEN, settings=(("precision", "32-true", "float32 everywhere"),))
+    return Rule(IMPOSSIBLE, "allowed are no, fp16, bf16, fp8; precision is left as it is")
 
 
-def _old_fp16(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    if flag(value) and "mixed_precision" not in given:
-        set_precision(translation, "fp16", "fp16", value)
-    else:
-        translation.not_needed("fp16", value, "mixed_precision says it")
+def _num_processes(report: MigrationReport, given: Given, kind: str) -> Rule:
+    value, devices, machines = given.get("num_processes"), report.devices, report.machines
+    if kind in ("XLA", "TPU"):
+        return Rule(NOT_NEEDED, "one process drives all TPU cores of a machine")
+    if devices is None:
+        return Rule(IMPOSSIBLE, "no number from 1; devices is left at auto: one for each GPU")
+    if number(value) != devices * machines:
+        return Rule(IMPOSSIBLE, f"cannot be divided by {machines} machines; devices: {devices} is written")
+    total = f" on each machine ({value} is the total of {machines})" if machines > 1 else ""
+    return Rule(TAKEN, f"devices: {devices}{total}")
 
 
-def _num_processes(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    if _kind(given) in ("XLA", "TPU"):
-        translation.not_needed("num_processes", value, "one process drives all TPU cores of a machine")
-    elif translation.devices is None:
-        translation.impossible("num_processes", value, "no number from 1; devices is left at auto: one for each GPU")
-    elif number(value) != translation.devices * translation.machines:
-        words = f"cannot be divided by {translation.machines} machines; devices: {translation.devices} is written"
-        translation.impossible("num_processes", value, words)
-    else:
-        total = f" on each machine ({value} is the total of {translation.machines})" if translation.machines > 1 else ""
-        translation.taken("num_processes", value, f"devices: {translation.devices}{total}")
-
-
-def _num_machines(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    if translation.machines == 1:
-        translation.not_needed("num_machines", value, "one machine is the default")
-        return
-    line = translation.draft.set("num_nodes", translation.machines, "machines; each of them starts the command above")
-    translation.taken("num_machines", value, f"{line}, and --nnodes {translation.machines}")
-
-
-def _machine_rank(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    if translation.machines == 1:
-        translation.not_needed("machine_rank", value, "there is one machine")
-        return
-    words = f"--node-rank {value}, on this machine. It can be left out: the machines are numbered by themselves"
-    translation.launched("machine_rank", value, words)
-
-
-def _meeting(key: str) -> Callable[[MigrationReport, Any, dict[str, Any]], None]:
-    def handle(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-        if value is None:
-            translation.not_needed(key, value, "nothing is given")
-        elif translation.machines == 1:
-            translation.not_needed(key, value, "on one machine a free port is found")
-        else:
-            translation.launched(key, value, f"--rdzv {translation.host or 'HOST'}:{translation.port}")
-
-    return handle
-
-
-def _ids(value: Any) -> list[int]:
+def _ids(given: Given) -> list[int]:
+    value = given.get("gpu_ids")
     words = str(value).split(",") if value not in (None, "") else []
     return [int(word) for word in words] if all(word.strip().isdecimal() for word in words) else []
 
 
-def _gpu_ids(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    ids = _ids(value)
+def _gpu_ids(report: MigrationReport, given: Given) -> Rule:
+    ids, devices = _ids(given), report.devices
+    setting = ("devices", ids, "the numbers of the GPUs")
     if not ids:
-        translation.not_needed("gpu_ids", value, "the first GPUs of the machine are used, as many as devices says")
-    elif translation.devices is not None and translation.devices != len(ids):
-        line = translation.draft.set("devices", ids, "the numbers of the GPUs")
-        translation.impossible("gpu_ids", value, f"{len(ids)} GPUs, {translation.devices} processes; {line} is written")
-    elif flag(given.get("use_cpu", False)):
-        translation.not_needed("gpu_ids", value, "it runs on the CPU")
-        translation.draft.set("devices", translation.devices or len(ids), "processes")
-    else:
-        translation.taken("gpu_ids", value, translation.draft.set("devices", ids, "the numbers of the GPUs"))
+        return Rule(NOT_NEEDED, "the first GPUs of the machine are used, as many as devices says")
+    if devices is not None and devices != len(ids):
+        return Rule(IMPOSSIBLE, f"{len(ids)} GPUs, {devices} processes; {{line}} is written", (setting,))
+    if not is_off(given.get("use_cpu")):
+        return Rule(NOT_NEEDED, "it runs on the CPU", (("devices", devices or len(ids), "processes"),))
+    return Rule(TAKEN, settings=(setting,))
 
 
-def _use_cpu(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    if flag(value):
-        translation.taken("use_cpu", value, "accelerator: cpu")
-    else:
-        translation.not_needed("use_cpu", value, "GPUs are taken where there are any (accelerator: auto)")
+# -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def _downcast(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    if flag(value):
-        words = "torch_xla no longer casts by itself; --trainer.precision bf16-true stores and computes in bfloat16"
-        translation.impossible("downcast_bf16", value, words)
-    else:
-        translation.not_needed("downcast_bf16", value, "it is off")
+@dataclass(frozen=True)
+class Section:
+    """A section's rules.
+
+    Args:
+        prefix: of its keys, left out in the rules.
+        rules: made of its values by key.
+        kind: the only distributed_type that reads it; "": any.
+        other: for keys without a rule; None: they are mistakes.
+    """
+
+    prefix: str
+    rules: Callable[[MigrationReport, Given], Rules]
+    kind: str = ""
+    other: Rule | None = None
 
 
-def _affinity(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    if flag(value):
-        translation.impossible("enable_cpu_affinity", value, "put numactl before the command, or srun --cpu-bind")
-    else:
-        translation.not_needed("enable_cpu_affinity", value, "it is off")
-
-
-def _tpu(key: str) -> Callable[[MigrationReport, Any, dict[str, Any]], None]:
-    def handle(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-        if value in (None, [], "", False) or (isinstance(value, str) and not flag(value) and key == "tpu_use_cluster"):
-            translation.not_needed(key, value, "nothing is given")
-        elif key == "tpu_env":
-            words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            translation.launched(key, value, f"set these variables before the command: {words}")
-        elif key in ("commands", "command_file"):
-            translation.launched(key, value, "run it on the TPU machines before the training, as you do now")
-        else:
-            name = shlex.quote(str(given.get("tpu_name") or given.get("tpu_vm") or "NAME"))
-            zone = given.get("tpu_zone") or "ZONE"
-            translation.launched(key, value, TPU_POD.format(name=name, zone=zone))
-
-    return handle
-
-
-def _old_dynamo(translation: MigrationReport, value: Any, given: dict[str, Any]) -> None:
-    SECTIONS["dynamo_config"](translation, {"dynamo_backend": value})
-
-
-TPU_KEYS = ("tpu_name", "tpu_zone", "tpu_vm", "tpu_use_cluster", "tpu_env", "commands", "command_file")
-HANDLERS: dict[str, Callable[[MigrationReport, Any, dict[str, Any]], None]] = {
-    "distributed_type": _distributed_type,
-    "mixed_precision": _mixed_precision,
-    "fp16": _old_fp16,
-    "num_processes": _num_processes,
-    "num_machines": _num_machines,
-    "machine_rank": _machine_rank,
-    "main_process_ip": _meeting("main_process_ip"),
-    "main_process_port": _meeting("main_process_port"),
-    "gpu_ids": _gpu_ids,
-    "use_cpu": _use_cpu,
-    "downcast_bf16": _downcast,
-    "enable_cpu_affinity": _affinity,
-    "dynamo_backend": _old_dynamo,
-    **{key: _tpu(key) for key in TPU_KEYS},
-}
-"""What is done with each key that holds a plain value."""
-
-
-UNKNOWN = "no key of accelerate 1.15.{close} Nothing was done with it"
-RECOMPUTE = "compute activations again instead of keeping them"
-
-# -- FSDP --------------------------------------------------------------------------------------------------------------
-
-SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Accelerate numbers them from 1, too."""
-FSDP_NOT_NEEDED = {
-    "version": "it is FSDP2, torch's fully_shard",
-    "backward_prefetch": "FSDP2 always gathers the next block during the backward of this one",
-    "backward_prefetch_policy": "FSDP2 always gathers the next block during the backward of this one",
-    "forward_prefetch": "FSDP2 gathers the next block as soon as the CPU has got there",
-    "use_orig_params": "FSDP2 always keeps your parameters and their names",
-    "state_dict_type": "every process writes its part; a checkpoint is read under any strategy, "
-    "and trainer checkpoint export writes one file",
-    "cpu_ram_efficient_loading": "build the layers in configure_model: no process ever holds the whole model",
-    "sync_module_states": "all processes begin with rank 0's values",
-    "limit_all_gathers": "FSDP2 limits them by itself",
-}
-
-
-def _fsdp(translation: MigrationReport, given: dict[str, Any]) -> None:
-    whole = any(str(given.get(key)).upper() in ("NO_SHARD", "3") for key in _SHARDING_KEYS)
-    for full, value in given.items():
-        key, name = full.removeprefix("fsdp_"), f"fsdp_config.{full}"
-        if whole and full not in _SHARDING_KEYS and key != "activation_checkpointing":
-            translation.not_needed(name, value, "nothing is divided, with NO_SHARD")
-        elif key in ("sharding_strategy", "reshard_after_forward"):
-            _sharding(translation, value, name)
-        elif key == "offload_params" or key == "cpu_offload":
-            if flag(value):
-                translation.taken(name, value, translation.draft.argument("cpu_offload", True))
-            else:
-                translation.not_needed(name, value, "nothing is offloaded, which is the default")
-        elif key in ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_to_wrap", "min_num_params"):
-            _wrapping(translation, key, value, name, given)
-        elif key == "activation_checkpointing":
-            if flag(value):
-                why = f"{RECOMPUTE}, block by block"
-                translation.taken(name, value, translation.draft.set("activation_checkpointing", "auto", why))
-            else:
-                translation.not_needed(name, value, "it is off")
-        elif key in ("ignored_modules", "activation_checkpointing_offload") and value not in (None, "", False):
-            words = {
-                "ignored_modules": "nothing can be left out of the division; --trainer.strategy ddp divides nothing",
-                "activation_checkpointing_offload": "activations are computed again, not offloaded",
-            }
-            translation.impossible(name, value, words[key])
-        elif key in ("ignored_modules", "activation_checkpointing_offload"):
-            translation.not_needed(name, value, "it is off")
-        elif key in FSDP_NOT_NEEDED:
-            translation.not_needed(name, value, FSDP_NOT_NEEDED[key])
-        else:
-            translation.impossible(name, value, UNKNOWN.format(close=did_you_mean(full, _FSDP_KEYS)))
-
-
-_SHARDING_KEYS = (
-    *("fsdp_sharding_strategy", "fsdp_reshard_after_forward"),
-    *("sharding_strategy", "reshard_after_forward"),
-)
-
-
-def _sharding(translation: MigrationReport, value: Any, name: str) -> None:
-    draft = translation.draft
-    which = number(value)
-    text = str(value).upper()
-    if which is not None and not isinstance(value, bool) and 1 <= which <= len(SHARDINGS):
-        text = SHARDINGS[int(which) - 1]
-    if text in ("TRUE", "FULL_SHARD"):
-        translation.not_needed(name, value, "FULL_SHARD is the default: weights are given back after the forward")
-    elif text == "FALSE":
-        translation.taken(name, value, draft.argument("reshard_after_forward", False))
-    elif text == "NO_SHARD":
-        words = "every process has the whole model; gradients are averaged"
-        translation.taken(name, value, draft.line("strategy: ddp", words))
-    elif text == "HYBRID_SHARD_ZERO2":
-        lines = [draft.argument("sharding_strategy", "HYBRID_SHARD"), draft.argument("reshard_after_forward", False)]
-        translation.taken(name, value, ", ".join(lines))
-    elif text in SHARDINGS:
-        translation.taken(name, value, draft.argument("sharding_strategy", text))
-    else:
-        translation.impossible(name, value, f"none of {', '.join(SHARDINGS)}; FULL_SHARD is written")
-
-
-def _wrapping(translation: MigrationReport, key: str, value: Any, name: str, given: dict[str, Any]) -> None:
-    draft = translation.draft
-    policy = str(given.get("fsdp_auto_wrap_policy", given.get("auto_wrap_policy", ""))).upper()
-    if value in (None, ""):
-        translation.not_needed(name, value, "nothing is given: the repeated blocks are found by themselves")
-    elif key == "auto_wrap_policy" and policy == "NO_WRAP":
-        words = "it would gather all weights at once, and save little: the repeated blocks are found by themselves"
-        translation.not_needed(name, value, words)
-    elif key == "auto_wrap_policy":
-        translation.not_needed(name, value, "auto_wrap_policy of the strategy: names, a number, or found by itself")
-    elif key == "min_num_params":
-        size = int(number(value) or 0)
-        if size > 0 and policy in ("SIZE_BASED_WRAP", ""):
-            translation.taken(name, value, draft.argument("auto_wrap_policy", size))
-        else:
-            translation.not_needed(name, value, f"{policy or 'no policy'} does not read it")
-    elif policy in ("TRANSFORMER_BASED_WRAP", ""):
-        names = value if isinstance(value, list) else [word.strip() for word in str(value).split(",")]
-        translation.taken(name, value, draft.argument("auto_wrap_policy", names))
-    else:
-        translation.not_needed(name, value, f"{policy} does not read it")
-
-
-_FSDP_KEYS = [
-    f"fsdp_{key}"
-    for key in (
-        *("sharding_strategy", "reshard_after_forward", "offload_params", "auto_wrap_policy", "min_num_params"),
-        *("transformer_layer_cls_to_wrap", "activation_checkpointing", "ignored_modules", *FSDP_NOT_NEEDED),
-    )
-]
-
-# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
-
-DEEPSPEED_LAUNCH = {
-    "deepspeed_multinode_launcher": "trainer launch, torchrun or srun on each machine; nothing logs in to others",
-    "deepspeed_hostfile": "start the command on each of these machines: trainer launch --nnodes ... --rdzv ...",
-    "deepspeed_inclusion_filter": "start the command on the machines that are meant; GPUs by devices",
-    "deepspeed_exclusion_filter": "start the command on the machines that are meant; GPUs by devices",
-}
-DEEPSPEED_NOT_NEEDED = {
-    "zero3_init_flag": "layers that configure_model builds are divided as they come to be",
-    "zero3_save_16bit_model": "checkpoints hold the whole weights: trainer checkpoint export --dtype bfloat16",
-}
-DEEPSPEED_IMPOSSIBLE = {
-    "deepspeed_moe_layer_cls_names": "leaf modules are not set by name: call "
-    "deepspeed.utils.set_z3_leaf_modules in configure_model",
-    "enable_msamp": "MS-AMP is not supported; precision: bf16-mixed",
-    "msamp_opt_level": "MS-AMP is not supported; precision: bf16-mixed",
-}
-
-
-def _deepspeed(translation: MigrationReport, given: dict[str, Any]) -> None:
-    draft = translation.draft
-    for key, value in given.items():
-        name = f"deepspeed_config.{key}"
-        if key == "deepspeed_config_file":
-            _file(translation, value, name)
-        elif key == "zero_stage" and number(value) in (0, 1, 2, 3):
-            stage = int(value)
-            draft.argument("stage", stage)
-            translation.taken(name, value, f"strategy: deepspeed_stage_{stage}" if stage else "strategy: ddp")
-        elif key == "zero_stage":
-            translation.impossible(name, value, "none of 0, 1, 2, 3; stage 2 is written")
-        elif key in ("offload_optimizer_device", "offload_param_device"):
-            argument = "offload_optimizer" if "optimizer" in key else "offload_parameters"
-            if str(value).lower() in ("cpu", "nvme"):
-                translation.taken(name, value, draft.argument(argument, str(value).lower()))
-            else:
-                translation.not_needed(name, value, "nothing is offloaded, which is the default")
-        elif key in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-            if str(value).lower() == "none":
-                translation.not_needed(name, value, "nothing is given")
-            else:
-                translation.taken(name, value, draft.argument("nvme_path", value))
-        elif key in ("gradient_accumulation_steps", "gradient_clipping"):
-            _step(translation, key, value, name)
-        elif key in DEEPSPEED_NOT_NEEDED:
-            translation.not_needed(name, value, DEEPSPEED_NOT_NEEDED[key])
-        elif key in DEEPSPEED_LAUNCH:
-            translation.launched(name, value, DEEPSPEED_LAUNCH[key])
-        elif key in DEEPSPEED_IMPOSSIBLE:
-            off = value in (None, False, "", "no")
-            (translation.not_needed if off else translation.impossible)(
-                name, value, "it is off" if off else DEEPSPEED_IMPOSSIBLE[key]
-            )
-        else:
-            known = [*DEEPSPEED_NOT_NEEDED, *DEEPSPEED_LAUNCH, "zero_stage", "deepspeed_config_file"]
-            translation.impossible(name, value, UNKNOWN.format(close=did_you_mean(str(key), known)))
-    finish(translation, {})
-
-
-def _step(translation: MigrationReport, key: str, value: Any, name: str) -> None:
-    if str(value).lower() in ("auto", "none"):
-        translation.not_needed(name, value, "the trainer's own setting says it")
-    elif key == "gradient_accumulation_steps":
-        set_window(translation, name, value)
-    else:
-        set_clipping(translation, name, value)
-
-
-def _file(translation: MigrationReport, value: Any, name: str) -> None:
-    """The JSON that is named there, beside the configuration or where the command is typed."""
-    if str(value).lower() == "none":
-        translation.not_needed(name, value, "nothing is given")
+def _section(report: MigrationReport, key: str, section: Section, value: Given, kind: str) -> None:
+    if section.kind not in ("", kind):
+        rule = Rule(NOT_NEEDED, f"distributed_type is {kind}, which does not read it")
+        report.section(f"{key}.", value, {}, other=rule)
         return
-    candidates = [translation.source.parent / str(value), Path(str(value))]
+    rules = section.rules(report, {name.removeprefix(section.prefix): one for name, one in value.items()})
+    report.section(f"{key}.", value, rules, section.prefix, section.other)
+    file = value.get("deepspeed_config_file")
+    if not is_off(file):
+        read_deepspeed(report, *_json(report.source, str(file)))
+
+
+def _json(source: Path, name: str) -> tuple[Given, str]:
+    """Read a file named in a configuration, from its folder or the current one; return it, and a prefix of its keys."""
+    candidates = [source.parent / name, Path(name)]
     path = next((path for path in candidates if path.is_file()), candidates[0])
     findings = Diagnostics()
     tree = read_tree(str(path), findings)
     findings.report()
     assert tree is not None
-    translation.taken(name, value, "it is read, see below")
-    from_deepspeed(translation, tree.plain(), prefix=f"{path.name}: ")
+    return tree.plain(), f"{path.name}: "
 
 
-# -- the others --------------------------------------------------------------------------------------------------------
+SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Accelerate numbers them from 1, too."""
+RESHARD = ("strategy.reshard_after_forward", False, "")
 
 
-def _dynamo(translation: MigrationReport, given: dict[str, Any]) -> None:
-    backend = str(given.get("dynamo_backend", "NO")).lower()
-    options: dict[str, Any] = {} if backend == "inductor" else {"backend": backend}
-    for key, value in given.items():
-        name, short = f"dynamo_config.{key}", key.removeprefix("dynamo_").removeprefix("use_")
-        if backend == "no":
-            translation.not_needed(name, value, "nothing is compiled, which is the default")
-        elif short == "backend":
-            translation.taken(name, value, "compile: true" if backend == "inductor" else f"compile.backend: {backend}")
-        elif short == "mode" and value not in (None, "default"):
-            options["mode"] = value
-            translation.taken(name, value, f"compile.mode: {value}")
-        elif short in ("fullgraph", "dynamic", "regional_compilation") and flag(value):
-            option = "blocks" if short == "regional_compilation" else short
-            options[option] = True
-            translation.taken(name, value, f"compile.{option}: true")
-        elif short in ("mode", "fullgraph", "dynamic", "regional_compilation"):
-            translation.not_needed(name, value, "the default")
-        else:
-            translation.impossible(name, value, UNKNOWN.format(close=""))
-    if backend != "no":
-        translation.draft.set("compile", options or True, "torch.compile, in place")
+def _fsdp(report: MigrationReport, given: Given) -> Rules:
+    offload = Rule(
+        TAKEN, settings=(("strategy.cpu_offload", True, ""),), off="nothing is offloaded, which is the default"
+    )
+    prefetch = Rule(NOT_NEEDED, "FSDP2 always gathers the next block during the backward of this one")
+    sharding = {key: _sharding(given.get(key)) for key in ("sharding_strategy", "reshard_after_forward")}
+    recompute = {
+        "activation_checkpointing": Rule(
+            TAKEN, settings=((*RECOMPUTE[:2], f"{RECOMPUTE[2]}, block by block"),), off="it is off"
+        )
+    }
+    ignored = "nothing can be left out of the sharding; --trainer.strategy ddp shards nothing"
+    state = "every process writes its part; a checkpoint is read under any strategy"
+    rules = {
+        "offload_params": offload,
+        "cpu_offload": offload,
+        **_wrapping(given),
+        "ignored_modules": Rule(IMPOSSIBLE, ignored, off="it is off"),
+        "activation_checkpointing_offload": Rule(
+            IMPOSSIBLE, "activations are computed again, not offloaded", off="it is off"
+        ),
+        "version": Rule(NOT_NEEDED, "it is FSDP2, torch's fully_shard"),
+        "backward_prefetch": prefetch,
+        "backward_prefetch_policy": prefetch,
+        "forward_prefetch": Rule(NOT_NEEDED, "FSDP2 gathers the next block as soon as the CPU has got there"),
+        "use_orig_params": Rule(NOT_NEEDED, "FSDP2 always keeps your parameters and their names"),
+        "state_dict_type": Rule(NOT_NEEDED, f"{state}, and trainer checkpoint export writes one file"),
+        "cpu_ram_efficient_loading": Rule(
+            NOT_NEEDED, "build the layers in configure_model: the strategy decides where they are made"
+        ),
+        "sync_module_states": Rule(NOT_NEEDED, "all processes begin with rank 0's values"),
+        "limit_all_gathers": Rule(NOT_NEEDED, "FSDP2 limits them by itself"),
+    }
+    if _unsharded(given):
+        rules = dict.fromkeys(rules, Rule(NOT_NEEDED, "nothing is sharded, with NO_SHARD"))
+    return {**sharding, **recompute, **rules}
 
 
-def _parallelism(translation: MigrationReport, given: dict[str, Any]) -> None:
-    sizes = {key.removeprefix("parallelism_config_"): value for key, value in given.items()}
-    replicas, shards = (int(number(sizes.get(f"dp_{kind}_size")) or 1) for kind in ("replicate", "shard"))
-    draft = translation.draft
-    for full, value in given.items():
-        key, name = full.removeprefix("parallelism_config_"), f"parallelism_config.{full}"
-        if key in ("dp_replicate_size", "dp_shard_size"):
-            if shards > 1 and replicas > 1:
-                draft.argument("sharding_strategy", "HYBRID_SHARD")
-                line = draft.argument("device_mesh", [replicas, shards])
-                translation.taken(name, value, f"strategy.sharding_strategy: HYBRID_SHARD, {line}")
-            elif shards > 1:
-                translation.taken(name, value, "strategy: fsdp divides among all processes")
-            else:
-                translation.not_needed(name, value, "every process has the whole model: ddp")
-        elif key in ("tp_size", "cp_size", "sp_size") and (number(value) or 1) > 1:
-            words = "no tensor, context or sequence parallelism; fsdp with activation_checkpointing needs less memory"
-            translation.impossible(name, value, words)
-        else:
-            translation.not_needed(name, value, "this kind of parallelism is off")
-    if shards > 1:
-        words = "weights, gradients and optimizer are divided among the processes"
-        draft.line("strategy: fsdp", words)
+def _unsharded(given: Any) -> bool:
+    if not isinstance(given, dict):
+        return False
+    values = {str(value).upper() for key, value in given.items() if key.endswith("sharding_strategy")}
+    return bool(values & {"NO_SHARD", "3"})
 
 
-MEGATRON_NOT_NEEDED = {
-    "num_micro_batches": "of pipeline parallelism; accumulate_grad_batches makes larger steps",
-    "use_distributed_optimizer": "fsdp divides the optimizer, too",
-    "sequence_parallelism": "of tensor parallelism",
+def _sharding(value: Any) -> Rule:
+    text, which = str(value).upper(), number(value)
+    if which is not None and not isinstance(value, bool) and 1 <= which <= len(SHARDINGS):
+        text = SHARDINGS[int(which) - 1]
+    default = Rule(NOT_NEEDED, "FULL_SHARD is the default: weights are given back after the forward")
+    named = {
+        name: (("strategy.sharding_strategy", name.removesuffix("_ZERO2"), ""),)
+        for name in ("SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+    }
+    rules = {
+        "TRUE": default,
+        "FULL_SHARD": default,
+        "FALSE": Rule(TAKEN, settings=(RESHARD,)),
+        "NO_SHARD": Rule(TAKEN, settings=(strategy_setting("copies"),)),
+        "SHARD_GRAD_OP": Rule(TAKEN, settings=named["SHARD_GRAD_OP"]),
+        "HYBRID_SHARD": Rule(TAKEN, settings=named["HYBRID_SHARD"]),
+        "HYBRID_SHARD_ZERO2": Rule(TAKEN, settings=(*named["HYBRID_SHARD_ZERO2"], RESHARD)),
+    }
+    return rules.get(text, Rule(IMPOSSIBLE, f"none of {', '.join(SHARDINGS)}; FULL_SHARD is written"))
+
+
+def _wrapping(given: Given) -> Rules:
+    policy = str(given.get("auto_wrap_policy", "")).upper()
+    none = "nothing is given: the repeated blocks are found by themselves"
+    if policy == "NO_WRAP":
+        words = "it would gather all weights at once, and save little: the repeated blocks are found by themselves"
+    else:
+        words = "auto_wrap_policy of the strategy: names, a number, or found by itself"
+    unread = Rule(NOT_NEEDED, f"{policy or 'no policy'} does not read it", off=none)
+    size = int(number(given.get("min_num_params")) or 0)
+    classes = given.get("transformer_layer_cls_to_wrap", given.get("transformer_cls_to_wrap"))
+    names = classes if isinstance(classes, list) else [word.strip() for word in str(classes).split(",")]
+    by_size = Rule(TAKEN, settings=(("strategy.auto_wrap_policy", size, ""),), off=none)
+    by_class = Rule(TAKEN, settings=(("strategy.auto_wrap_policy", names, ""),), off=none)
+    wrapped = by_class if policy in ("TRANSFORMER_BASED_WRAP", "") else unread
+    return {
+        "auto_wrap_policy": Rule(NOT_NEEDED, words, off=none),
+        "min_num_params": by_size if size > 0 and policy in ("SIZE_BASED_WRAP", "") else unread,
+        "transformer_layer_cls_to_wrap": wrapped,
+        "transformer_cls_to_wrap": wrapped,
+    }
+
+
+def _deepspeed(report: MigrationReport, given: Given) -> Rules:
+    stage, path = given.get("zero_stage"), "nothing is given"
+    auto = Rule(NOT_NEEDED, "the trainer's own setting says it")
+    moe = "leaf modules are not set by name: call deepspeed.utils.set_z3_leaf_modules in configure_model"
+    msamp = Rule(IMPOSSIBLE, "MS-AMP is not supported; precision: bf16-mixed", off="it is off")
+    chosen = Rule(LAUNCH, "start the command on the machines that are meant; GPUs by devices")
+    launcher = "trainer launch, torchrun or srun on each machine; nothing logs in to others"
+    hosts = "start the command on each of these machines: trainer launch --nnodes ... --rdzv ..."
+    window, clipping = given.get("gradient_accumulation_steps"), given.get("gradient_clipping")
+    rules = {
+        "deepspeed_config_file": Rule(TAKEN, "it is read, see below", off="nothing is given"),
+        "zero_stage": (
+            stage_rule(report, stage)
+            if number(stage) in (0, 1, 2, 3)
+            else Rule(IMPOSSIBLE, "none of 0, 1, 2, 3; stage 2 is written")
+        ),
+        "gradient_accumulation_steps": auto if str(window).lower() in ("auto", "none") else window_rule(window),
+        "gradient_clipping": auto if str(clipping).lower() in ("auto", "none") else clipping_rule(clipping),
+        "zero3_init_flag": Rule(NOT_NEEDED, "layers that configure_model builds are sharded as they are made"),
+        "zero3_save_16bit_model": Rule(
+            NOT_NEEDED, "checkpoints hold the full weights: trainer checkpoint export --dtype bfloat16"
+        ),
+        "deepspeed_multinode_launcher": Rule(LAUNCH, launcher),
+        "deepspeed_hostfile": Rule(LAUNCH, hosts),
+        "deepspeed_inclusion_filter": chosen,
+        "deepspeed_exclusion_filter": chosen,
+        "deepspeed_moe_layer_cls_names": Rule(IMPOSSIBLE, moe, off="it is off"),
+        "enable_msamp": msamp,
+        "msamp_opt_level": msamp,
+    }
+    for key, argument in {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}.items():
+        device = str(given.get(f"{key}_device")).lower()
+        taken = Rule(TAKEN, settings=((f"strategy.{argument}", device, ""),))
+        none = Rule(NOT_NEEDED, "nothing is offloaded, which is the default")
+        rules[f"{key}_device"] = taken if device in ("cpu", "nvme") else none
+        nvme = ("strategy.nvme_path", given.get(f"{key}_nvme_path"), "")
+        rules[f"{key}_nvme_path"] = Rule(TAKEN, settings=(nvme,), off=path)
+    return rules
+
+
+DYNAMO = {
+    "mode": "mode",
+    "use_fullgraph": "fullgraph",
+    "use_dynamic": "dynamic",
+    "use_regional_compilation": "blocks",
 }
 
 
-def _megatron(translation: MigrationReport, given: dict[str, Any]) -> None:
-    for full, value in given.items():
-        key, name = full.removeprefix("megatron_lm_"), f"megatron_lm_config.{full}"
-        if key == "recompute_activations" and flag(value):
-            line = translation.draft.set("activation_checkpointing", "auto", RECOMPUTE)
-            translation.taken(name, value, line)
-        elif key == "gradient_clipping" and number(value):
-            set_clipping(translation, name, value)
-        elif key in ("tp_degree", "pp_degree") and (number(value) or 1) > 1:
-            translation.impossible(name, value, "no tensor or pipeline parallelism; strategy: fsdp divides the weights")
-        elif key in MEGATRON_NOT_NEEDED:
-            translation.not_needed(name, value, MEGATRON_NOT_NEEDED[key])
-        elif (value is not True and value in (None, False, 1, "no", "false")) or key in (
-            "recompute_activations",
-            "gradient_clipping",
-        ):
-            translation.not_needed(name, value, "it is off")
+def _dynamo(report: MigrationReport, given: Given) -> Rules:
+    backend = str(given.get("backend", "NO")).lower()
+    if backend == "no":
+        return dict.fromkeys(given, Rule(NOT_NEEDED, "nothing is compiled, which is the default"))
+    options: Given = {} if backend == "inductor" else {"backend": backend}
+    rules = {"backend": Rule(TAKEN, f"compile.backend: {backend}" if options else "compile: true")}
+    for key, name in DYNAMO.items():
+        value = given.get(key)
+        if is_off(value) or value == "default":
+            rules[key] = Rule(NOT_NEEDED, "the default")
         else:
-            translation.impossible(name, value, "Megatron-LM's own; its model code is not used here")
+            options[name] = value if key == "mode" else True
+            rules[key] = Rule(TAKEN, f"compile.{name}: {str(options[name]).lower()}")
+    report.draft.set("compile", options or True, "torch.compile, in place")
+    return rules
 
 
-def _fp8(translation: MigrationReport, given: dict[str, Any]) -> None:
-    for key, value in given.items():
-        words = "there is no fp8 here; its recipes belong to TransformerEngine, torchao and MS-AMP"
-        translation.impossible(f"fp8_config.{key}", value, words)
+def _shards(given: Any) -> int:
+    """Return the number of processes over which parallelism_config shards."""
+    sizes = given if isinstance(given, dict) else {}
+    return int(number(sizes.get("parallelism_config_dp_shard_size", sizes.get("dp_shard_size"))) or 1)
 
 
-def _mpirun(translation: MigrationReport, given: dict[str, Any]) -> None:
-    for key, value in given.items():
-        words = "mpirun's own: mpirun -n N --hostfile FILE trainer fit ... is joined by its variables"
-        translation.launched(f"mpirun_config.{key}", value, words)
+def _parallelism(report: MigrationReport, given: Given) -> Rules:
+    shards, replicas = _shards(given), int(number(given.get("dp_replicate_size")) or 1)
+    hybrid = (
+        ("strategy.sharding_strategy", "HYBRID_SHARD", ""),
+        ("strategy.device_mesh", [replicas, shards], ""),
+    )
+    sharded = Rule(TAKEN, settings=(strategy_setting("shards"), *(hybrid if replicas > 1 else ())))
+    data = sharded if shards > 1 else Rule(NOT_NEEDED, "every process has the full model: ddp")
+    words = "no tensor, context or sequence parallelism; fsdp with activation_checkpointing needs less memory"
+    others = [key for key in ("tp_size", "cp_size", "sp_size") if (number(given.get(key)) or 1) > 1]
+    return {"dp_replicate_size": data, "dp_shard_size": data, **dict.fromkeys(others, Rule(IMPOSSIBLE, words))}
 
 
-SECTIONS: dict[str, Callable[[MigrationReport, dict[str, Any]], None]] = {
-    "fsdp_config": _fsdp,
-    "deepspeed_config": _deepspeed,
-    "dynamo_config": _dynamo,
-    "parallelism_config": _parallelism,
-    "megatron_lm_config": _megatron,
-    "fp8_config": _fp8,
-    "mpirun_config": _mpirun,
+def _megatron(report: MigrationReport, given: Given) -> Rules:
+    clipping, off = given.get("gradient_clipping"), Rule(NOT_NEEDED, "it is off")
+    parallel = Rule(IMPOSSIBLE, "no tensor or pipeline parallelism; strategy: fsdp shards the weights")
+    degrees = {key: parallel if (number(given.get(key)) or 1) > 1 else off for key in ("tp_degree", "pp_degree")}
+    return {
+        "recompute_activations": Rule(TAKEN, settings=(RECOMPUTE,), off="it is off"),
+        "gradient_clipping": clipping_rule(clipping) if number(clipping) else off,
+        **degrees,
+        "num_micro_batches": Rule(NOT_NEEDED, "of pipeline parallelism; accumulate_grad_batches makes larger steps"),
+        "use_distributed_optimizer": Rule(NOT_NEEDED, "fsdp shards the optimizer, too"),
+        "sequence_parallelism": Rule(NOT_NEEDED, "of tensor parallelism"),
+    }
+
+
+def _nothing(report: MigrationReport, given: Given) -> Rules:
+    return {}
+
+
+MEGATRON = Rule(IMPOSSIBLE, "Megatron-LM's own; its model code is not used here", off="it is off")
+FP8 = Rule(IMPOSSIBLE, "there is no fp8 here; its recipes belong to TransformerEngine, torchao and MS-AMP")
+MPI = Rule(LAUNCH, "mpirun's own: mpirun -n N --hostfile FILE trainer fit ... is joined by its variables")
+SECTIONS = {
+    "fsdp_config": Section("fsdp_", _fsdp, "FSDP"),
+    "deepspeed_config": Section("", _deepspeed, "DEEPSPEED"),
+    "dynamo_config": Section("dynamo_", _dynamo),
+    "parallelism_config": Section(
+        "parallelism_config_", _parallelism, other=Rule(NOT_NEEDED, "this kind of parallelism is off")
+    ),
+    "megatron_lm_config": Section("megatron_lm_", _megatron, "MEGATRON_LM", MEGATRON),
+    "fp8_config": Section("", _nothing, other=FP8),
+    "mpirun_config": Section("", _nothing, other=MPI),
 }
-"""What is done with each section."""

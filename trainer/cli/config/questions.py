@@ -6,7 +6,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from trainer.cli.config.answers import LAYOUTS, MACHINES, OFFLOADS, PRECISIONS, WizardAnswers, named, offloads_of
+from trainer.cli.config.answers import (
+    LAYOUTS,
+    MACHINES,
+    OFFLOADS,
+    PRECISIONS,
+    WizardAnswers,
+    offloads_of,
+    strategy_name,
+)
 from trainer.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -16,7 +24,7 @@ UNITS = {"step": ("every_n_train_steps", 1), "epoch": ("every_n_epochs", 1), "mi
 
 
 def ask_all() -> WizardAnswers:
-    """Everything that there is to ask; questions without a choice are left out.
+    """Ask everything; questions without a choice are left out.
 
     Raises:
         ConfigError: the input has ended.
@@ -37,7 +45,7 @@ def ask_all() -> WizardAnswers:
 
 
 def _processes(machine: str, machines: int) -> tuple[int | str, str]:
-    """How many on each machine, and what each one holds."""
+    """Ask for the number on each machine, and for what each one holds."""
     if machine == "tpu":
         return "auto", "tpu"
     if machine == "mps" and machines == 1:
@@ -48,7 +56,7 @@ def _processes(machine: str, machines: int) -> tuple[int | str, str]:
     if machines == 1 and devices == 1:
         return 1, "one"
     several = {name: words for name, (_, words) in LAYOUTS.items() if name not in ("one", "tpu")}
-    also = {named(name): name for name in several}
+    also = {strategy_name(name): name for name in several}
     return devices, choose("What does each process hold?", several, "copies", also)
 
 
@@ -69,7 +77,7 @@ def _checkpoints() -> dict[str, Any]:
 
 
 def ask(question: str, default: str, read: Callable[[str], T]) -> T:
-    """The answer as `read` understands it; a ValueError's words are shown, and the question is asked again."""
+    """Return the answer as `read` understands it; ask again after a ValueError, whose words are shown."""
     while True:
         try:
             typed = input(f"{question} [{default}] ").strip()
@@ -86,7 +94,7 @@ def ask(question: str, default: str, read: Callable[[str], T]) -> T:
 
 
 def choose(question: str, options: Mapping[str, str], default: str, also: Mapping[str, str] | None = None) -> str:
-    """One of the options, by its number or its name.
+    """Return one of the options, by its number or its name.
 
     Args:
         options: name: what it means.
@@ -111,14 +119,14 @@ def choose(question: str, options: Mapping[str, str], default: str, also: Mappin
 
 
 def whole_number(text: str) -> int:
-    """A number from 1."""
+    """Return a number from 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r}: type a whole number from 1.")
     return int(text)
 
 
 def number_or_all(text: str) -> int | str:
-    """A number from 1, or "auto"."""
+    """Return a number from 1, or "auto"."""
     if text.lower() in ("all", "auto"):
         return "auto"
     if not text.isdecimal() or int(text) < 1:
@@ -127,7 +135,7 @@ def number_or_all(text: str) -> int | str:
 
 
 def interval(text: str) -> tuple[str, int] | None:
-    """An argument of ModelCheckpoint and its value; None: never."""
+    """Return an argument of ModelCheckpoint and its value; None: never."""
     if text.lower() in ("never", "no"):
         return None
     match = re.fullmatch(r"(?:every\s+)?(\d+)?\s*(step|epoch|minute)s?", text.lower())
@@ -138,7 +146,7 @@ def interval(text: str) -> tuple[str, int] | None:
 
 
 def logged_name(text: str) -> str | None:
-    """A name under which the module logs; None: none."""
+    """Return a name under which the module logs; None: none."""
     if text.lower() in ("none", "no"):
         return None
     if not re.fullmatch(r"[\w./-]+", text):

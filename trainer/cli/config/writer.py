@@ -1,4 +1,4 @@
-"""The configuration that is to be written: settings of the trainer, each with its reason, as commented YAML."""
+"""Write settings of the trainer, each with its reason, as commented YAML."""
 
 from __future__ import annotations
 
@@ -44,27 +44,25 @@ class ConfigDraft:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Of the strategy."""
 
-    def set(self, name: str, value: Any, why: str) -> str:
-        """Have a setting. Returns it as a line of YAML."""
-        self.settings[name] = (value, why)
+    def set(self, name: str, value: Any, why: str = "") -> str:
+        """Have a setting, or an argument of the strategy (`strategy.NAME`). Returns it as a line of YAML.
+
+        Args:
+            why: written above a setting.
+        """
+        owner, _, argument = name.partition(".")
+        if argument:
+            self.arguments[argument] = value
+        else:
+            self.settings[owner] = (value, why)
         return f"{name}: {_inline(value)}"
 
-    def line(self, text: str, why: str) -> str:
-        """Have a setting that is given as a line of YAML with a plain word: `strategy: NAME`. Returns the line."""
-        name, _, value = text.partition(": ")
-        return self.set(name, value, why)
-
-    def argument(self, name: str, value: Any) -> str:
-        """Have an argument of the strategy. Returns it as a line of YAML."""
-        self.arguments[name] = value
-        return f"strategy.{name}: {_inline(value)}"
-
     def value(self, name: str) -> Any:
-        """A setting's value; None: it is not set."""
+        """Return a setting's value; None: it is not set."""
         return self.settings[name][0] if name in self.settings else None
 
     def text(self, head: list[str]) -> str:
-        """The whole file.
+        """Return the file's text.
 
         Args:
             head: its first lines, written as comments.
@@ -87,9 +85,6 @@ class ConfigDraft:
 
 
 def _inline(value: Any) -> str:
-    from trainer.config.files import to_yaml
+    import yaml
 
-    if not isinstance(value, (dict, list)):
-        return to_yaml({"x": value}).removeprefix("x: ").strip()
-    inner = [f"{key}: {_inline(child)}" for key, child in value.items()] if isinstance(value, dict) else []
-    return "{" + ", ".join(inner) + "}" if isinstance(value, dict) else "[" + ", ".join(map(_inline, value)) + "]"
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9).removesuffix("...\n").strip()
