@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Logger
+from trainer.checkpoint.disk import atomic_file
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -239,13 +240,9 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file such that its path never shows half of it."""
-    temporary = path.with_name(path.name + ".part")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Replace a file atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

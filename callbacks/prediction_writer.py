@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.callback import Callback
+from trainer.checkpoint.disk import atomic_file
 from trainer.data.transfer import move_to
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
 
@@ -169,26 +169,23 @@ class _Parts:
         if not self.batches:
             return
         name = f"{self.stem}-part{len(self.names):05d}.{self.format}"
-        temporary = self.folder / f"{name}.part"
-        if self.format == "jsonl":
-            temporary.write_text("".join(self.lines), encoding="utf-8")
-        else:
-            from safetensors.torch import save_file
+        with atomic_file(self.folder / name) as temporary:
+            if self.format == "jsonl":
+                temporary.write_text("".join(self.lines), encoding="utf-8")
+            else:
+                from safetensors.torch import save_file
 
-            together = {key: torch.cat([columns[key] for columns in self.columns]) for key in self.columns[0]}
-            about = {"loader": str(self.loader), "batches": json.dumps(self.batches)}
-            save_file(together, temporary, metadata=about)
-        os.replace(temporary, self.folder / name)
+                together = {key: torch.cat([columns[key] for columns in self.columns]) for key in self.columns[0]}
+                about = {"loader": str(self.loader), "batches": json.dumps(self.batches)}
+                save_file(together, temporary, metadata=about)
         self.names.append(name)
         self.columns, self.lines, self.batches, self.size = [], [], [], 0
 
     def finish(self) -> None:
         """Write the last part, and the index that says that all are there."""
         self.close_part()
-        index = self.folder / f"{self.stem}.json"
-        temporary = index.with_name(index.name + ".part")
-        temporary.write_text(json.dumps({"parts": self.names}) + "\n")
-        os.replace(temporary, index)
+        with atomic_file(self.folder / f"{self.stem}.json") as temporary:
+            temporary.write_text(json.dumps({"parts": self.names}) + "\n")
 
 
 def _on_cpu(prediction: Any) -> Any:

@@ -48,6 +48,20 @@ class WriteError(CheckpointError):
     """The disk or the network did not take a checkpoint; earlier checkpoints are unchanged."""
 
 
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; the file written there in the block replaces `path` at its end, or nothing changes."""
+    temporary = temporary_beside(path)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 class LocalStorage:
     """Checkpoints in directories of a file system; see `Storage` for the contract."""
 
@@ -80,15 +94,10 @@ class LocalStorage:
         return FileEntry(size, digest.hexdigest())
 
     def replace_file(self, path: Path, contents: bytes) -> None:
-        temporary = temporary_beside(path)
-        try:
+        with atomic_file(path) as temporary:
             self.write_file(temporary, [contents])
             fault_point("before_pointer")
-            os.replace(temporary, path)
-            sync_directory(path.parent)
-            fault_point("after_pointer")
-        finally:
-            temporary.unlink(missing_ok=True)
+        fault_point("after_pointer")
 
     @contextmanager
     def open_file(self, path: Path) -> Iterator[tuple[BinaryIO, int]]:

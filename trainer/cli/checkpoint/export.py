@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.disk import LocalStorage, sync_directory, temporary_beside
+from trainer.checkpoint.disk import LocalStorage, atomic_file
 from trainer.checkpoint.format import open_checkpoint
 from trainer.checkpoint.safetensors_io import file_chunks, is_native, size_of
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
@@ -103,17 +102,12 @@ def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, S
 
 
 def _write_file(out: Path, weights: Mapping[str, StoredTensor]) -> int:
-    """Write beside `out`, and rename when all is on the disk. Returns the size."""
-    temporary = temporary_beside(out)
+    """Write one file atomically; return its size."""
     try:
-        entry = LocalStorage().write_file(temporary, file_chunks(weights))
-        os.replace(temporary, out)
-        sync_directory(out.parent)
+        with atomic_file(out) as temporary:
+            return LocalStorage().write_file(temporary, file_chunks(weights)).bytes
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}. Nothing was changed.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return entry.bytes
 
 
 def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int) -> int:

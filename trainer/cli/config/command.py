@@ -134,9 +134,10 @@ def _put(text: str, options: argparse.Namespace) -> None:
     if options.output == "-":
         print(text, end="")
         return
-    from trainer.checkpoint.disk import replace_file
+    from trainer.checkpoint.disk import atomic_file
 
     try:
-        replace_file(Path(options.output).absolute(), text.encode())
+        with atomic_file(Path(options.output).absolute()) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{options.output} cannot be written: {error.strerror}.") from error
