@@ -28,7 +28,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from trainer.data.loader import BatchLoader
+from trainer.data.adapters import make_batch_loader
 
 BATCH = 32
 
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
 
 def _first_batch(make: Callable[[int], Iterable[int]], samples: int, start: int) -> None:
     loader = DataLoader(Huge(samples), BATCH, sampler=make(samples))
-    feed = BatchLoader(loader, rank=0, world_size=1, seed=1, training=True)
+    feed = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True)
     next(feed.iterate(1, start // BATCH))
 
 
@@ -160,7 +160,7 @@ def _per_batch(rounds: int) -> None:
         loader = DataLoader(Noisy(draw), BATCH, shuffle=True)
         ways: list[Callable[[], Iterable[Any]]] = [lambda loader=loader: loader]  # type: ignore[misc]
         for per_sample in (False, True):
-            feed = BatchLoader(loader, rank=0, world_size=1, seed=1, training=True, seed_per_sample=per_sample)
+            feed = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True, seed_per_sample=per_sample)
             ways.append(lambda feed=feed: feed.iterate(0))  # type: ignore[misc]
         times: list[list[float]] = [[] for _ in ways]
         for _ in range(rounds):

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from trainer.errors import ConfigError
-from trainer.seed import derive_seed, isolated_rng, rng_state, seed_everything, set_deterministic, set_rng_state
+from trainer.seed import (
+    PrivateRng,
+    derive_seed,
+    isolated_rng,
+    rng_state,
+    seed_cpu_generators,
+    seed_everything,
+    set_deterministic,
+    set_rng_state,
+)
 
 
 def draw() -> list[float]:
@@ -85,6 +94,34 @@ def test_isolated_rng_also_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert draw() == expected
+
+
+def test_isolated_rng_of_further_generators() -> None:
+    generator = torch.Generator().manual_seed(3)
+    state = generator.get_state()
+    with isolated_rng(generators=[generator]):
+        torch.rand(2, generator=generator)
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_private_rng_also_after_an_error() -> None:
+    np.random.rand(), random.gauss(0, 1)  # leaves a second normal number in random
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    private, drawn = PrivateRng(), []
+
+    def fail() -> None:
+        with private:
+            seed_cpu_generators(2**64 - 1)
+            drawn.append(draw())
+            raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+        np.testing.assert_equal(np.random.get_state(legacy=False), before[2])
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hy
 from trainer.metrics.metric_log import LogOptions, reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.weights import load_weights
+from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
     from trainer.callback import Callback, Logger
@@ -307,7 +308,7 @@ class TrainModule(nn.Module):
         checkpoint = read_checkpoint(locate(path))
         stored = checkpoint.get("hyperparameters", {}).get("module", {})
         check_arguments(cls, stored, hyperparameters)
-        with torch.random.fork_rng(devices=[]):
+        with isolated_rng():
             module = cls(**{**stored, **hyperparameters})
             module.configure_model()
         load_weights(module, checkpoint["model"], strict)

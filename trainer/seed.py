@@ -1,20 +1,29 @@
-"""Random numbers: seeding, deriving seeds, taking the generators' states out and putting them back."""
+"""Random numbers: seed the global generators, derive seeds, save and restore the generators' states.
+
+There are two ways to a seed from parts, and both stay, because the numbers of existing runs depend on them:
+`derive_seed` for the generators of each rank, `mix_seed` for everything in data (order, and the random numbers of each
+batch or sample), whose permutations compute the same hash on arrays.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_tpu_is_ready
 from trainer.errors import ConfigError
+
+_MASK = 2**64 - 1
 
 
 def seed_everything(seed: int) -> None:
@@ -34,6 +43,14 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+def seed_cpu_generators(seed: int) -> None:
+    """Seed the global generators of torch (CPU), numpy and `random` with a number from 0 to 2**64 - 1."""
+    # torch.manual_seed visits every backend, which costs more than all three of these.
+    torch.default_generator.manual_seed(seed >> 1)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
 def seed_accelerator() -> None:
     """Seed the device's generator as the CPU's, which stays as it is."""
     state = torch.get_rng_state()
@@ -42,7 +59,7 @@ def seed_accelerator() -> None:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A seed from 0 to 2**63 - 1 that depends on all parts, the same on every machine and Python version."""
+    """Return a seed from 0 to 2**63 - 1 that depends on all parts, the same on every machine and Python version."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         text = f"{'s' if isinstance(part, str) else 'i'}{part}".encode()
@@ -50,8 +67,23 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
+def mix_seed(*parts: int) -> int:
+    """Return a 64-bit seed from coordinates such as (seed, epoch, position, rank), the same on every machine.
+
+    Each part goes through the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number
+    generators", OOPSLA 2014), so that neighbouring coordinates give unrelated seeds.
+    """
+    state = 0
+    for part in parts:
+        state = ((state ^ (part & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """The global generators' states as data: tensors on the cpu, numbers, strings, None.
+    """Return the global generators' states as data: tensors on the cpu, numbers, strings, None.
 
     Args:
         device: also the generator of this device, if it is a cuda, mps or xla one.
@@ -78,7 +110,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Put back what `rng_state` gave. A device's part is used only on a device of the same type."""
+    """Restore what `rng_state` returned. A device's part is used only on a device of the same type."""
     torch.set_rng_state(state["torch"].cpu())
     if device is not None and device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
@@ -97,13 +129,51 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 
 @contextmanager
-def isolated_rng(device: torch.device | None = None) -> Iterator[None]:
-    """What runs inside leaves the global generators as they were."""
+def isolated_rng(device: torch.device | None = None, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Restore the global generators on exit; inside they go on from where they are.
+
+    Args:
+        device: also the generator of this device, if it is a cuda, mps or xla one.
+        generators: also these.
+    """
     state = rng_state(device)
+    states = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
         set_rng_state(state, device)
+        for generator, before in zip(generators, states, strict=True):
+            generator.set_state(before)
+
+
+class PrivateRng:
+    """`isolated_rng` for every batch, in a tenth of the time: what runs inside begins with `seed_cpu_generators`.
+
+    One thing is lost: numpy's old normal distribution (`np.random.normal`) makes numbers in pairs, and the second one
+    of a pair is forgotten on exit. See `drop_cached_normal`.
+    """
+
+    def __init__(self) -> None:
+        self._inside = np.random.MT19937(0)
+        self._outside: tuple[torch.Tensor, Any, Any]
+
+    def __enter__(self) -> None:
+        # Exchanged, because np.random.get_state and set_state take 30 microseconds each.
+        self._outside = torch.default_generator.get_state(), random.getstate(), get_bit_generator()
+        set_bit_generator(self._inside)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.default_generator.set_state(self._outside[0])
+        random.setstate(self._outside[1])
+        set_bit_generator(self._outside[2])
+
+
+def drop_cached_normal() -> None:
+    """Forget the second number of a pair of numpy's old normals, as `PrivateRng` does: for where it is not entered, so
+    that the numbers that follow are the same in both cases."""
+    set_bit_generator(get_bit_generator())
 
 
 def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) -> Callable[[], None]:

@@ -15,8 +15,8 @@ from typing_extensions import Never
 
 from trainer.callback import Callback, Logger
 from trainer.checkpoint.writing import write_checkpoint
-from trainer.data.batch import Batch
 from trainer.data.datamodule import DataModule
+from trainer.data.loader import Batch
 from trainer.errors import ConfigError, raise_problems
 from trainer.fault_tolerance.stop import exit_code
 from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors

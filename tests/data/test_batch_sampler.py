@@ -41,9 +41,7 @@ def stream_of(loader: DataLoader[Any], rank: int = 0, world: int = 1, **options:
 
 def read(stream: DistributedBatchSampler, epoch: int = 0, start: int = 0) -> list[tuple[list[int], int, int | None]]:
     stream.seek(epoch, start)
-    batches = list(stream)
-    assert len(batches) == len(stream.counts)
-    return [(batch, *count) for batch, count in zip(batches, stream.counts, strict=True)]
+    return [(one.indices if stream.automatic_batching else [one.indices], one.samples, one.total) for one in stream]
 
 
 def shapes() -> Iterator[tuple[int, int, int]]:
@@ -133,7 +131,7 @@ class Own(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.n):
-            drawn = random.randrange(97) + int(np.random.randint(97)) + int(torch.randint(97, ()))
+            drawn = random.randrange(97) + int(abs(np.random.normal()) * 97) + int(torch.randint(97, ()))
             yield (drawn + int(torch.randint(97, (), generator=self.generator)) + self.epoch) % 1000
 
 
@@ -225,10 +223,11 @@ def test_drawing_in_chunks_keeps_the_private_numbers() -> None:
     for batch in stream:
         torch.rand(1)
         random.random()
-        noisy.append(batch)
+        noisy.append(batch.indices)
     assert noisy == [batch for batch, _, _ in quiet]
-    resumed = stream_of(loader)
-    assert read(resumed, 0, 2990) == quiet[2990:]
+    # At an odd place: numpy makes normals in pairs.
+    for start in (1365, 2991):
+        assert read(stream_of(loader), 0, start) == quiet[start:]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -312,11 +311,11 @@ def test_endless_sampler() -> None:
     first = list(islice(iter(stream), 100))
     stream.seek(0, 90)
     assert list(islice(iter(stream), 10)) == first[90:]
-    stream.limit = 95
+    stream.seek(0, 90, 95)
     assert list(stream) == first[90:95]
 
 
 def test_sequential_starts_where_told_in_a_billion() -> None:
     stream = stream_of(DataLoader(Numbers(10**9), 32, sampler=SequentialSampler(Numbers(10**9))), 1, 2)
     stream.seek(0, 10**7)
-    assert next(iter(stream))[0] == 10**7 * 64 + 32
+    assert next(iter(stream)).indices[0] == 10**7 * 64 + 32

@@ -16,13 +16,15 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from trainer.data.loader import Batch, BatchLoader, named_loaders
+from trainer.data.adapters import make_batch_loader, named_loaders
+from trainer.data.loader import Batch, BatchLoader
+from trainer.data.sharded_loader import ShardedDataLoader
 from trainer.errors import ConfigError
 
 
 def loader_of(loader: Any, rank: int = 0, world: int = 1, **options: Any) -> BatchLoader:
     options = {"seed": 1, "training": True, **options}
-    return BatchLoader(loader, rank=rank, world_size=world, **options)
+    return make_batch_loader(loader, rank=rank, world_size=world, **options)
 
 
 def values(batches: Iterator[Batch]) -> list[Any]:
@@ -152,7 +154,9 @@ def test_options_of_the_loader_are_kept() -> None:
     made = DataLoader(
         Numbers(8), batch_size=2, num_workers=1, prefetch_factor=3, timeout=20, multiprocessing_context="fork"
     )
-    again = loader_of(made)._source._loader
+    sharded = loader_of(made)
+    assert isinstance(sharded, ShardedDataLoader)
+    again = sharded._loader
     for name in ("num_workers", "prefetch_factor", "timeout", "multiprocessing_context", "persistent_workers"):
         assert getattr(again, name) == getattr(made, name)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
+from trainer.data.adapters import make_batch_loader
 from trainer.data.loader import BatchLoader
 
 
@@ -52,7 +53,7 @@ def read(feed: BatchLoader, epoch: int = 0, start: int = 0) -> list[Any]:
 
 def loader_of(data: Dataset[Any], workers: int, rank: int = 0, **options: Any) -> BatchLoader:
     loader = DataLoader(data, 4, shuffle=True, num_workers=workers, collate_fn=keep, **options)
-    return BatchLoader(loader, rank=rank, world_size=2, seed=1, training=True)
+    return make_batch_loader(loader, rank=rank, world_size=2, seed=1, training=True)
 
 
 @pytest.mark.parametrize("kind", [Augmented, Fetching])
@@ -107,10 +108,10 @@ def test_subsets_and_single_indices() -> None:
             return index, float(torch.rand(()))
 
     subset = DataLoader(Subset(Pairs(), [4, 2, 0]), batch_size=2, num_workers=1, collate_fn=keep)
-    feed = BatchLoader(subset, rank=0, world_size=1, seed=1, training=False)
+    feed = make_batch_loader(subset, rank=0, world_size=1, seed=1, training=False)
     assert [[i for i, _ in batch] for batch in read(feed)] == [[4, 2], [0]]
     single = DataLoader(Pairs(), batch_size=None, num_workers=1, collate_fn=keep)
-    feed = BatchLoader(single, rank=0, world_size=1, seed=1, training=False)
+    feed = make_batch_loader(single, rank=0, world_size=1, seed=1, training=False)
     assert [i for i, _ in read(feed)] == [0, 1, 2, 3, 4]
     assert read(feed, start=2) == read(feed)[2:]
 

@@ -2,52 +2,51 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from trainer.data.rng import PrivateRandomness, SeededIndices, mix
 from trainer.data.samplers import random_access
+from trainer.data.seeded_dataset import SeededIndices
+from trainer.seed import isolated_rng, mix_seed, rng_state, seed_cpu_generators, set_rng_state
 
 _CHUNK = 4096
 
-Counts = deque[tuple[int, int | None]]
-Placed = Iterator[tuple[Any, int]]
-"""Batches of indices, each with the position of its first sample in the epoch (a batch sampler's: the batch's number
-in it)."""
+Batches = Iterator[tuple[list[Any], int, int, int | None]]
+"""The indices of each batch; the position of its first sample in the epoch (of a user's batch sampler: the number of
+the batch); the samples of the epoch that it holds here (0: padding), and over all processes (None: unknown)."""
 
 
 class DistributedBatchSampler:
-    """The batches of indices of one process, for a re-made torch DataLoader (its `batch_sampler`, or its `sampler` when
-    it has no automatic batching: `batching` tells).
+    """The batches of indices of one process, as `SeededIndices`: the `batch_sampler` of a `ShardedDataLoader`, or its
+    `sampler` without automatic batching.
 
     The order of samples is a function of (seed, epoch) alone. With B samples per micro-batch and W processes, global
     micro-batch k is the order's positions [k*B*W, (k+1)*B*W), and rank r takes its r-th contiguous part; so W=2, B=4
     and W=1, B=8 form the same global batches. The last, shorter one of m samples is split evenly: rank r gets positions
-    [r*m//W, (r+1)*m//W) of it. A rank whose part is empty gets in training a filler (the first sample, reported with 0
-    samples), so that all ranks take the same number of steps; in evaluation it has one batch less.
+    [r*m//W, (r+1)*m//W) of it. A rank whose part is empty gets a padding batch in training (the first sample, counted
+    as 0 samples), so that all ranks take the same number of steps; in evaluation it has one batch less.
 
     `drop_last` drops the short one in training. In evaluation it drops what does not fill a micro-batch of B, so that
-    the same samples count on any number of processes; the remaining whole micro-batches go to the first ranks.
+    the same samples count on any number of processes; the remaining full micro-batches go to the first ranks.
 
-    A user's own batch sampler keeps its batches whole: in round k rank r takes batch k*W+r. The order of torch's own
-    samplers is computed at any position. Another sampler is iterated itself, on every rank alike, with random numbers
-    of (seed, epoch) only; one that says that it shards (`num_replicas` > 1 and `rank`, like a subclass of
-    DistributedSampler) is left to it.
+    The batches of a user's own batch sampler are not split: in round k rank r takes batch k*W+r. The order of torch's
+    own samplers is computed at any position. Another sampler is iterated itself, on every rank alike, with random
+    numbers of (seed, epoch) only; one that shards by itself (`num_replicas` > 1 and `rank`, like a subclass of
+    DistributedSampler) is used as it is.
 
     Args:
         loader: a DataLoader over a map-style dataset, read through its public attributes.
-        training: how `drop_last` and fillers are meant.
-        fill: fillers in evaluation too.
+        training: how `drop_last` and padding are meant.
+        pad: padding in evaluation, too.
         shuffle: None: as the loader does. False: the same order in every epoch, sequential for plain loaders.
             True: shuffle where the loader is sequential.
-        seeded: yield `SeededIndices`. "batch": with one seed of (seed, epoch, global micro-batch, rank). "sample": with
-            one for each sample, of (seed, epoch, position in the global order).
+        seed_per_sample: each sample gets a seed of (seed, epoch, position in the global order), in place of one for
+            each batch, of (seed, epoch, global micro-batch, rank).
     """
 
     def __init__(
@@ -59,65 +58,61 @@ class DistributedBatchSampler:
         seed: int,
         training: bool,
         shuffle: bool | None = None,
-        seeded: Literal["batch", "sample"] | None = None,
-        fill: bool = False,
+        seed_per_sample: bool = False,
+        pad: bool = False,
     ) -> None:
-        self.batch_size, self.drop_last, self.source, self.whole = _public(loader)
-        self.batching = loader.batch_sampler is not None
-        self.shards_itself = _shards_itself(self.source) and world_size > 1
+        self.batch_size, self.drop_last, self.sampler, self.has_batch_sampler = _public(loader)
+        self.automatic_batching = loader.batch_sampler is not None
+        self.shards_itself = _shards_itself(self.sampler) and world_size > 1
         self.rank, self.world_size = (0, 1) if self.shards_itself else (rank, world_size)
         self.seed = seed
         self.training = training
-        self.fills = training or fill
-        self.random_access = None if self.whole else random_access(self.source)
+        self.pads = training or pad
+        self.random_access = None if self.has_batch_sampler else random_access(self.sampler)
         self.shuffled = (self.random_access is None or self.random_access.shuffled) if shuffle is None else shuffle
         self.reshuffles = shuffle is not False
-        self.samples: int | None = None if self.whole else _length(self.source)
+        self.samples: int | None = None if self.has_batch_sampler else _length(self.sampler)
         """Samples (of all processes) before `drop_last`; None if unknown."""
-        self.num_global_batches: int | None = self._count_rounds()
+        self.num_global_batches: int | None = self._count_global_batches()
         """Global micro-batches per epoch; None if unknown."""
-        self.limit: int | None = None
-        """Stop after this many global micro-batches."""
-        self.counts: Counts = deque()
-        """For every batch handed out and not yet taken from here: own samples, samples over all processes."""
-        self._seeded, self._seed_rank = seeded, rank
-        self._epoch = 0
-        self._start = 0
+        self._seed_per_sample, self._seed_rank = seed_per_sample, rank
+        self._epoch, self._start = 0, 0
+        self._limit: int | None = None
 
-    def seek(self, epoch: int, start: int) -> None:
-        """The next `iter()` begins at micro-batch `start` of `epoch`."""
-        self._epoch, self._start = epoch, start
+    def seek(self, epoch: int, start: int, limit: int | None = None) -> None:
+        """Have the next `iter()` go from micro-batch `start` of `epoch` to micro-batch `limit` (None: to the end)."""
+        self._epoch, self._start, self._limit = epoch, start, limit
 
-    def __iter__(self) -> Iterator[Any]:
-        # DataLoader calls iter() twice with fresh workers: every call gets counts of its own, the last one's are used.
-        self.counts = deque()
+    def __iter__(self) -> Iterator[SeededIndices]:
         epoch, start = (self._epoch if self.reshuffles else 0), self._start
-        if self.whole:
-            placed = self._whole_batches(epoch, start, self.counts)
+        if self.has_batch_sampler:
+            batches = self._users_batches(epoch, start)
         elif self.random_access is not None:
-            placed = self._planned_batches(epoch, start, self.counts)
+            batches = self._random_access_batches(epoch, start)
         else:
-            placed = self._drawn_batches(epoch, start, self.counts)
-        if self.limit is not None:
-            placed = islice(placed, max(0, self.limit - start))
-        if not self.batching:
-            placed = ((batch[0], place) for batch, place in placed)
-        if self._seeded is None:
-            return (batch for batch, _ in placed)
-        if self._seeded == "batch":
-            base = mix(self.seed, self._epoch, self._seed_rank)
-            return (SeededIndices(batch, mix(base, k)) for k, (batch, _) in enumerate(placed, start))
-        base = mix(self.seed, self._epoch)
-        if self.whole:
-            return (SeededIndices(batch, mix(base, number), 0) for batch, number in placed)
-        return (SeededIndices(batch, base, place) for batch, place in placed)
+            batches = self._iterated_batches(epoch, start)
+        if self._limit is not None:
+            batches = islice(batches, max(0, self._limit - start))
+        return self._seeded(batches, self._epoch, start)
+
+    def _seeded(self, batches: Batches, epoch: int, start: int) -> Iterator[SeededIndices]:
+        rank = () if self._seed_per_sample else (self._seed_rank,)
+        base = mix_seed(self.seed, epoch, *rank)
+        for number, (indices, position, samples, total) in enumerate(batches, start):
+            request: Any = indices if self.automatic_batching else indices[0]
+            if not self._seed_per_sample:
+                yield SeededIndices(request, mix_seed(base, number), None, samples, total)
+            elif self.has_batch_sampler:
+                yield SeededIndices(request, mix_seed(base, position), 0, samples, total)
+            else:
+                yield SeededIndices(request, base, position, samples, total)
 
     def num_local_batches(self) -> int | None:
         """Batches per epoch on this rank, in evaluation without fillers; None if unknown."""
         if self.num_global_batches is None or self.num_global_batches == 0 or self.training:
             return self.num_global_batches
-        if self.whole:
-            length = _length(self.source)
+        if self.has_batch_sampler:
+            length = _length(self.sampler)
             assert length is not None
             return length // self.world_size + (self.rank < length % self.world_size)
         assert self.samples is not None
@@ -135,9 +130,9 @@ class DistributedBatchSampler:
             self._share(self.samples % size)[2] if num_global_batches > full else 0
         )
 
-    def _count_rounds(self) -> int | None:
-        if self.whole:
-            length = _length(self.source)
+    def _count_global_batches(self) -> int | None:
+        if self.has_batch_sampler:
+            length = _length(self.sampler)
             return None if length is None else -(-length // self.world_size)
         if self.samples is None:
             return None
@@ -156,84 +151,90 @@ class DistributedBatchSampler:
     def _total(self, total: int) -> int | None:
         return None if self.shards_itself else total
 
-    def _planned_batches(self, epoch: int, start: int, counts: Counts) -> Placed:
+    def _random_access_batches(self, epoch: int, start: int) -> Batches:
         """From an order that can be computed at any position."""
         assert self.random_access is not None
         assert self.samples is not None
         order = self.random_access.order(self.seed, epoch, self.shuffled)
         size, globally = self.batch_size, self.batch_size * self.world_size
+        total = self._total(globally)
         full, short = divmod(self.samples, globally)
         mine = np.arange(size) + self.rank * size
-        count = (size, self._total(globally))
         many = max(1, _CHUNK // size)
         for first in range(start, full, many):
-            num_global_batches = np.arange(first, min(first + many, full))
-            indices = order((num_global_batches[:, None] * globally + mine).ravel())
-            place = first * globally + self.rank * size
-            for position in range(0, len(indices), size):
-                counts.append(count)
-                yield indices[position : position + size], place
-                place += globally
+            numbers = np.arange(first, min(first + many, full))
+            indices = order((numbers[:, None] * globally + mine).ravel())
+            position = first * globally + self.rank * size
+            for low in range(0, len(indices), size):
+                yield indices[low : low + size], position, size, total
+                position += globally
         if start <= full and short:
             last = order(np.arange(self.samples - short, self.samples))
-            yield from self._short_batch(last, self.samples - short, counts)
+            yield from self._short_batch(last, self.samples - short)
 
-    def _drawn_batches(self, epoch: int, start: int, counts: Counts) -> Placed:
+    def _iterated_batches(self, epoch: int, start: int) -> Batches:
         """From a sampler that has to be iterated from the beginning: indices are skipped, never samples."""
         size, globally = self.batch_size, self.batch_size * self.world_size
         low, high = self.rank * size, (self.rank + 1) * size
-        count = (size, self._total(globally))
-        place = start * globally
-        for indices in self._draw(epoch, place, globally):
-            for position in range(0, len(indices), globally):
-                part = indices[position : position + globally]
+        total = self._total(globally)
+        position = start * globally
+        for indices in self._iterate_sampler(epoch, position, globally):
+            for first in range(0, len(indices), globally):
+                part = indices[first : first + globally]
                 if len(part) < globally:
-                    yield from self._short_batch(part, place, counts)
+                    yield from self._short_batch(part, position)
                 else:
-                    counts.append(count)
-                    yield part[low:high], place + low
-                place += globally
+                    yield part[low:high], position + low, size, total
+                position += globally
 
-    def _short_batch(self, samples: list[Any], place: int, counts: Counts) -> Placed:
-        low, high, total = self._share(len(samples))
+    def _short_batch(self, indices: list[Any], position: int) -> Batches:
+        low, high, total = self._share(len(indices))
         if low < high:
-            counts.append((high - low, self._total(total)))
-            yield samples[low:high], place + low
-        elif total and self.fills:
-            counts.append((0, self._total(total)))
-            yield samples[:1], place
+            yield indices[low:high], position + low, high - low, self._total(total)
+        elif total and self.pads:
+            yield indices[:1], position, 0, self._total(total)
 
-    def _whole_batches(self, epoch: int, start: int, counts: Counts) -> Placed:
-        """The batches of a user's own batch sampler."""
+    def _users_batches(self, epoch: int, start: int) -> Batches:
+        """From a user's own batch sampler."""
         world = self.world_size
         number = start * world
-        for batches in self._draw(epoch, number, world):
-            for position in range(0, len(batches), world):
-                part = [b if hasattr(b, "__len__") else list(b) for b in batches[position : position + world]]
+        for batches in self._iterate_sampler(epoch, number, world):
+            for first in range(0, len(batches), world):
+                part = [b if hasattr(b, "__len__") else list(b) for b in batches[first : first + world]]
                 total = self._total(sum(map(len, part)))
                 if self.rank < len(part):
-                    counts.append((len(part[self.rank]), total))
-                    yield part[self.rank], number + self.rank
-                elif self.fills:
-                    counts.append((0, total))
-                    yield part[0], number
+                    yield part[self.rank], number + self.rank, len(part[self.rank]), total
+                elif self.pads:
+                    yield part[0], number, 0, total
                 number += world
 
-    def _draw(self, epoch: int, skip: int, unit: int) -> Iterator[list[Any]]:
-        """What the sampler yields from item `skip` on, in lists of a multiple of `unit` items (the last may be short).
+    def _iterate_sampler(self, epoch: int, skip: int, unit: int) -> Iterator[list[Any]]:
+        """Yield what the sampler yields from item `skip` on, in lists of a multiple of `unit` items (the last may be
+        short), with random numbers of its own.
 
         In chunks, so that the global generators are exchanged rarely and an endless sampler works too.
         """
-        private = PrivateRandomness(mix(self.seed, epoch), _generators(self.source))
-        chunk = unit * max(1, (_CHUNK if not self.whole else _CHUNK // 16) // unit)
-        with private:
-            _set_epoch(self.source, epoch)
-            items = iter(self.source)
-            for _ in islice(items, skip):
-                pass
+        seed, generators = mix_seed(self.seed, epoch), _generators(self.sampler)
+        chunk = unit * max(1, (_CHUNK if not self.has_batch_sampler else _CHUNK // 16) // unit)
+        items: Iterator[Any] | None = None
+        state: dict[str, Any] = {}
+        states: list[torch.Tensor] = []
         while True:
-            with private:
+            with isolated_rng(generators=generators):
+                if items is None:
+                    seed_cpu_generators(seed)
+                    for generator in generators:
+                        generator.manual_seed(seed >> 1)
+                    _set_epoch(self.sampler, epoch)
+                    items = iter(self.sampler)
+                    for _ in islice(items, skip):
+                        pass
+                else:
+                    set_rng_state(state)
+                    for generator, before in zip(generators, states, strict=True):
+                        generator.set_state(before)
                 drawn = list(islice(items, chunk))
+                state, states = rng_state(), [generator.get_state() for generator in generators]
             if not drawn:
                 return
             yield drawn

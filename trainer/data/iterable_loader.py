@@ -8,31 +8,30 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainer.data.batch import Batch
-from trainer.data.rng import PrivateRandomness, mix
+from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError
+from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
 
 _END = object()
 
 
-class IterableLoader:
-    """Iterates the user's object; every process does so by itself.
+class IterableLoader(BatchLoader):
+    """Iterates the user's object as it is; every process does so by itself.
 
     Making the iterator, the first batch of an epoch and skipped batches draw their random numbers from a private
     generator seeded by (seed, epoch): a shuffling loader gives the same order after a restart, and the model's random
     numbers are not disturbed.
     """
 
-    batch_size = None
-
-    def __init__(self, loader: Any, *, label: str, world_size: int, seed: int, training: bool) -> None:
+    def __init__(
+        self, loader: Any, *, label: str, world_size: int, seed: int, training: bool, limit: int | float | None
+    ) -> None:
         if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
             raise ConfigError(
                 f"{label} is a {type(loader).__name__}, which cannot be iterated. Give a DataLoader, a list of "
                 "batches, or any object with __iter__ that yields batches."
             )
         self._loader = loader
-        self._label = label
         self._seed = seed
         self._single_process = world_size == 1
         self._training = training
@@ -43,32 +42,28 @@ class IterableLoader:
             getattr(loader, "load_state_dict", None)
         )
         self.exact = self.stateful or isinstance(loader, (list, tuple))
-        self.length = _length(loader)
-        self.max_length = self.length
+        length = _length(loader)
+        super().__init__(loader, label, limit, length, length)
         self.note = self._make_note()
+        # In evaluation one process may have no batch.
+        if limit != 0 and length == 0 and (training or self._single_process):
+            raise ConfigError(f"{label} has no batch: {self._kind()} has length 0.")
 
-    def samples_in(self, batches: int | None) -> int | None:
-        return None
+    def state_dict(self) -> dict[str, Any]:
+        return {"loader": self._loader.state_dict()} if self.stateful else {}
 
-    def check_not_empty(self) -> None:
-        """Raise `ConfigError` if it says that it has no batch. In evaluation one process may have none."""
-        if self.length == 0 and (self._training or self._single_process):
-            raise ConfigError(f"{self._label} has no batch: {self._kind()} has length 0.")
-
-    def state_dict(self) -> Any:
-        return self._loader.state_dict() if self.stateful else None
-
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         # Loaded when iteration begins: set_epoch, which some loaders take as a reset, must come before.
-        if self.stateful:
-            self._restored = state
+        if self.stateful and "loader" in state:
+            self._restored = state["loader"]
 
-    def iterate(self, epoch: int, start: int, limit: int | None) -> Iterator[Batch]:
-        """Batches `start` to `limit` of `epoch`; after `load_state_dict` those that the state says come next."""
+    def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        limit = self.limit
         if limit is not None and start >= limit:
             return
         restored, self._restored = self._restored, None
-        with PrivateRandomness(mix(self._seed, epoch)):
+        with isolated_rng():
+            seed_cpu_generators(mix_seed(self._seed, epoch))
             batches = self._begin(epoch, restored)
             skipped = islice(batches, start if restored is None else 0)
             for _ in skipped:
@@ -96,11 +91,11 @@ class IterableLoader:
     def _refuse_nothing(self) -> None:
         if self.one_shot and self._used:
             raise ConfigError(
-                f"{self._label} is used up: {self._kind()} can be iterated only once, and this is its second time. "
+                f"{self.label} is used up: {self._kind()} can be iterated only once, and this is its second time. "
                 "Pass something that can be iterated again, e.g. a list or a DataLoader."
             )
         if self._training or self._single_process:
-            raise ConfigError(f"{self._label} has no batch: {self._kind()} yielded nothing.")
+            raise ConfigError(f"{self.label} has no batch: {self._kind()} yielded nothing.")
 
     def _kind(self) -> str:
         dataset = f" over {type(self._loader.dataset).__name__}" if isinstance(self._loader, DataLoader) else ""
@@ -126,7 +121,7 @@ class IterableLoader:
                 f"{self._kind()} keeps its place, but not the random numbers of its workers: random augmentation is "
                 "not exact after a resume unless it follows from the index"
             )
-        return f"{self._label}: {'; '.join(notes)}." if notes else None
+        return f"{self.label}: {'; '.join(notes)}." if notes else None
 
 
 def _length(loader: Any) -> int | None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.rng import mix
+from trainer.seed import mix_seed
 
 _ROUNDS = 8
 _CHUNK = 4096
@@ -36,11 +36,11 @@ class Permutation:
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         assert 0 < n < 2**62
         self.n = n
-        self._table = _sorted_keys(n, mix(seed, epoch)) if n <= self.table_size else None
+        self._table = _sorted_keys(n, mix_seed(seed, epoch)) if n <= self.table_size else None
         left = math.isqrt(n - 1) + 1
         self._left = np.uint64(left)
         self._right = np.uint64(-(-n // left))
-        self._keys = [np.uint64(mix(seed, epoch, number)) for number in range(_ROUNDS)]
+        self._keys = [np.uint64(mix_seed(seed, epoch, number)) for number in range(_ROUNDS)]
 
     def __len__(self) -> int:
         return self.n
@@ -86,8 +86,8 @@ class Permutation:
 
 
 def uniform(positions: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.uint64]:
-    """64 random bits for each position: the outputs of a SplitMix64 generator that starts at `mix(seed, epoch)`."""
-    return _splitmix(positions.astype(np.uint64), mix(seed, epoch))
+    """Return 64 random bits for each position: outputs of a SplitMix64 generator started at `mix_seed(seed, epoch)`."""
+    return _splitmix(positions.astype(np.uint64), mix_seed(seed, epoch))
 
 
 def uniform_floats(positions: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.float64]:

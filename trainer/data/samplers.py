@@ -16,23 +16,24 @@ from torch.utils.data import (
 )
 
 from trainer.data.permutation import Permutation, uniform, uniform_floats
-from trainer.data.rng import mix
 from trainer.errors import ConfigError
+from trainer.seed import mix_seed
 
 Order = Callable[[NDArray[np.int64]], list[Any]]
-"""The indices at some positions of an epoch."""
+"""From positions in an epoch to the indices there."""
 
 
 class RandomAccessSampler:
-    """What a sampler of torch yields, as a function of (seed, epoch, position).
+    """The indices that a sampler of torch yields, as a function of (seed, epoch, position).
 
     torch makes a list or a tensor of a whole epoch for most of them. Here nothing is as long as an epoch; but the
     user's weights are summed up (8 bytes each), and drawing weighted without replacement sorts them.
 
     Args:
         length: samples of an epoch.
-        shuffled: whether the order is random.
+        shuffled: the order is random.
         sequential: without shuffling it goes through the dataset from the first to the last.
+        size: indices to choose from.
         draw: makes the shuffled order of (seed, epoch).
     """
 
@@ -46,10 +47,10 @@ class RandomAccessSampler:
         self._draw = draw
 
     def order(self, seed: int, epoch: int, shuffled: bool) -> Order:
-        """The order of one epoch.
+        """Return the order of one epoch.
 
         Raises:
-            ConfigError: the weights of a WeightedRandomSampler cannot be drawn by.
+            ConfigError: the weights of a WeightedRandomSampler are negative, not finite, or all 0.
         """
         if not self.length:
             return lambda positions: []
@@ -59,7 +60,7 @@ class RandomAccessSampler:
 
 
 def random_access(sampler: Any) -> RandomAccessSampler | None:
-    """The plan of a sampler; None if it is not exactly one of torch's own and has to be iterated."""
+    """Return random access to a sampler of torch's own; None for any other (a subclass, too), to be iterated."""
     kind = type(sampler)
     if kind is SequentialSampler:
         size = len(sampler.data_source)
@@ -87,13 +88,13 @@ def _permuted(size: int) -> Callable[[int, int], Order]:
         first = Permutation(size, seed, epoch)
 
         def at(positions: NDArray[np.int64]) -> list[Any]:
-            num_global_batches = positions // size
-            if not num_global_batches.any():
+            repeats = positions // size
+            if not repeats.any():
                 return _listed(first.at(positions))
             indices = np.empty_like(positions, dtype=np.uint64)
-            for number in np.unique(num_global_batches).tolist():
-                there = num_global_batches == number
-                permutation = first if number == 0 else Permutation(size, seed, mix(epoch, number))
+            for number in np.unique(repeats).tolist():
+                there = repeats == number
+                permutation = first if number == 0 else Permutation(size, seed, mix_seed(epoch, number))
                 indices[there] = permutation.at(positions[there] % size)
             return _listed(indices)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.batch import Batch
+from trainer.data.loader import Batch
 from trainer.errors import ConfigError
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
@@ -87,12 +87,12 @@ def loss_divisors(
 
 
 def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
-    """The items of a micro-batch; its samples when the module does not say. A filler has none."""
+    """The items of a micro-batch; its samples when the module does not say. Padding has none."""
     items = module.num_items(batch.data)
     if items is None:
         return batch.samples
     # Times 0, not 0: a number on the device stays there, as on the other processes.
-    return items * 0 if batch.samples == 0 else items
+    return items * 0 if batch.is_padding else items
 
 
 def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.data.batch import Batch
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.state import preserve_torchmetrics
@@ -186,7 +185,7 @@ def run_batches(
         data = trainer.transfer(batch.data, dataloader_idx)
         metrics.start_batch(data, batch.samples)
         arguments = (data, batch_idx, dataloader_idx) if with_idx else (data, batch_idx)
-        if batch.samples == 0:
+        if batch.is_padding:
             with preserve_torchmetrics(metrics):
                 trainer.strategy.call(moments.step, *arguments)
             continue
@@ -199,11 +198,11 @@ def run_batches(
 
 
 def _batches(trainer: Trainer, feed: BatchLoader) -> Iterator[Batch]:
-    """A loader's batches. Where every forward needs all processes, those that have fewer repeat one as a filler."""
+    """A loader's batches. Where every forward needs all processes, those that have fewer repeat one as padding."""
     batches = each_wait(trainer.phase, EVALUATION_DATA, feed.iterate(epoch=0))
     strategy = trainer.strategy
     if not strategy.collective_forward or strategy.world_size == 1 or feed.samples_per_epoch is not None:
-        yield from batches  # A plain DataLoader brings its fillers along.
+        yield from batches  # A plain DataLoader brings its padding along.
         return
     last: Batch | None = None
     while True:
@@ -212,8 +211,8 @@ def _batches(trainer: Trainer, feed: BatchLoader) -> Iterator[Batch]:
         there = strategy.all_gather_object((batch is not None, last is not None))
         if not any(has for has, _ in there):
             return
-        if not all(filler for _, filler in there):
-            without = [rank for rank, (_, filler) in enumerate(there) if not filler]
+        if not all(has_one for _, has_one in there):
+            without = [rank for rank, (_, has_one) in enumerate(there) if not has_one]
             raise ConfigError(
                 f"the loader gives rank {without[0]} no batch at all, but others have some, and strategy "
                 f"{strategy.name!r} needs all processes in each forward: give every process at least one batch."

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer.data.loader import BatchLoader, named_loaders
+from trainer.data.adapters import make_batch_loader, named_loaders
+from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
 
@@ -107,7 +108,7 @@ def _train_feed(trainer: Trainer, loader: Any) -> BatchLoader:
     refuse_data(loader, "fit")
     if settings.limit_train_batches == 0:
         raise ConfigError("limit_train_batches=0 leaves fit() nothing to train on: give a number above 0.")
-    feed = BatchLoader(
+    feed = make_batch_loader(
         loader,
         rank=trainer.rank,
         world_size=trainer.world_size,
@@ -146,7 +147,7 @@ def _evaluation_feeds(trainer: Trainer, loaders: Any, limit: int | float) -> dic
     if limit == 0:
         return {}
     return {
-        name: BatchLoader(
+        name: make_batch_loader(
             loader,
             name=name,
             rank=trainer.rank,
@@ -156,7 +157,7 @@ def _evaluation_feeds(trainer: Trainer, loaders: Any, limit: int | float) -> dic
             limit=limit,
             shuffle=False if trainer.settings.overfit_batches else None,
             seed_per_sample=trainer.settings.seed_per_sample,
-            fill=trainer.strategy.collective_forward,
+            pad=trainer.strategy.collective_forward,
         )
         for name, loader in named_loaders(loaders).items()
     }

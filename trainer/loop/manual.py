@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.data.batch import Batch
+from trainer.data.loader import Batch
 from trainer.loop.accumulation import StepOutputs, loss_divisors
 from trainer.profiling import FORWARD
 

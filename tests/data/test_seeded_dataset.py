@@ -1,33 +1,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
 
-from trainer.data import rng as randomness
-from trainer.data.loader import BatchLoader
-from trainer.data.rng import HiddenRandom, SetAside
+from trainer.data.adapters import make_batch_loader
+from trainer.data.seeded_dataset import draws_nothing
 
 
 class Noisy(Dataset[Any]):
-    """Each sample with a random number of every generator; `random` is drawn from for some samples only."""
-
-    def __init__(self, rare: bool = False) -> None:
-        self.rare = rare
-        self.loaded: list[int] = []
+    """Each sample with a random number of every generator."""
 
     def __len__(self) -> int:
         return 27
 
     def __getitem__(self, index: int) -> tuple[int, float, float, float]:
-        self.loaded.append(index)
-        drawn = random.gauss(0, 1) if index == 17 or not self.rare else 0.0
-        return index, float(torch.randn(())), float(np.random.normal()), drawn
+        return index, float(torch.randn(())), float(np.random.normal()), random.gauss(0, 1)
 
 
 class NoisyBatches(Noisy):
@@ -48,7 +42,7 @@ def read(data: Dataset[Any], workers: int = 0, world: int = 1, rank: int = 0, st
     per_sample = options.pop("seed_per_sample", False)
     options = {"batch_size": 6 // world, "shuffle": True, "collate_fn": keep, **options}
     loader = DataLoader(data, num_workers=workers, **options)
-    feed = BatchLoader(loader, rank=rank, world_size=world, seed=1, training=True, seed_per_sample=per_sample)
+    feed = make_batch_loader(loader, rank=rank, world_size=world, seed=1, training=True, seed_per_sample=per_sample)
     return [batch.data for batch in feed.iterate(3, start)]
 
 
@@ -77,17 +71,47 @@ def test_no_workers_load_what_workers_load(kind: type[Noisy], collate: Any, per_
         assert read(kind(), start=start, **options) == alone[start:]
 
 
+class Drawing(Dataset[int]):
+    """Counts how often each sample is loaded."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+        self.loaded: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded[index] += 1
+        self.draw()
+        return index
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "torch": lambda: torch.rand(()),
+    "numpy": lambda: np.random.rand(),
+    "random": random.random,
+}
+
+
 @pytest.mark.usefixtures("numbers_of_the_model")
-def test_the_first_batches_that_draw_from_numpy_or_random_are_loaded_again() -> None:
-    data = Noisy(rare=True)
-    batches = read(data)
-    assert batches == read(Noisy(rare=True), 1)
-    (rare,) = [batch for batch in batches if 17 in [sample[0] for sample in batch]]
-    # Every sample draws from numpy, sample 17 from random.
-    again = [batches[0], rare]
-    assert rare is not batches[0]
-    expected = [sample[0] for batch in batches for sample in (batch * 2 if batch in again else batch)]
-    assert data.loaded == expected
+@pytest.mark.parametrize("options", [{}, {"seed_per_sample": True}, {"batch_size": None, "collate_fn": None}])
+@pytest.mark.parametrize("draws", DRAWS)
+def test_every_sample_is_loaded_once(draws: str, options: dict[str, Any]) -> None:
+    data = Drawing(DRAWS[draws])
+    read(data, **options)
+    assert data.loaded == dict.fromkeys(range(10), 1)
+
+
+def test_what_draws_nothing_is_not_seeded() -> None:
+    tensors = TensorDataset(torch.arange(4.0))
+    assert draws_nothing(tensors, default_collate)
+    assert draws_nothing(Subset(Subset(tensors, [0, 1]), [1]), default_collate)
+    assert not draws_nothing(tensors, keep)
+    assert not draws_nothing(Noisy(), default_collate)
+    assert not draws_nothing(Subset(Noisy(), [1]), default_collate)
+    assert not draws_nothing(ConcatDataset([tensors, Noisy()]), default_collate)
 
 
 @pytest.mark.usefixtures("numbers_of_the_model")
@@ -102,7 +126,7 @@ def test_single_samples_without_batches() -> None:
 def test_an_error_puts_the_numbers_back() -> None:
     class Broken(Noisy):
         def __getitem__(self, index: int) -> Any:
-            if len(self.loaded) == 20:
+            if index == 20:
                 raise RuntimeError("broken sample")
             return super().__getitem__(index)
 
@@ -149,72 +173,14 @@ def test_another_bit_generator_of_numpy_stays_in_place() -> None:
     assert read(Noisy()) == batches
 
 
-def test_the_models_numbers_do_not_depend_on_the_workers() -> None:
+@pytest.mark.parametrize("data", [Noisy(), TensorDataset(torch.arange(27.0))])
+def test_the_models_numbers_do_not_depend_on_the_workers(data: Dataset[Any]) -> None:
     """Normals of numpy's old functions, too, which are made in pairs."""
 
     def drawn(workers: int) -> list[float]:
         np.random.seed(4)
-        feed = BatchLoader(DataLoader(Noisy(), 4, num_workers=workers), rank=0, world_size=1, seed=1, training=True)
+        loader = DataLoader(data, 4, num_workers=workers)
+        feed = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True)
         return [float(np.random.normal()) for _ in feed.iterate(0)]
 
     assert drawn(0) == drawn(1)
-
-
-@pytest.mark.parametrize("found", [True, False])
-def test_the_state_of_random_is_read_and_put_back(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not found:
-        monkeypatch.setattr(randomness, "_place_of_words", lambda: None)
-    hidden = HiddenRandom()
-    assert (hidden._address is not None) == found
-    for draws in (0, 1, 311, 312, 700):
-        for _ in range(draws):
-            random.random()
-        random.gauss(0, 1)
-        state = random.getstate()
-        hidden.remember()
-        assert not hidden.has_changed()
-        assert random.getstate() == state
-        following = [random.gauss(0, 1) for _ in range(3)]
-        assert hidden.has_changed()
-        hidden.put_back()
-        assert random.getstate() == state
-        assert not hidden.has_changed()
-        assert [random.gauss(0, 1) for _ in range(3)] == following
-    # Drawn from, but not from its words: the second normal of a pair was waiting.
-    random.seed(1)
-    random.gauss(0, 1)
-    hidden.remember()
-    random.gauss(0, 1)
-    assert hidden.has_changed()
-    # All words once: the index is the same again.
-    hidden.remember()
-    random.getrandbits(624 * 32)
-    assert hidden.has_changed()
-
-
-@pytest.mark.parametrize("words", [1, 624, 1248])
-def test_drawing_from_the_numpy_that_was_set_aside_is_seen(words: int) -> None:
-    aside = SetAside()
-    with aside:
-        torch.rand(())
-    assert not aside.numpy_was_used()
-    with aside:
-        np.random.bytes(4 * words)
-    assert aside.numpy_was_used()
-
-
-def test_seeding_the_numpy_that_was_set_aside_is_seen() -> None:
-    aside = SetAside()
-    with aside:
-        np.random.seed(0)
-    assert aside.numpy_was_used()
-
-
-def test_set_aside_can_be_entered_again() -> None:
-    aside = SetAside()
-    state = torch.get_rng_state()
-    for _ in range(3):
-        with aside:
-            torch.manual_seed(5)
-            np.random.seed(5)
-        assert torch.equal(torch.get_rng_state(), state)

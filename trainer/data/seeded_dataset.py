@@ -1,0 +1,104 @@
+"""SeededDataset: a map-style dataset whose batches have the same random numbers, whichever process loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
+
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert, get_worker_info
+
+from trainer.data.loader import Batch
+from trainer.fault_tolerance.stop import ignore_signals_in_worker
+from trainer.seed import mix_seed, seed_cpu_generators
+
+
+class SeededIndices(NamedTuple):
+    """The indices of one batch (or the one index, without automatic batching) and the seed of its random numbers."""
+
+    indices: Any
+    seed: int
+    position: int | None
+    """Of the first sample in the epoch: each sample gets a seed of its own. None: one seed for the batch."""
+    samples: int
+    """See `Batch`."""
+    total: int | None
+    """See `Batch`."""
+
+
+class SeededDataset(Dataset[Batch]):
+    """Loads and collates a batch for its `SeededIndices`, after seeding the global generators of torch (CPU), numpy and
+    `random`; the `collate_fn` of the DataLoader around it is `identity_collate`.
+
+    Args:
+        dataset: the user's.
+        collate: the user's `collate_fn`.
+        isolated: the context to load in; a worker, which has generators of its own, needs none.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], isolated: AbstractContextManager[None]) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._isolated = isolated
+        self._seeds = not draws_nothing(dataset, collate)
+
+    def __getitem__(self, request: SeededIndices) -> Batch:
+        return self._load(request, self._fetch_one)
+
+    def __getitems__(self, request: SeededIndices) -> Batch:
+        return self._load(request, self._fetch_batch)
+
+    def _load(self, request: SeededIndices, fetch: Callable[[SeededIndices], Any]) -> Batch:
+        if not self._seeds:
+            data = self._collate(fetch(request))
+        else:
+            with self._isolated:
+                data = self._collate(fetch(request))
+        return Batch(data, request.samples, request.total)
+
+    def _fetch_one(self, request: SeededIndices) -> Any:
+        self._seed(request.seed if request.position is None else mix_seed(request.seed, request.position))
+        return self.dataset[request.indices]
+
+    def _fetch_batch(self, request: SeededIndices) -> Any:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        if request.position is None or not self._seeds:
+            self._seed(request.seed)
+            return fetch(request.indices) if fetch else [self.dataset[index] for index in request.indices]
+        samples: list[Any] = []
+        for position, index in enumerate(request.indices, request.position):
+            self._seed(mix_seed(request.seed, position))
+            samples += fetch([index]) if fetch else [self.dataset[index]]
+        return samples
+
+    def _seed(self, seed: int) -> None:
+        if self._seeds:
+            seed_cpu_generators(seed)
+
+
+def draws_nothing(dataset: Any, collate: Any) -> bool:
+    """True if loading runs only code of torch's that draws no random numbers: seeding would go unnoticed."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset and collate in (default_collate, default_convert)
+
+
+def identity_collate(batch: Any) -> Any:
+    """Return the batch, which `SeededDataset` has collated."""
+    return batch
+
+
+class WorkerInit:
+    """The `worker_init_fn` for a `SeededDataset`: leave the signals that stop a run to the main process, show the
+    user's dataset in `get_worker_info()`, and call the user's own `worker_init_fn`."""
+
+    def __init__(self, users: Callable[[int], None] | None) -> None:
+        self.users = users
+
+    def __call__(self, worker_id: int) -> None:
+        ignore_signals_in_worker()
+        info = cast(Any, get_worker_info())
+        # WorkerInfo refuses plain assignment.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.users is not None:
+            self.users(worker_id)
