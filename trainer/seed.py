@@ -52,7 +52,7 @@ def seed_cpu_generators(seed: int) -> None:
 
 
 def seed_accelerator() -> None:
-    """Seed the device's generator as the CPU's, which stays as it is."""
+    """Give the device's generator the seed of the CPU's, which stays as it is."""
     state = torch.get_rng_state()
     torch.manual_seed(torch.initial_seed())
     torch.set_rng_state(state)
@@ -177,7 +177,7 @@ def drop_cached_normal() -> None:
 
 
 def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) -> Callable[[], None]:
-    """Ask torch for deterministic algorithms, and say whether cuDNN may choose algorithms by timing them.
+    """Set deterministic algorithms in torch, and cuDNN's choice of algorithms by timing them.
 
     Args:
         deterministic: True (an operation that has no deterministic algorithm raises), `"warn"` (it warns), or
@@ -185,7 +185,7 @@ def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) 
         benchmark: for `torch.backends.cudnn.benchmark`; None leaves it, or switches it off with `deterministic`.
 
     Returns:
-        A function that puts torch's settings back.
+        A function that restores torch's settings.
 
     Raises:
         ConfigError: an unknown value, or both at once.

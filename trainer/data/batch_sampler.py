@@ -108,7 +108,7 @@ class DistributedBatchSampler:
                 yield SeededIndices(request, base, position, samples, total)
 
     def num_local_batches(self) -> int | None:
-        """Batches per epoch on this rank, in evaluation without fillers; None if unknown."""
+        """Return the batches per epoch on this rank, in evaluation without padding; None if unknown."""
         if self.num_global_batches is None or self.num_global_batches == 0 or self.training:
             return self.num_global_batches
         if self.has_batch_sampler:
@@ -121,7 +121,7 @@ class DistributedBatchSampler:
         return self.num_global_batches - (total > 0 and low == high)
 
     def samples_in(self, num_global_batches: int) -> int | None:
-        """Samples of the first `num_global_batches` global micro-batches over all processes; None if unknown."""
+        """Return the samples of the first `num_global_batches` over all processes; None if unknown."""
         if self.samples is None or self.shards_itself:
             return None
         size = self.batch_size * self.world_size
@@ -140,7 +140,7 @@ class DistributedBatchSampler:
         return full + (self._share(short)[2] > 0)
 
     def _share(self, short: int) -> tuple[int, int, int]:
-        """This rank's part [low, high) of a last global micro-batch of `short` samples, and how many of them count."""
+        """Return this rank's part [low, high) of a last global micro-batch of `short` samples, and how many count."""
         rank, world, size = self.rank, self.world_size, self.batch_size
         if not self.drop_last:
             return rank * short // world, (rank + 1) * short // world, short
@@ -241,7 +241,7 @@ class DistributedBatchSampler:
 
 
 def _public(loader: DataLoader[Any]) -> tuple[int, bool, Any, bool]:
-    """Micro-batch size, drop_last, the sampler, and whether that is a batch sampler of the user's own."""
+    """Return micro-batch size, drop_last, the sampler, and True if that is a batch sampler of the user's own."""
     batches: Any = loader.batch_sampler
     if batches is None:
         return 1, False, loader.sampler, False
@@ -261,14 +261,14 @@ def _length(sampler: Any) -> int | None:
 
 
 def _shards_itself(sampler: Any) -> bool:
-    """Samplers that follow DistributedSampler's convention. Torch's own is not one: `shuffle` tells its order."""
+    """True for samplers with DistributedSampler's attributes; not for torch's own, whose order is known."""
     if type(sampler) is DistributedSampler:
         return False
     return any(hasattr(one, "rank") and getattr(one, "num_replicas", 1) > 1 for one in _nested(sampler))
 
 
 def _nested(sampler: Any) -> list[Any]:
-    """The sampler, and the one inside it when it is a batch sampler around another."""
+    """Return the sampler, and the one inside it if it is a batch sampler around another."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
 

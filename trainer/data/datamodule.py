@@ -1,4 +1,4 @@
-"""DataModule: where a run's data comes from, in one reusable object."""
+"""DataModule: the data of a run in one reusable object."""
 
 from __future__ import annotations
 
@@ -37,52 +37,52 @@ class DataModule:
 
         trainer.fit(module, datamodule=Digits(batch_size=64))
 
-    Plain DataLoaders are split over processes by the trainer: no DistributedSampler is needed, and `batch_size` is that
-    of one process. A method that is not defined means that there is no such data.
+    The trainer shards plain DataLoaders over processes: no DistributedSampler is needed, and `batch_size` is that of
+    one process. A loader method that is not overridden means that there is no such data.
     """
 
     prepare_data_per_node: bool = True
     """True: `prepare_data` runs once on every node (each has its own disk). False: once in all (a shared disk)."""
 
     def prepare_data(self) -> None:
-        """Download and the like: runs in one process per node, before the others go on. Set no attributes here: the
-        other processes would not have them."""
+        """Download, tokenize and so on. Runs in one process per node, before the others continue; set no attributes
+        here, the other processes would not have them."""
 
     def setup(self, stage: str) -> None:
-        """Build datasets. Runs on every process, before the loaders of a stage are asked for.
+        """Build datasets. Runs on every process, before the loader methods of a stage are called.
 
         Args:
             stage: "fit" (training and validation), "validate", "test" or "predict".
         """
 
     def train_dataloader(self) -> Any:
-        """One DataLoader, or any iterable of batches, for training."""
+        """Return one DataLoader, or any iterable of batches, for training."""
 
     def val_dataloader(self) -> Any:
-        """For validation: one loader, a list of them, or a dict of name to loader."""
+        """Return one loader for validation, a list of them, or a dict of name to loader."""
 
     def test_dataloader(self) -> Any:
-        """For `trainer.test`: one loader, a list of them, or a dict of name to loader."""
+        """Return one loader for `trainer.test`, a list of them, or a dict of name to loader."""
 
     def predict_dataloader(self) -> Any:
-        """For `trainer.predict`: one loader, a list of them, or a dict of name to loader."""
+        """Return one loader for `trainer.predict`, a list of them, or a dict of name to loader."""
 
     def teardown(self, stage: str) -> None:
         """Clean up after a stage; runs on every process."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Data to keep in every checkpoint (numbers, strings, lists, dicts, tensors); empty: nothing. The position in
-        the data is kept by the trainer."""
+        """Return data to keep in every checkpoint (numbers, strings, lists, dicts, tensors). The trainer keeps the
+        position in the data itself."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
     # -- hyperparameters -----------------------------------------------------------------------------------------------
 
     @property
     def hparams(self) -> Hyperparameters:
-        """What `save_hyperparameters` kept; empty without it."""
+        """The arguments that `save_hyperparameters` kept; empty without it."""
         stored: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
         return stored
 
@@ -119,12 +119,12 @@ class DataModule:
         return trainer
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Tell the data module who uses it. Kept out of copies and pickles."""
+        """Set `self.trainer`, which stays out of copies and pickles."""
         self.__dict__["_trainer"] = trainer
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
 
     def overrides(self, name: str) -> bool:
-        """Whether the subclass (or this instance) defines the method `name` itself."""
+        """True if the subclass (or this instance) defines the method `name` itself."""
         return name in self.__dict__ or getattr(type(self), name, None) is not getattr(DataModule, name, None)

@@ -18,9 +18,8 @@ _END = object()
 class IterableLoader(BatchLoader):
     """Iterates the user's object as it is; every process does so by itself.
 
-    Making the iterator, the first batch of an epoch and skipped batches draw their random numbers from a private
-    generator seeded by (seed, epoch): a shuffling loader gives the same order after a restart, and the model's random
-    numbers are not disturbed.
+    Random numbers drawn by `iter()`, by the first batch of an epoch and by skipped batches follow from (seed, epoch): a
+    shuffling loader gives the same order after a restart, and the model's own random numbers are not disturbed.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class IterableLoader(BatchLoader):
                 pass
             head = [next(batches, _END)] if start == 0 else []
             if head == [_END] and restored is not None:
-                # The state was taken at the end of an epoch: such loaders first finish that one, empty-handed.
+                # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
                 batches = iter(self._loader)
                 head = [next(batches, _END)]
         if head and head[0] is _END:
@@ -132,7 +131,7 @@ def _length(loader: Any) -> int | None:
 
 
 def _parts(loader: Any) -> list[Any]:
-    """The loader and what in it may want to know the epoch."""
+    """Return the loader and those of its parts that may have a `set_epoch`."""
     parts = [loader]
     if isinstance(loader, DataLoader):
         batches = loader.batch_sampler

@@ -15,7 +15,7 @@ class Batch(NamedTuple):
     """One micro-batch of one process."""
 
     data: Any
-    """What the loader yielded."""
+    """The object that the loader yielded."""
     samples: int | None
     """Samples of the epoch that it holds; None if unknown, 0 for padding."""
     total: int | None
@@ -72,20 +72,20 @@ class BatchLoader(ABC):
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of `epoch`, from this process's batch number `start` on.
 
-        A plain DataLoader skips indices, never samples. Other iterables are read and thrown away up to `start`, unless
-        `load_state_dict` was called before: then they go on by themselves.
+        A plain DataLoader skips indices, never samples. Other iterables are read and discarded up to `start`, unless
+        `load_state_dict` was called before: then they continue from that state.
 
         Raises:
             ConfigError: an iterable without a length yields nothing, or can be iterated only once and is used up.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of an iterable that has one, else {}. It is the position after the last batch that `iterate`
-        yielded: ask when all of those are consumed."""
+        """Return the state of an iterable that has one, else {}. Its position is after the last batch that `iterate`
+        yielded: call it when all of those are consumed."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` returned; the next `iterate` goes on there."""
+        """Restore what `state_dict` returned; the next `iterate` continues there."""
 
 
 def _batches(limit: int | float | None, length: int | None, label: str) -> int | None:

@@ -26,7 +26,7 @@ class Permutation:
     Only integer arithmetic: the same order on every machine and with every version of torch and numpy.
 
     Args:
-        n: how many; 0 < n < 2**62.
+        n: its length; 0 < n < 2**62.
         seed: any integer.
         epoch: any integer; each gives an unrelated order.
     """
@@ -46,7 +46,7 @@ class Permutation:
         return self.n
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """The values at `positions` (any shape of one dimension, each in `range(n)`)."""
+        """Return the values at `positions` (any shape of one dimension, each in `range(n)`)."""
         if self._table is not None:
             return self._table[positions]
         values = self._permute(positions.astype(np.uint64))
@@ -58,12 +58,12 @@ class Permutation:
         return values
 
     def indices(self, start: int = 0) -> Iterator[int]:
-        """The values from position `start` to the end."""
+        """Yield the values from position `start` to the end."""
         for position in range(start, self.n, _CHUNK):
             yield from self.at(np.arange(position, min(position + _CHUNK, self.n))).tolist()
 
     def _permute(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The network on range(a*b): each round adds a keyed hash of one half to the other, modulo that half's size."""
+        """Apply the network on range(a*b): each round adds a keyed hash of one half to the other, modulo its size."""
         left, right = np.divmod(values, self._right)
         hashed = np.empty_like(values)
         for number, key in enumerate(self._keys):
@@ -91,12 +91,12 @@ def uniform(positions: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.u
 
 
 def uniform_floats(positions: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.float64]:
-    """A random number in [0, 1) for each position."""
+    """Return a random number in [0, 1) for each position."""
     return (uniform(positions, seed, epoch) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _splitmix(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """Outputs of SplitMix64 by their number; different numbers give different outputs."""
+    """Return the outputs of SplitMix64 with these numbers; different numbers give different outputs."""
     keys = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -105,5 +105,5 @@ def _splitmix(numbers: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 
 
 def _sorted_keys(n: int, seed: int) -> NDArray[np.uint64]:
-    """A uniformly random permutation: the order of n outputs of SplitMix64, which are all different."""
+    """Return a uniformly random permutation: the order of n outputs of SplitMix64, which are all different."""
     return np.argsort(_splitmix(np.arange(n, dtype=np.uint64), seed), kind="stable").astype(np.uint64)

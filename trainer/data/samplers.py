@@ -26,8 +26,8 @@ Order = Callable[[NDArray[np.int64]], list[Any]]
 class RandomAccessSampler:
     """The indices that a sampler of torch yields, as a function of (seed, epoch, position).
 
-    torch makes a list or a tensor of a whole epoch for most of them. Here nothing is as long as an epoch; but the
-    user's weights are summed up (8 bytes each), and drawing weighted without replacement sorts them.
+    torch makes a list or a tensor as long as an epoch for most of them. Here nothing is, except the cumulated weights
+    of a WeightedRandomSampler (8 bytes each), which are sorted to draw without replacement.
 
     Args:
         length: samples of an epoch.
@@ -82,7 +82,7 @@ def random_access(sampler: Any) -> RandomAccessSampler | None:
 
 
 def _permuted(size: int) -> Callable[[int, int], Order]:
-    """Every index once, in random order; then, if more are asked for, again in another order."""
+    """Draw every index once, in random order; then, if more are needed, again in another order."""
 
     def draw(seed: int, epoch: int) -> Order:
         first = Permutation(size, seed, epoch)
@@ -119,7 +119,7 @@ def _subset(indices: Any) -> Callable[[int, int], Order]:
 
 
 def _weighted(sampler: WeightedRandomSampler) -> Callable[[int, int], Order]:
-    """The weights are read anew in every epoch: they may have been changed."""
+    """Draw by the weights, which are read in every epoch: they may have changed."""
 
     def draw(seed: int, epoch: int) -> Order:
         weights = np.asarray(sampler.weights, dtype=np.float64)
@@ -143,8 +143,8 @@ def _weighted(sampler: WeightedRandomSampler) -> Callable[[int, int], Order]:
 
 
 def _weighted_without_replacement(weights: NDArray[np.float64], length: int, seed: int, epoch: int) -> Order:
-    """Each index waits an exponential time with its weight as the rate; the first ones are drawn (Efraimidis and
-    Spirakis, "Weighted random sampling with a reservoir", IPL 2006; torch.multinomial does the same)."""
+    """Draw the indices with the least exponential times, at a rate of their weight (Efraimidis and Spirakis,
+    "Weighted random sampling with a reservoir", IPL 2006; torch.multinomial does the same)."""
     possible = np.flatnonzero(weights)
     if length > possible.size:
         raise ConfigError(

@@ -32,10 +32,10 @@ def is_plain(loader: Any) -> bool:
 
 class ShardedDataLoader(BatchLoader):
     """The user's DataLoader, made again from its public attributes around a `DistributedBatchSampler` and a
-    `SeededDataset`; leaves the global generators alone.
+    `SeededDataset`; the global generators of the process stay as they are.
 
-    Everything random in loading a batch (torch, numpy, random) depends on (seed, epoch, position, rank), not on who
-    loads it, so that a resumed run and any `num_workers` (0, too) load the same. With `seed_per_sample` it does not
+    The random numbers in a batch (torch, numpy, random) depend on (seed, epoch, position, rank), not on the process
+    that loads it, so a resumed run and any `num_workers` (0 included) load the same. With `seed_per_sample` they do not
     depend on the rank either.
     """
 
@@ -132,7 +132,7 @@ def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, 
 
 
 def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str, shuffle: bool | None) -> str | None:
-    """Return what the user should know about what became of their sampler."""
+    """Return one line on what was replaced or ignored, or None."""
     source = sampler.sampler
     notes = []
     if type(source) is DistributedSampler:

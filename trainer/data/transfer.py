@@ -11,10 +11,10 @@ import torch
 
 
 def move_to(batch: Any, target: torch.device | Callable[[Any], Any]) -> Any:
-    """A copy of `batch` with every leaf moved: tensors and objects with a `.to(device)`, inside any nesting of dicts,
-    lists, tuples, namedtuples and dataclasses. Everything else stays as it is.
+    """Return a copy of `batch` with every leaf moved: tensors and objects with a `.to(device)`, in any nesting of
+    dicts, lists, tuples, namedtuples and dataclasses. Everything else stays as it is.
 
-    `target` is a device, or a function applied to every leaf. Copies from pinned memory do not wait (`non_blocking`).
+    `target` is a device, or a function applied to every leaf. Copies from pinned memory are `non_blocking`.
     A batch whose tensors are all on the device already comes back with the same tensors.
     """
     if isinstance(batch, torch.Tensor):
@@ -38,7 +38,7 @@ def move_to(batch: Any, target: torch.device | Callable[[Any], Any]) -> Any:
 
 
 def _like(original: dict[Any, Any], moved: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of the original's type (OrderedDict, defaultdict) with the moved values."""
+    """Return a dict of the original's type (OrderedDict, defaultdict) with the moved values."""
     if type(original) is dict:
         return moved
     copy = original.copy()
@@ -47,19 +47,19 @@ def _like(original: dict[Any, Any], moved: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def make_transfer(device: torch.device) -> Callable[[Any], Any]:
-    """What moves a batch to `device`, as `move_to` does."""
+    """Return the function with which a strategy copies batches to its device; it does the same as `move_to`."""
     return CudaPrefetchCopy(device) if device.type == "cuda" else partial(move_to, target=device)
 
 
 class CudaPrefetchCopy:
-    """`move_to` a CUDA device, of which the copies do not wait for what the device still computes.
+    """`move_to` for a CUDA device, with the copies on a stream of their own.
 
-    The host is ahead of the device by a step or more, so that the next batch is copied while the last one is computed;
-    what is called after this on the current stream waits for the copies, on the device. From memory that is not pinned
-    a copy keeps the host waiting, but for itself only: on the computing stream it would be for all steps queued before.
+    The host runs ahead of the device by a step or more, so the next batch is copied while the last one is computed; the
+    current stream waits for the copies before it uses the batch. A copy from memory that is not pinned blocks the host,
+    but only for its own duration: on the computing stream it would block for all steps queued before it.
 
-    Only plain tensors in the host's memory go this way: the memory of others could be used again too early, or is on
-    the device already.
+    Only plain tensors in host memory go this way: memory of others could be reused too early, or is on the device
+    already.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,6 +78,6 @@ class CudaPrefetchCopy:
             return leaf.to(self.device, non_blocking=True)
         with torch.cuda.stream(self.stream):
             copy = leaf.to(self.device, non_blocking=True)
-        # Its memory belongs to the side stream, which may not have it again before the current one has used it.
+        # Its memory belongs to the side stream, which must not reuse it before the current stream is done with it.
         copy.record_stream(torch.cuda.current_stream(self.device))
         return copy

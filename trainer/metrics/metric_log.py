@@ -99,7 +99,7 @@ class MetricLog:
         self.batch: Any = None
         """The batch in progress, from which the number of samples is taken when the loader does not tell it."""
         self.samples: int | None = None
-        """Samples of the batch in progress; 0 for a filler, whose values do not count."""
+        """Samples of the batch in progress; 0 for padding, whose values do not count."""
         self.disabled_reason: str | None = None
         """Why nothing can be logged now."""
 
