@@ -196,6 +196,11 @@ def test_a_list_of_batches() -> None:
     assert "each process iterates the list itself" in (loader_of(batches, 0, 2).note or "")
 
 
+def test_a_list_of_arrays() -> None:
+    batches = [np.arange(3), np.arange(3, 6)]
+    assert [batch.data.tolist() for batch in loader_of(batches).iterate(0)] == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_an_iterable_dataset_is_used_as_it_is() -> None:
     data = Stream(10)
     feed = loader_of(DataLoader(data, batch_size=4))

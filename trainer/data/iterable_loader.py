@@ -68,7 +68,7 @@ class IterableLoader(BatchLoader):
             for _ in skipped:
                 pass
             head = [next(batches, _END)] if start == 0 else []
-            if head == [_END] and restored is not None:
+            if restored is not None and head and head[0] is _END:
                 # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
                 batches = iter(self._loader)
                 head = [next(batches, _END)]
