@@ -101,7 +101,7 @@ class MetricLog:
         self.samples: int | None = None
         """Samples of the batch in progress; 0 for padding, whose values do not count."""
         self.disabled_reason: str | None = None
-        """Why nothing can be logged now."""
+        """The reason why nothing can be logged now; None: it can."""
 
     @contextmanager
     def recording(self, scope: MetricScope) -> Iterator[None]:
@@ -258,7 +258,7 @@ class MetricLog:
         return values
 
     def _reduce(self, local: dict[str, tuple[LogOptions, Accumulator]]) -> dict[str, tuple[LogOptions, float]]:
-        """One host copy of everything, one gather; then the same arithmetic on every process."""
+        """Reduce with one host copy of everything and one gather; then the same arithmetic on every process."""
         numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
         mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
         combined: dict[str, tuple[LogOptions, float | None, float]] = {}
@@ -307,7 +307,7 @@ def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_torchmetric(value: Any) -> bool:
-    """Whether `value` is a `torchmetrics.Metric`, without importing torchmetrics for those who do not use it."""
+    """True for a `torchmetrics.Metric`, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
@@ -340,7 +340,7 @@ LIGHTNING_EQUIVALENTS = {
     "metric_attribute": "Leave it out: the metric is found among the module's attributes.",
     "enable_graph": "Leave it out: values are logged without their graph.",
 }
-"""Options of other trainers and of old, and what to do here."""
+"""Options of other trainers and of earlier versions, with their equivalents here."""
 
 
 def reject_unknown_options(options: Iterable[str]) -> None:
@@ -351,7 +351,7 @@ def reject_unknown_options(options: Iterable[str]) -> None:
 
 
 def check_name(name: Any, disabled_reason: str | None) -> None:
-    """Raise `ConfigError` if `name` is no name, or for the given reason."""
+    """Raise `ConfigError` if `name` is not a valid name, or for the given reason."""
     if not isinstance(name, str):
         raise ConfigError(
             f"self.log got a {type(name).__name__} as the name: write self.log('loss', value), the name first."
@@ -375,7 +375,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def checked_weight(name: str, weight: Any) -> Any:
-    """Return a weight as it is; raise `ConfigError` if it is none."""
+    """Return the weight; raise `ConfigError` if it is not a valid one."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() == 1:
             return weight

@@ -1,4 +1,4 @@
-"""Running reductions of logged values, which are added up where they are: on the device, or on the host."""
+"""Running reductions of logged values, computed where the values are: on the device or on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class TensorBuffer:
-    """Copies of a few 0-dim tensors, side by side in one that is used again and again; and their weights."""
+    """Copies of a few 0-dim tensors in one tensor that is reused, and their weights."""
 
     SIZE = 64
 
@@ -28,13 +28,13 @@ class TensorBuffer:
         self._device = -1
 
     def fits(self, value: torch.Tensor) -> bool:
-        """Whether the value can stand beside the others without being changed."""
+        """True if the value has the dtype and device of the buffer."""
         return value.dtype is self._dtype and value.get_device() == self._device
 
     # A tensor made in inference mode could not be written to outside of it.
     @torch.inference_mode(False)
     def begin(self, value: torch.Tensor) -> None:
-        """From here on values of this dtype and device."""
+        """Allocate for values of this dtype and device."""
         assert not self.weights
         self._dtype, self._device = value.dtype, value.get_device()
         self._values, self._places = torch.empty(self.SIZE, dtype=value.dtype, device=value.device), []
@@ -54,13 +54,13 @@ class TensorBuffer:
         return self._places[: len(self.weights)]
 
     def values(self) -> torch.Tensor:
-        """What is there, in one dimension."""
+        """Return the buffered values in one dimension."""
         return self._values[: len(self.weights)]
 
 
 @dataclass
 class Accumulator:
-    """A running reduction. Tensors are added up where they are; Python numbers on the host; they meet when read."""
+    """A running reduction. Tensors are accumulated on their device, Python numbers on the host; combined when read."""
 
     reduction: str
     on_host: float | None = None
@@ -68,11 +68,11 @@ class Accumulator:
     weight_on_host: float = 0.0
     weight_on_device: torch.Tensor | None = None
     pending: TensorBuffer = field(default_factory=TensorBuffer)
-    """The latest values of a mean, which are added up together: one by one takes six times as long. They are always the
-    same number, counted from the first value of a dtype, so that a resumed run rounds in the same places."""
+    """The latest values of a mean, to be added up together: one by one takes six times as long. Always the same number
+    of them, counted from the first value of a dtype, so that a resumed run rounds in the same places."""
 
     def add(self, value: Number, weight: Number) -> None:
-        """Tensors are 0-dim."""
+        """Add a value; tensors are 0-dim."""
         if self.reduction == "mean":
             self._add_weighted(value, weight)
         elif isinstance(value, torch.Tensor):
@@ -111,7 +111,7 @@ class Accumulator:
         self.on_device = product if before is None else before + product
 
     def flush(self) -> None:
-        """Add up what is pending."""
+        """Add up the pending values."""
         pending = self.pending
         weights = set(pending.weights)
         if len(weights) == 1:
@@ -124,7 +124,7 @@ class Accumulator:
         pending.weights.clear()
 
     def merge(self, other: Accumulator) -> None:
-        """Take in what another process has added up of the same name."""
+        """Add the accumulator of another process for the same name."""
         self.flush()
         other.flush()
         if other.on_host is not None:
@@ -140,12 +140,12 @@ class Accumulator:
             self.weight_on_device = other.weight_on_device if weight is None else weight + other.weight_on_device
 
     def tensors(self) -> list[torch.Tensor]:
-        """The device values to read; `host_value` takes their numbers in the same order."""
+        """Return the device values to read; `host_value` takes their numbers in the same order."""
         summed = [tensor for tensor in (self.on_device, self.weight_on_device) if tensor is not None]
         return summed + self.pending.tensors()
 
     def host_value(self, read: Iterator[float]) -> tuple[float | None, float]:
-        """(reduced value so far, weight so far), given the numbers of `tensors()`."""
+        """Return (reduced value so far, weight so far), given the numbers of `tensors()`."""
         value = self.on_host
         if self.on_device is not None:
             from_device = next(read)
@@ -157,7 +157,7 @@ class Accumulator:
 
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
-    """Numbers of any shape of one element, in one wide tensor."""
+    """Stack one-element tensors of any shape into one float64 tensor (float32 on devices without it)."""
     there = [value.reshape(()) if value.dim() else value for value in values]
     if any(value.dtype != there[0].dtype for value in there):
         there = [to_float64(value) for value in there]
@@ -165,7 +165,7 @@ def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def to_float64(value: torch.Tensor) -> torch.Tensor:
-    """A 0-dim copy in float64 (float32 on devices without it), so that long sums keep their digits."""
+    """Return a 0-dim copy in float64 (float32 on devices without it), so that long sums keep their digits."""
     return _widened(value.detach().reshape(()), copy=True)
 
 
@@ -174,9 +174,9 @@ def _widened(values: torch.Tensor, copy: bool = False) -> torch.Tensor:
 
 
 def identity_element(value: torch.Tensor, reduction: str) -> torch.Tensor | None:
-    """What the first value of a reduction is combined with, as if there had been others; None: with nothing.
+    """Return the value to combine the first value of a reduction with; None: it is taken as it is.
 
-    Where steps are recorded as programs, the first one of an epoch would otherwise be another program than the rest.
+    On XLA, where steps are compiled, the first step of an epoch would otherwise be another program than the rest.
     """
     return xla_scalar(_BEGINNINGS[reduction]) if value.device.type == "xla" else None
 
@@ -196,7 +196,7 @@ COMBINE_HOST: dict[str, Callable[[float, float], float]] = {
 
 
 def to_host(tensors: list[torch.Tensor]) -> list[float]:
-    """The numbers of tensors of one element, with one copy from each device."""
+    """Return the numbers of one-element tensors, with one copy from each device."""
     numbers = [0.0] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if tensor.device == device]

@@ -16,7 +16,8 @@ log = logging.getLogger("trainer")
 
 
 def metrics_state(metrics: MetricLog) -> dict[str, Any]:
-    """This process's sums and counts since they were last read. The objects' lists of tensors are not copied."""
+    """Return this process's sums and counts since the last read. Lists of tensors in torchmetrics objects are not
+    copied."""
     return {
         "train": _scope_state(metrics.train),
         "hooks": _scope_state(metrics.hook_metrics),
@@ -29,7 +30,7 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
 
 
 def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Go on from what `metrics_state` gave: on as many processes as then, each from its own; else from several or none.
+    """Restore what `metrics_state` returned: with the same number of processes each its own, else several or none.
 
     A torchmetrics object that cannot be merged with another starts afresh, and a warning says so.
     """
@@ -110,7 +111,7 @@ def _add_to_scope(scope: MetricScope, state: dict[str, Any], device: torch.devic
 
 
 def _objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The torchmetrics objects among the submodules, by name."""
+    """Yield the torchmetrics objects among the submodules, with their names."""
     for name, submodule in module.named_modules():
         if is_torchmetric(submodule):
             yield name, submodule
