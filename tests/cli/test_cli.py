@@ -78,7 +78,7 @@ def test_help_lists_every_argument_of_the_trainer(command: Command) -> None:
     assert "--trainer.enable_progress_bar bool (default: true)\n" in out
     assert "--ckpt-path" in out
     assert "examples:" in out
-    assert all(verb in command("--help")[1] for verb in ("fit", "validate", "test", "predict"))
+    assert all(name in command("--help")[1] for name in ("fit", "validate", "test", "predict"))
 
 
 def test_version(command: Command) -> None:

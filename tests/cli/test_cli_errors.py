@@ -63,6 +63,11 @@ ONE = {
         "6",
         ["module.layers (Layers) has no argument 'dept'. Did you mean 'depth'?"],
     ),
+    "argument of Lightning": (
+        NET + "trainer:\n  gpus: 2\n",
+        "3",
+        ["trainer has no argument 'gpus'. Use accelerator='cuda', devices=."],
+    ),
     # names of earlier versions
     "renamed callback": (callbacks("StepTimes"), "4", ["'StepTimes'. It is called 'StragglerMonitor' now."]),
     "renamed argument of a callback": (

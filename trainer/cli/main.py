@@ -1,4 +1,4 @@
-"""Which command was asked for; each is imported only when it is. Nothing here imports torch."""
+"""Run the command that was asked for. Only its module is imported; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ usage: trainer COMMAND [OPTIONS]
 Train PyTorch modules from a configuration file.
 
 commands:
-{verbs}
+{commands}
 
 options:
   -h, --help            show this help, or that of a command: trainer fit --help
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: list[str]) -> int:
     first = arguments[0] if arguments else ""
     if first in ("-h", "--help", ""):
-        verbs = "\n".join(f"  {name:<22}{summary}" for name, (_, summary) in COMMANDS.items())
-        print(USAGE.format(verbs=verbs), end="", file=sys.stdout if first else sys.stderr)
+        commands = "\n".join(f"  {name:<22}{summary}" for name, (_, summary) in COMMANDS.items())
+        print(USAGE.format(commands=commands), end="", file=sys.stdout if first else sys.stderr)
         return 0 if first else 2
     if first == "--version":
         print(f"trainer {trainer.__version__}")
@@ -93,7 +93,7 @@ def _unknown_command(first: str) -> str:
 
 
 def usage_error(message: str) -> int:
-    """Say what is wrong, once for all processes of a machine (a file may be missing on one of several machines).
+    """Print an error, once for all processes of a machine (a file may be missing on one of several machines).
 
     Returns the exit code of usage errors.
     """

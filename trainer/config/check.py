@@ -27,7 +27,9 @@ from trainer.config.types import (
     validate,
 )
 from trainer.errors import ConfigError, TrainerError, did_you_mean
+from trainer.settings import LIGHTNING_EQUIVALENTS
 from trainer.strategy import Strategy, available_strategies
+from trainer.trainer import Trainer
 
 INVALID = object()
 """Placeholder of a value that does not fit."""
@@ -145,7 +147,9 @@ class Checker:
             elif parameters.open:
                 values[name] = child.plain()
             else:
-                self.findings.add(child.source, f"{who} has no argument {name!r}.{did_you_mean_one(name, parameters)}")
+                self.findings.add(
+                    child.source, f"{who} has no argument {name!r}.{hint_for(str(name), parameters, cls)}"
+                )
         return values
 
     # -- values -------------------------------------------------------------------------------------------------------
@@ -229,10 +233,11 @@ def has_spec(value: Any) -> bool:
     return value is INVALID or isinstance(value, ClassSpec) or (isinstance(value, list) and any(map(has_spec, value)))
 
 
-def did_you_mean_one(name: Any, parameters: Parameters) -> str:
+def hint_for(name: str, parameters: Parameters, cls: type) -> str:
     """Return a suggestion for an argument that does not exist; without a close one, those that do."""
     known = sorted(parameters.named)
-    close = did_you_mean(str(name), [*known, "class_path", "init_args"])
+    equivalents = LIGHTNING_EQUIVALENTS if cls is Trainer else None
+    close = did_you_mean(name, [*known, "class_path", "init_args"], equivalents)
     if close or not known:
         return close or " It takes none."
     return f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."

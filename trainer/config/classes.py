@@ -32,8 +32,13 @@ class ResolvedClass:
 def extend_sys_path(sources: list[Source]) -> None:
     """Let modules be imported from the current folder and from those of the configuration files."""
     for folder in [Path.cwd(), *(source.folder for source in sources)]:
-        if folder is not None and str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+        if folder is not None:
+            _extend_sys_path(folder)
+
+
+def _extend_sys_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
 
 
 def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], source: Source) -> ResolvedClass:
@@ -77,13 +82,10 @@ def _names(classes: tuple[type, ...]) -> str:
 def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: str) -> Any:
     if name and hasattr(module, name):
         return getattr(module, name)
-    here = [key for key, value in vars(module).items() if _is_own(value, bases, module)]
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
+    here = [cls.__name__ for cls in classes if cls.__module__ == module.__name__]
     has = f" It has: {', '.join(sorted(here))}." if here else f" It defines no {_names(bases)}."
     raise ConfigError(f"{where.rstrip(':.')} has no class {name!r}.{did_you_mean(name, here)}{has}")
-
-
-def _is_own(value: Any, bases: tuple[type, ...], module: ModuleType) -> bool:
-    return isinstance(value, type) and issubclass(value, bases) and value.__module__ == module.__name__
 
 
 def _require_class(cls: Any, bases: tuple[type, ...]) -> type:
@@ -120,8 +122,7 @@ def _import_file(file: Path) -> ModuleType:
         root, parts = root.parent, [root.name, *parts]
     if parts[-1] == "__init__":
         parts.pop()
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
+    _extend_sys_path(root)
     name = ".".join(parts)
     top = file if len(parts) == 1 and file.name != "__init__.py" else root / parts[0] / "__init__.py"
     if _origin(parts[0]) == top:
@@ -152,12 +153,12 @@ def _origin(name: str) -> Path | None:
 
 
 def _from_package(place: str, name: str, folder: Path | None) -> tuple[ModuleType, str]:
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(
-            f"{name!r}: there is no folder {str(folder)!r}. Write package.module.Class, or file.py:Class."
-        )
-    if folder is not None and str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    if folder is not None:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{name!r}: there is no folder {str(folder)!r}. Write package.module.Class, or file.py:Class."
+            )
+        _extend_sys_path(folder)
     if not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError(f"{name!r} is no class: write package.module.Class, or file.py:Class.")
     module = _import(place, name)

@@ -158,8 +158,7 @@ def _read_yaml(text: str, source: Source, findings: Diagnostics, json_text: str 
         tree = _YamlReader(loader, source, findings, json_text).node(root, root) if root else Node(None, source)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
-        at = source if source is COMMAND_LINE else Source(source.name, line, source.folder)
-        findings.add(at, f"not valid YAML: {error.reason}.")
+        findings.add(source.at(line), f"not valid YAML: {error.reason}.")
         return None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -167,15 +166,9 @@ def _read_yaml(text: str, source: Source, findings: Diagnostics, json_text: str 
         if "'\\t'" in reason:
             reason += ". Indent with spaces, not tabs"
         column = f" (column {mark.column + 1})" if mark is not None else ""
-        findings.add(_at(source, mark), f"not valid YAML: {reason}{column}.")
+        findings.add(source if mark is None else source.at(mark.line + 1), f"not valid YAML: {reason}{column}.")
         return None
     return tree if len(findings.problems) == before else None
-
-
-def _at(source: Source, mark: Any) -> Source:
-    if source is COMMAND_LINE or mark is None:
-        return source
-    return Source(source.name, mark.line + 1, source.folder)
 
 
 class _YamlReader:
@@ -190,7 +183,7 @@ class _YamlReader:
 
     def node(self, node: Any, where: Any) -> Node:
         """Return the node for a value. `where` is the YAML node whose line it gets: its key."""
-        source = _at(self.source, where.start_mark)
+        source = self.source.at(where.start_mark.line + 1)
         if any(node is outer for outer in self.open):
             self.findings.add(source, "this value contains itself, through an alias (*).")
             return Node(None, source)
@@ -209,19 +202,18 @@ class _YamlReader:
         for key_node, _ in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
             if isinstance(key_node, yaml.ScalarNode) and key in lines:
-                here = _at(self.source, key_node.start_mark)
                 at = "" if self.source is COMMAND_LINE else f", at lines {lines[key]} and {line}"
-                self.findings.add(here, f"key {key!r} is given twice{at}. Keep one.")
+                self.findings.add(self.source.at(line), f"key {key!r} is given twice{at}. Keep one.")
             if isinstance(key_node, yaml.ScalarNode):
                 lines[key] = line
         self.loader.flatten_mapping(node)  # `<<: *defaults`
         children: dict[Any, Node] = {}
         for key_node, value_node in node.value:
+            source = self.source.at(key_node.start_mark.line + 1)
             if isinstance(key_node, yaml.ScalarNode):
-                source = _at(self.source, key_node.start_mark)
                 children[self.scalar(key_node, source)] = self.node(value_node, key_node)
             else:
-                self.findings.add(_at(self.source, key_node.start_mark), "a key must be a name, not a list or mapping.")
+                self.findings.add(source, "a key must be a name, not a list or mapping.")
         return children
 
     def scalar(self, node: Any, source: Source) -> Any:
@@ -256,8 +248,7 @@ def _read_json(text: str, source: Source, findings: Diagnostics) -> Node | None:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        line = Source(source.name, error.lineno, source.folder)
-        findings.add(line, f"not valid JSON: {error.msg} (column {error.colno}).")
+        findings.add(source.at(error.lineno), f"not valid JSON: {error.msg} (column {error.colno}).")
         return None
     # JSON is YAML but for tabs; the YAML parser knows the lines.
     return _read_yaml(text.replace("\t", " "), source, findings, json_text=text)
@@ -273,7 +264,7 @@ def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
         place = re.search(r" ?\(at line (\d+), column (\d+)\)", str(error))
         reason = str(error).replace(place[0], f" (column {place[2]})") if place else str(error)
         line = int(place[1]) if place else text.count("\n") + 1
-        findings.add(Source(source.name, line, source.folder), f"not valid TOML: {reason}.")
+        findings.add(source.at(line), f"not valid TOML: {reason}.")
         return None
     return _toml_node(data, source)
 

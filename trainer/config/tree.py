@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +22,10 @@ class Source:
     line: int | None = None
     folder: Path | None = None
     """The file's folder; None for the command line."""
+
+    def at(self, line: int) -> Source:
+        """Return the source of a line. The command line has none."""
+        return self if self.folder is None else replace(self, line=line)
 
     def __str__(self) -> str:
         return self.name if self.line is None else f"{self.name}:{self.line}"
