@@ -1,8 +1,9 @@
-"""ModelCheckpoint: when checkpoints are written, what they are called, and which are kept."""
+"""ModelCheckpoint: write checkpoints when they are due, name them, and delete those that are no longer kept."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,7 +16,7 @@ from trainer.checkpoint.async_writer import BackgroundWriter
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import is_committed
-from trainer.checkpoint.retention import Retention, format_name, mode_of, template_problems
+from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
@@ -28,7 +29,7 @@ log = logging.getLogger("trainer")
 
 
 class ModelCheckpoint(Checkpoint):
-    """Writes checkpoints while training, and a last one when training ends or is stopped.
+    """Write checkpoints while training, and a last one when training ends or is stopped.
 
     The newest checkpoint is always kept (`save_last`) and called "last"; with `monitor` the `save_top_k` best ones are
     kept too, and the best of them is called "best": `fit(..., ckpt_path="last")`, `test(..., ckpt_path="best")`.
@@ -39,20 +40,21 @@ class ModelCheckpoint(Checkpoint):
         filename: name of a checkpoint; `{epoch}`, `{step}` and logged names are filled in, as in
             "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17". Default: "{epoch}-{step}".
         monitor: logged name that decides which checkpoints are the best. Default: the newest are.
-        mode: "min" or "max": which value of `monitor` is better. Default: told by the name (loss: min, acc: max).
+        mode: "min" or "max": which value of `monitor` is better. Default: inferred from the name (loss: min, acc: max).
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
         save_last: keep the newest one, whatever its value.
         every_n_train_steps: write after every so many steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch. Default: 1.
         train_time_interval: write after so much time; checked every `log_every_n_steps` steps on several processes.
         async_save: training waits only until the state is copied in memory (which takes as much memory as the state);
-            a thread writes it. One is written at a time. The end of training, a stop and an error wait for it.
+            a thread writes it, one checkpoint at a time. The end of training, a stop and an error wait for it.
         on_write_error: "raise": a checkpoint that cannot be written (disk full) ends the run; "warn": training goes on,
-            the former checkpoint stays, and the log says so.
-        save_on_exception: write one when an error ends the run, on one process only: others could be anywhere. Going on
-            from it is not exact when the error came from inside a step, which has drawn random numbers already.
+            the previous checkpoint stays, and the log says so.
+        save_on_exception: write one when an error ends the run; with a single process only, since others could be
+            anywhere. A resume from it is not exact when the error came from inside a step, which has already drawn
+            random numbers.
         auto_insert_metric_name: "{step}" becomes "step=12", not "12".
-        verbose: say what was written.
+        verbose: print the path of each checkpoint written.
 
     Raises:
         ConfigError: the arguments contradict each other.
@@ -76,12 +78,12 @@ class ModelCheckpoint(Checkpoint):
         verbose: bool = False,
     ) -> None:
         _check_arguments(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval)
-        problems = [*template_problems(filename), *_wrong_flags(save_last, async_save, on_write_error, dirpath)]
+        problems = [*_template_problems(filename), *_wrong_flags(save_last, async_save, on_write_error, dirpath)]
         raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = dirpath
         self.filename = filename or "{epoch}-{step}"
         self.monitor = monitor
-        self.mode = mode or (mode_of(monitor) if monitor is not None else "min")
+        self.mode = mode or (_mode_of(monitor) if monitor is not None else "min")
         self.save_top_k = save_top_k
         self.save_last = save_last
         self.every_n_train_steps = every_n_train_steps
@@ -96,7 +98,7 @@ class ModelCheckpoint(Checkpoint):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
         self.kept: dict[str, float | None] = {}
-        """Checkpoints on disk, oldest first, with the monitored value each was written at."""
+        """Checkpoints on disk, oldest first, each with its monitored value."""
         self.best: str | None = None
         self.last: str | None = None
         self.saved_step = -1
@@ -105,12 +107,12 @@ class ModelCheckpoint(Checkpoint):
         self._last_time = time.monotonic()
         self._writer: BackgroundWriter | None = None
         self._writes = 0
-        self._before: tuple[dict[str, float | None], str | None, int] = ({}, None, -1)
-        """What was kept, the last one and its step, before the newest write: to be had again if that fails."""
+        self._previous: tuple[dict[str, float | None], str | None, int] = ({}, None, -1)
+        """`kept`, `last` and `saved_step` before the newest write, restored if that fails."""
         self._error: CheckpointError | None = None
         """An error of the writer that the other processes do not know of yet."""
 
-    # -- what users ask ------------------------------------------------------------------------------------------------
+    # -- for users -----------------------------------------------------------------------------------------------------
 
     @property
     def best_model_path(self) -> str:
@@ -128,7 +130,7 @@ class ModelCheckpoint(Checkpoint):
         """The newest checkpoint. Empty before the first."""
         return str(self._in_folder(self.last)) if self.last is not None else ""
 
-    # -- when ----------------------------------------------------------------------------------------------------------
+    # -- when one is due -----------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
@@ -159,7 +161,7 @@ class ModelCheckpoint(Checkpoint):
             due = trainer.global_step % self.every_n_train_steps == 0
         else:
             due = self.seconds is not None and self._time_is_up(trainer)
-        # When validation comes at this very step, its result belongs to this checkpoint.
+        # If validation follows at this step, the checkpoint waits for its result.
         if due and not (self.monitor is not None and trainer.validation_due()):
             self._save(trainer, require_monitor=False)
 
@@ -185,7 +187,7 @@ class ModelCheckpoint(Checkpoint):
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit":
             return
-        # Without the other processes, which may be anywhere.
+        # No collectives: the other processes may be anywhere.
         if self._writer is not None:
             self._writer.wait()
             self._poll_writer(trainer)
@@ -204,7 +206,7 @@ class ModelCheckpoint(Checkpoint):
         return self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def _time_is_up(self, trainer: Trainer) -> bool:
-        """Decided by rank 0's clock; asked only now and then, because asking is a collective."""
+        """Return whether the time is up by rank 0's clock; every `log_every_n_steps` steps, as it is a collective."""
         assert self.seconds is not None
         if trainer.world_size > 1 and trainer.global_step % trainer.settings.log_every_n_steps:
             return False
@@ -213,34 +215,29 @@ class ModelCheckpoint(Checkpoint):
             self._last_time = time.monotonic()
         return up
 
-    # -- what ----------------------------------------------------------------------------------------------------------
+    # -- saving, in running order --------------------------------------------------------------------------------------
 
     def _save(self, trainer: Trainer, require_monitor: bool = True) -> None:
-        """Write a checkpoint, then delete those no longer wanted. `require_monitor`: the monitored value must exist."""
+        """Write a checkpoint, then delete those no longer kept. `require_monitor`: the monitored value must exist."""
         self._finish_write(trainer, due=True)
         metrics = trainer.read_metrics()
-        value = metrics.get(self.monitor) if self.monitor is not None else None
-        if value is None and self.monitor is not None and require_monitor:
-            raise ConfigError(
-                f"ModelCheckpoint monitors {self.monitor!r}, which was not logged."
-                f"{did_you_mean(self.monitor, metrics)} Logged so far: {', '.join(sorted(metrics)) or 'nothing'}."
-            )
+        value = self._monitored_value(metrics, require_monitor)
         values = {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        name = format_name(self.filename, values, self.auto_insert_metric_name)
+        name = _format_name(self.filename, values, self.auto_insert_metric_name)
         name = trainer.strategy.broadcast_object(self._free_name(name) if trainer.is_global_zero else "")
         kept = {**self.kept, name: value}
         to_delete = self._retention.to_delete(kept)
         if name in to_delete:
             self.saved_step = trainer.global_step
             return
-        self._before = self.kept, self.last, self.saved_step
-        # The checkpoint still counts those that go when it is there: a process that dies before that finds them again.
+        self._previous = self.kept, self.last, self.saved_step
+        # The state in the checkpoint still lists those to delete: a process that dies before the deletion finds them.
         self.kept, self.last, self.saved_step = kept, name, trainer.global_step
-        wanted = {other: kept[other] for other in kept if other not in to_delete}
-        self.best = self._retention.best(wanted)
+        remaining = {other: kept[other] for other in kept if other not in to_delete}
+        self.best = self._retention.best(remaining)
         try:
-            # By `follows`, a commit that a killed process could not point to any more is found.
-            info = {"metrics": metrics, "follows": self._before[1]}
+            # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
+            info = {"metrics": metrics, "follows": self._previous[1]}
             trainer.save_with(partial(self._write, trainer, name, to_delete), info)
         except WriteError as error:
             if trainer.is_global_zero:
@@ -248,52 +245,63 @@ class ModelCheckpoint(Checkpoint):
             self._rollback(error)
             return
         except BaseException:
-            self.kept, self.last, self.saved_step = self._before
+            self.kept, self.last, self.saved_step = self._previous
             raise
-        self.kept = wanted
+        self.kept = remaining
         if trainer.is_global_zero and self._writer is None:
             self._notify_saved(trainer, str(self._in_folder(name)))
+
+    def _monitored_value(self, metrics: Mapping[str, float], required: bool) -> float | None:
+        if self.monitor is None:
+            return None
+        if required and self.monitor not in metrics:
+            raise ConfigError(
+                f"ModelCheckpoint monitors {self.monitor!r}, which was not logged."
+                f"{did_you_mean(self.monitor, metrics)} Logged so far: {', '.join(sorted(metrics)) or 'nothing'}."
+            )
+        return metrics.get(self.monitor)
+
+    def _free_name(self, name: str) -> str:
+        """Return the name, with a version if it is taken: an existing checkpoint is never overwritten."""
+        candidate, version = name, 1
+        while storage_of(path := self._in_folder(candidate)).path_in_use(path):
+            candidate, version = f"{name}-v{version}", version + 1
+        return candidate
 
     def _write(
         self, trainer: Trainer, name: str, to_delete: list[str], state: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
-        path, peers = self._in_folder(name), trainer.checkpoint_group
-        store = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
-        settle = partial(_commit_pointers, store, name, self.best, to_delete)
+        """Write the checkpoint, here or in the background, then `_commit_pointers`."""
+        path, group = self._in_folder(name), trainer.checkpoint_group
+        directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
+        on_committed = partial(_commit_pointers, directory, name, self.best, to_delete)
         if self._writer is not None:
             self._writes += 1
-            beside = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}")
-            self._writer.start(path, state, info, settle, peers, beside)
+            thread_group = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}")
+            self._writer.start(path, state, info, on_committed, group, thread_group)
         else:
-            write_checkpoint(path, state, info=info, process_group=peers)
-            settle()
+            write_checkpoint(path, state, info=info, process_group=group)
+            on_committed()
 
     def _notify_saved(self, trainer: Trainer, path: str) -> None:
         if self.verbose:
             trainer.print(f"step {trainer.global_step}: saved {path}")
         trainer.hooks.on_checkpoint_saved(trainer, trainer.module, path)
 
-    def _free_name(self, name: str) -> str:
-        """The name, with a version if it is taken: an existing checkpoint is never overwritten."""
-        candidate, version = name, 1
-        while storage_of(path := self._in_folder(candidate)).path_in_use(path):
-            candidate, version = f"{name}-v{version}", version + 1
-        return candidate
-
     def _in_folder(self, name: str) -> StoragePath:
         assert self._folder is not None
         return self._folder / name
 
-    # -- the writer ----------------------------------------------------------------------------------------------------
+    # -- a write in the background -------------------------------------------------------------------------------------
 
     def _poll_async_save(self, trainer: Trainer) -> None:
-        """On rank 0, at the end of a step: tell what was committed meanwhile, raise what went wrong. Does not wait."""
+        """Report on rank 0 what was committed since the last step, or raise the error; never waits."""
         self._poll_writer(trainer)
         if self._error is not None:
             self._rollback(self._error)
 
     def _finish_write(self, trainer: Trainer, due: bool = False) -> None:
-        """Wait for the write in flight; all processes learn how it ended. Collective."""
+        """Wait for the write in flight, and give its error to all processes. Collective."""
         if not self.async_save:
             return
         if self._writer is not None:
@@ -308,7 +316,7 @@ class ModelCheckpoint(Checkpoint):
             return
         path, error = self._writer.result()
         if not trainer.is_global_zero:
-            return  # All have the same result, and hear it from rank 0.
+            return  # All have the same result; rank 0 broadcasts it.
         if path is not None:
             self._notify_saved(trainer, path)
         if error is not None:
@@ -317,12 +325,12 @@ class ModelCheckpoint(Checkpoint):
 
     def _warn(self, error: CheckpointError) -> None:
         if self.on_write_error == "warn":
-            there = f"The last checkpoint is still {self._before[1]}." if self._before[1] else "There is none yet."
+            there = f"The last checkpoint is still {self._previous[1]}." if self._previous[1] else "There is none yet."
             log.error("NO CHECKPOINT WAS WRITTEN, and training goes on (on_write_error='warn'): %s %s", error, there)
 
     def _rollback(self, error: CheckpointError) -> None:
-        """The newest checkpoint does not exist."""
-        self.kept, self.last, self.saved_step = self._before
+        """Forget the newest checkpoint, which could not be written."""
+        self.kept, self.last, self.saved_step = self._previous
         self.best = self._retention.best(self.kept)
         if self.on_write_error == "raise":
             raise error
@@ -333,23 +341,23 @@ class ModelCheckpoint(Checkpoint):
         return {"kept": dict(self.kept), "best": self.best, "last": self.last, "saved_step": self.saved_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what is still there."""
+        """Restore the list of checkpoints, without those that no longer exist."""
         self.saved_step = state["saved_step"]
         self.kept = {name: value for name, value in state["kept"].items() if is_committed(self._in_folder(name))}
         self.last = state["last"] if state["last"] in self.kept else None
         self.best = self._retention.best(self.kept)
 
 
-def _commit_pointers(store: CheckpointDirectory | None, name: str, best: str | None, to_delete: list[str]) -> None:
-    """The new checkpoint is committed: point at it, and only then delete others. `store` None: another process does."""
-    if store is None:
+def _commit_pointers(directory: CheckpointDirectory | None, name: str, best: str | None, to_delete: list[str]) -> None:
+    """Point "last" and "best" at the committed checkpoint, and only then delete others; rank 0 has the `directory`."""
+    if directory is None:
         return
-    store.set_pointer("last", name)
+    directory.set_pointer("last", name)
     if best is not None:
-        store.set_pointer("best", best)
+        directory.set_pointer("best", best)
     for old in to_delete:
-        if is_committed(store.folder / old):
-            store.remove(old)
+        if is_committed(directory.folder / old):
+            directory.remove(old)
 
 
 def _check_arguments(
@@ -393,4 +401,66 @@ def _wrong_flags(save_last: Any, async_save: Any, on_write_error: Any, dirpath: 
             as_storage_path(dirpath)
         except ConfigError as error:
             problems.append(f"dirpath: {error}")
+    return problems
+
+
+_FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+"""A placeholder and its format."""
+
+_SMALLER_IS_BETTER = ("loss", "error", "err", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "fid")
+_LARGER_IS_BETTER = ("acc", "accuracy", "f1", "auc", "auroc", "iou", "map", "precision", "recall", "bleu", "psnr", "r2")
+
+
+def _mode_of(monitor: str) -> Literal["min", "max"]:
+    """Infer from a metric's name which value is better: the smaller loss, the larger accuracy.
+
+    Raises:
+        ConfigError: the name does not tell.
+    """
+    words = re.split(r"[^a-z0-9]+", monitor.lower())
+    smaller = any(word.endswith(known) for word in words for known in _SMALLER_IS_BETTER)
+    larger = any(word.endswith(known) for word in words for known in _LARGER_IS_BETTER)
+    if smaller == larger:
+        raise ConfigError(
+            f"ModelCheckpoint(monitor={monitor!r}): it is not clear whether smaller or larger is better. "
+            "Give mode='min' or mode='max'."
+        )
+    return "min" if smaller else "max"
+
+
+def _format_name(template: str, values: Mapping[str, float], with_names: bool) -> str:
+    """Format the name of a checkpoint: "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17", or "3-0.17" without names.
+
+    Raises:
+        ConfigError: the template asks for a value that is not there.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name, form = match[1], match[2] or ""
+        if name not in values:
+            raise ConfigError(
+                f"ModelCheckpoint(filename={template!r}): {name!r} was not logged.{did_you_mean(name, values)} "
+                f"Known: {', '.join(sorted(values))}."
+            )
+        text = format(values[name], form)
+        return f"{name}={text}" if with_names else text
+
+    return _FIELD.sub(fill, template).replace("/", "_")
+
+
+def _template_problems(template: Any) -> list[str]:
+    """Return the mistakes in a template, to be reported before the first checkpoint is written."""
+    if template is None:
+        return []
+    if not isinstance(template, str):
+        return [f"filename={template!r}: give a text such as '{{epoch}}-{{val_loss:.2f}}'."]
+    rest = _FIELD.sub("", template)
+    if "{" in rest or "}" in rest:
+        return [f"filename={template!r}: a brace has no partner. Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
+    problems = []
+    for name, form in _FIELD.findall(template):
+        try:
+            format(0 if name in ("epoch", "step") else 0.0, form)
+        except ValueError as error:
+            problems.append(f"filename={template!r}: {name!r} cannot be written as {form!r} ({error}). Use '.2f'.")
     return problems
