@@ -24,15 +24,15 @@ Row = dict[str, str]
 
 
 class CSVLogger(Logger):
-    """Writes `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
+    """Write `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
 
-    Everything that is logged at one step goes into one row. A new name adds a column to the whole file. A resumed run
-    continues the file: what was logged after its checkpoint is dropped first. Numbers keep all their digits.
-    When the file cannot be written (disk full), that is said once, and the rows are kept and written as soon as it can.
+    All values logged at one step go into one row. A new name adds a column to all rows. A resumed run continues the
+    file, without the rows logged after its checkpoint. Numbers keep all their digits. When the file cannot be written
+    (disk full), a warning says so once, and the rows are kept in memory until it can be.
 
     Args:
         save_dir: folder of the files. Default: the run directory.
-        flush_seconds: what was logged is in the file after at most this time, as long as more is being logged.
+        flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
 
     def __init__(self, save_dir: str | Path | None = None, flush_seconds: float = 5.0) -> None:
@@ -45,7 +45,7 @@ class CSVLogger(Logger):
 
     @property
     def path(self) -> Path | None:
-        """Where `metrics.csv` is; None before a run."""
+        """The path of `metrics.csv`; None before a run."""
         folder = self._folder()
         return None if folder is None else folder / "metrics.csv"
 
@@ -101,14 +101,14 @@ class CSVLogger(Logger):
             self._file.write(to_disk=True)
 
     def close(self) -> None:
-        """Write what waits, and let go of the file."""
+        """Write the pending rows, and close the file."""
         if self._file is not None:
             self.flush()
             self._file.close()
             self._file = None
 
     def _open(self, continue_from: int | None) -> None:
-        """Open the file as this run finds it; `continue_from`: the step at which training goes on."""
+        """Open the file, or the existing one of a resumed run; `continue_from`: the step of its checkpoint."""
         path = self.path
         assert path is not None
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ class CSVLogger(Logger):
 
 
 class _File:
-    """A CSV file whose last row can still change. Earlier rows are on disk, or wait in memory to be written."""
+    """A CSV file whose last row can still change. Earlier rows are on disk, or pending in memory."""
 
     def __init__(self, path: Path, columns: list[str], rows: list[tuple[int, Row]]) -> None:
         self.path = path
@@ -162,8 +162,10 @@ class _File:
         self.row.update(cells)
 
     def write(self, to_disk: bool = False) -> None:
-        """Write everything; with `to_disk` it survives a power cut. After an error what waits is kept, and written over
-        by the next try."""
+        """Write all rows; `to_disk`: sync the file, so that it survives a power cut.
+
+        After an error the pending rows are kept, and the next call overwrites a partial write.
+        """
         try:
             if self._new_columns or self._amended:
                 self._write_anew(self._final_rows())
@@ -184,7 +186,7 @@ class _File:
             self._file = None
 
     def _final_rows(self) -> list[tuple[int, Row]]:
-        """All rows but the last: from the disk, those that wait, and what was added to them."""
+        """Return all rows but the last: those on disk, the pending ones, and the cells added to them."""
         first_in_memory = self._waiting[0][0] if self._waiting else self.step
         rows = {step: row for step, row in _read(self.path)[1] if step < first_in_memory}
         rows.update((step, dict(row)) for step, row in self._waiting)
@@ -223,7 +225,7 @@ def _csv_line(cells: list[str]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
-    """Columns and rows of a file; none if there is no such file. Rows that were cut off are left out."""
+    """Return the columns and rows of a file, without truncated rows; empty if there is no such file."""
     if not path.exists():
         return [], []
     with open(path, newline="", encoding="utf-8", errors="replace") as file:

@@ -17,7 +17,7 @@ log = logging.getLogger("trainer")
 
 
 class EarlyStopping(Callback):
-    """Stops the run when `monitor` has not improved in `patience` checks.
+    """Stop the run when `monitor` has not improved in `patience` checks.
 
     There is one check after each validation; where the value is known only when the training epoch has ended, or there
     is no validation, one after each training epoch.
@@ -25,9 +25,9 @@ class EarlyStopping(Callback):
     Args:
         monitor: name of a logged value.
         min_delta: a change of this much or less is no improvement.
-        patience: after how many checks in a row without improvement to stop.
+        patience: checks in a row without improvement before the stop.
         mode: "min" or "max": which values are better.
-        strict: raise when `monitor` was not logged; otherwise such a check is left out, with one warning.
+        strict: raise when `monitor` was not logged; otherwise such a check is skipped, with one warning.
         check_finite: stop when the value is NaN or infinite.
         stopping_threshold: stop when the value is better than this.
         divergence_threshold: stop when the value is worse than this.
@@ -104,7 +104,7 @@ class EarlyStopping(Callback):
             self._start_afresh()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """A run that had stopped, and is started again with the same patience, has nothing left to do."""
+        """Stop at once if the run had stopped, and is started again with the same patience."""
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -127,7 +127,7 @@ class EarlyStopping(Callback):
             self._report_missing(list(values))
 
     def _should_be_known(self, trainer: Trainer, place: str) -> bool:
-        """Unless the place is given, a value that validation did not log may still come with the training epoch."""
+        """Return False while a later training epoch may still log the value that validation did not."""
         if self._place is not None:
             return True
         validates = any(number != 0 for number in trainer.num_val_batches)

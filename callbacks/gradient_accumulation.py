@@ -1,4 +1,4 @@
-"""GradientAccumulationScheduler: how many micro-batches a window has, by epoch."""
+"""GradientAccumulationScheduler: set the number of micro-batches of a window by epoch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Sets `trainer.accumulate_grad_batches` at the start of epochs.
+    """Set `trainer.accumulate_grad_batches` at the start of epochs.
 
     Args:
         scheduling: `{epoch: n}`: from that epoch on (counted from 0), a window has `n` micro-batches. Before the first
             epoch named, the trainer's own `accumulate_grad_batches` holds.
 
     Raises:
-        ConfigError: an epoch or a number of micro-batches is not a whole number that makes sense; the module optimizes
-            by hand; or epoch 0 is scheduled and the trainer's `accumulate_grad_batches` says something else.
+        ConfigError: an epoch or a number of micro-batches is not a valid whole number; the module uses manual
+            optimization; or epoch 0 is scheduled and the trainer's `accumulate_grad_batches` has another value.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         self.scheduling = _read_schedule(scheduling)
 
     def micro_batches(self, epoch: int, otherwise: int) -> int:
-        """The micro-batches of a window in `epoch`; `otherwise` before the first epoch of the schedule."""
+        """Return the micro-batches of a window in `epoch`; `otherwise` before the first epoch of the schedule."""
         started = [first for first in self.scheduling if first <= epoch]
         return self.scheduling[max(started)] if started else otherwise
 
@@ -61,7 +61,7 @@ class GradientAccumulationScheduler(Callback):
 
 
 def _read_schedule(scheduling: Any) -> dict[int, int]:
-    """The schedule, sorted. Epochs may be strings of digits, because the keys of a JSON object are."""
+    """Return the schedule, sorted. Epochs may be strings of digits, because the keys of a JSON object are."""
     name = "GradientAccumulationScheduler"
     if not isinstance(scheduling, Mapping) or not scheduling:
         raise ConfigError(f"{name} got {scheduling!r}: give {{epoch: micro-batches}}, for example {{0: 8, 4: 1}}.")

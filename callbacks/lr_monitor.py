@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rates that a step or an epoch is made with.
+    """Log the learning rates with which a step or an epoch is made.
 
-    A rate is called after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
+    A rate is named after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
     numbered (`lr-Adam`, `lr-Adam-1`), and so are several parameter groups (`lr-Adam/pg1`; or the group's own `"name"`).
 
     Args:
-        logging_interval: "step": every `log_every_n_steps`; "epoch": every epoch, as it was at the epoch's start; None:
-            as often as its scheduler steps.
+        logging_interval: "step": every `log_every_n_steps`; "epoch": every epoch, the rate at its start; None: as often
+            as its scheduler steps.
         log_momentum: log the momentum (beta 1 of Adam) too, as `<name>-momentum`.
         log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
 
@@ -73,7 +73,7 @@ class LearningRateMonitor(Callback):
 
 
 def named_optimizers(trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
-    """(name, optimizer, interval at which its rate changes) of every optimizer; "step" for one without a scheduler."""
+    """Yield (name, optimizer, interval at which its rate changes); "step" for an optimizer without a scheduler."""
     found = []
     used: Counter[str] = Counter()
     for optimizer in trainer.optimizers:

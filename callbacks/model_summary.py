@@ -1,4 +1,4 @@
-"""ModelSummary: print what a model is made of, before it is trained."""
+"""ModelSummary: print the layers of a model before it is trained."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Prints a table of the layers at the start of `fit`, on rank 0.
+    """Print a table of the layers at the start of `fit`, on rank 0.
 
     Args:
         max_depth: how many levels of submodules to show; 0: only the totals; -1: all.
@@ -37,10 +37,10 @@ class ModelSummary(Callback):
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> str:
-    """A table with a line for each layer: parameters, those that are trained, buffers, and MB (10^6 bytes) of both.
+    """Return a table with a line for each layer: parameters, trainable ones, buffers, and MB (10^6 bytes) of both.
 
-    A tensor that several layers share counts in each of them, and once in the total. Sharded parameters count whole.
-    Layers whose shapes are not known yet show `?`.
+    A tensor that several layers share counts in each of them, and once in the total. Sharded parameters count with
+    their full size. Layers whose shapes are not known yet show `?`.
     """
     header = ("layer", "type", "parameters", "trainable", "buffers", "MB")
     lines = [(name, type(layer).__name__, *_sizes(layer)) for name, layer in _layers(module, max_depth)]
@@ -68,7 +68,7 @@ def _sizes(layer: nn.Module) -> tuple[str, str, str, str]:
 
 
 def _count(parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> tuple[str, str, str, str]:
-    """parameters, trainable, buffers, MB: as shown."""
+    """Return the cells for parameters, trainable ones, buffers and MB."""
     parameters, buffers = list(parameters), list(buffers)
     if any(is_lazy(tensor) for tensor in (*parameters, *buffers)):
         return "?", "?", "?", "?"
@@ -82,13 +82,13 @@ def _count(parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) 
 
 
 def _elements(tensor: torch.Tensor) -> int:
-    # A parameter that DeepSpeed has partitioned is empty, and says here how many elements it has in truth.
-    whole: int = tensor.ds_numel if hasattr(tensor, "ds_numel") else tensor.numel()
-    return whole
+    # A parameter that DeepSpeed has partitioned is empty, and keeps its full size here.
+    full: int = tensor.ds_numel if hasattr(tensor, "ds_numel") else tensor.numel()
+    return full
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    """Names to the left, numbers to the right."""
+    """Align names to the left, numbers to the right."""
     cells = [
         cell.ljust(width) if column < 2 else cell.rjust(width)
         for column, (cell, width) in enumerate(zip(row, widths, strict=True))

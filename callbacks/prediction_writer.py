@@ -24,7 +24,7 @@ FORMATS = ("safetensors", "jsonl")
 
 
 class PredictionWriter(Callback):
-    """Writes what `predict_step` returns, while it is being made; memory holds one part of a file at most.
+    """Write what `predict_step` returns, batch by batch; memory holds one part at most.
 
     Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts,
     `predictions-rank<r>-of-<processes>.json`. Files of an earlier prediction in the same folder are replaced. The
@@ -41,7 +41,7 @@ class PredictionWriter(Callback):
         write_interval: "batch": `write_on_batch_end` after every batch; "epoch": predictions are kept in memory (on the
             CPU) and given to `write_on_epoch_end`.
         format: "safetensors" or "jsonl".
-        max_shard_size: size at which a new part is begun.
+        max_shard_size: bytes after which a new part is started.
 
     Raises:
         ConfigError: an argument is something else, or `predict_step` returns what the format cannot hold.
@@ -134,7 +134,7 @@ class _Parts:
         self.lines: list[str] = []
         """The rows of the part in progress, for JSON lines."""
         self.batches: list[tuple[int, int]] = []
-        """Number and rows of each batch in it."""
+        """The number and the rows of each batch in the part."""
         self.loader = 0
         self.size = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ class _Parts:
         self.columns, self.lines, self.batches, self.size = [], [], [], 0
 
     def finish(self) -> None:
-        """Write the last part, and the index that says that all are there."""
+        """Write the last part, and the index, which marks the predictions as complete."""
         self.close_part()
         with atomic_file(self.folder / f"{self.stem}.json") as temporary:
             temporary.write_text(json.dumps({"parts": self.names}) + "\n")
@@ -194,7 +194,7 @@ def _on_cpu(prediction: Any) -> Any:
 
 
 def _columns(prediction: Any) -> dict[str, torch.Tensor]:
-    """Tensors by name, all with the batch as first dimension. A lone tensor is called `prediction`."""
+    """Return tensors by name, all with the batch as first dimension. A single tensor is called `prediction`."""
     named = {"prediction": prediction} if isinstance(prediction, torch.Tensor) else prediction
     if isinstance(named, tuple):
         named = {str(number): value for number, value in enumerate(named)}
@@ -227,7 +227,7 @@ def _fit_together(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor
 
 
 def _rows(prediction: Any) -> list[Any]:
-    """One JSON value per sample; a prediction that is not made of samples is one row."""
+    """Return one JSON value per sample; a prediction that is not made of samples is one row."""
     if isinstance(prediction, torch.Tensor):
         return prediction.tolist() if prediction.dim() else [prediction.item()]
     if isinstance(prediction, list):
@@ -250,7 +250,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_predictions(dirpath: str | Path) -> Iterator[Any]:
-    """The rows that a `PredictionWriter` wrote, of all processes, in the order of the data.
+    """Yield the rows that a `PredictionWriter` wrote, of all processes, in the order of the data.
 
     A row is a tensor (or a dict of tensors) with "safetensors", and a JSON value with "jsonl". One part per process is
     in memory at a time.
@@ -275,7 +275,7 @@ def read_predictions(dirpath: str | Path) -> Iterator[Any]:
 
 
 def _batches_of(folder: Path, parts: list[str], rank: int) -> Iterator[tuple[tuple[int, int, int], list[Any]]]:
-    """((loader, batch, rank), rows) of one process."""
+    """Yield ((loader, batch, rank), rows) of one process."""
     for name in parts:
         if name.endswith(".jsonl"):
             batches: dict[tuple[int, int, int], list[Any]] = {}

@@ -1,4 +1,4 @@
-"""ThroughputMonitor: how many samples, tokens and floating-point operations a run does in a second."""
+"""ThroughputMonitor: log samples, tokens and floating-point operations per second."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("trainer")
 
 
 class Snapshot(NamedTuple):
-    """How far the run had come at the end of a step. Validation does not count in `time` (seconds)."""
+    """The progress at the end of a step. Validation does not count in `time` (seconds)."""
 
     time: float
     steps: int
@@ -32,10 +32,10 @@ class Snapshot(NamedTuple):
 
 
 class ThroughputMonitor(Callback):
-    """Logs rates over the last `window_size` steps of training, every `log_every_n_steps`, validation left out.
+    """Log rates over the last `window_size` steps of training, every `log_every_n_steps`, without validation.
 
-    It reads the host's clock and never waits for the device: a device that lags behind the host by a few steps blurs a
-    rate, it does not bend it. Logged are `throughput/steps_per_s`, `throughput/batches_per_s` and
+    It reads the host's clock and never synchronizes with the device: a device that lags behind the host by a few steps
+    makes a rate noisier, not biased. Logged are `throughput/steps_per_s`, `throughput/batches_per_s` and
     `throughput/samples_per_s` (where the loader tells the number of samples) and, where asked for,
     `throughput/tokens_per_s`, `throughput/flops_per_s` and `throughput/mfu`. All are of all processes together; MFU
     (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the share of the devices' peak.
@@ -176,7 +176,7 @@ PEAKS: dict[str, tuple[float, float, float, float]] = {
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The dense peak of an NVIDIA card, FLOP/s, for matrix products in `dtype`; None when it is not known."""
+    """Return the dense peak of an NVIDIA card, FLOP/s, for matrix products in `dtype`; None if it is not known."""
     if device.type != "cuda":
         return None
     return peak_by_name(torch.cuda.get_device_name(device), dtype)
@@ -200,5 +200,5 @@ def peak_by_name(name: str, dtype: torch.dtype) -> float | None:
 
 
 def compute_dtype(trainer: Trainer) -> torch.dtype:
-    """The dtype in which a run's matrix products are made."""
+    """Return the dtype in which a run computes its matrix products."""
     return trainer.precision.autocast or trainer.precision.weights

@@ -1,4 +1,4 @@
-"""Timer: measure how long a run trains, and end it when its time is used up."""
+"""Timer: measure the time of a run, and stop it when its time is used up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = ("train", "validate", "test", "predict")
 
 
 class Timer(Callback):
-    """Stops training after `duration`. A resumed run goes on counting where the checkpoint was written.
+    """Stop training after `duration`. A resumed run continues to count from the time in its checkpoint.
 
     Args:
         duration: a `timedelta`, `"DD:HH:MM:SS"`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or seconds (a
@@ -37,21 +37,21 @@ class Timer(Callback):
         self.duration = None if duration is None else read_duration(duration)
         self.interval = interval
         self._before = dict.fromkeys(STAGES, 0.0)
-        """Seconds of each stage that are over: before a resume, and in finished stretches of this run."""
+        """Seconds of each stage before the current one: before a resume, and in finished evaluations of this run."""
         self._since: dict[str, float] = {}
-        """The stages in progress, and when each began."""
+        """The stages in progress, with the start of each."""
 
     # -- to read -------------------------------------------------------------------------------------------------------
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds spent in "train" (including the validation inside it), "validate", "test" or "predict" so far."""
+        """Return the seconds so far in "train" (with the validation inside it), "validate", "test" or "predict"."""
         if stage not in STAGES:
             raise unknown_name_error("stage of Timer", stage, STAGES)
         running = time.monotonic() - self._since[stage] if stage in self._since else 0.0
         return self._before[stage] + running
 
     def time_remaining(self) -> float | None:
-        """Seconds of training left, at least 0; None without a duration."""
+        """Return the seconds of training left, at least 0; None without a duration."""
         return None if self.duration is None else max(0.0, self.duration - self.time_elapsed("train"))
 
     def state_dict(self) -> dict[str, Any]:
