@@ -37,6 +37,7 @@ RENAMED = {
     "StepTimes": "StragglerMonitor",
     "after_module": "runs_last",
     "asynchronous": "async_save",
+    "most": "max_rows",
     "on_checkpoint_committed": "on_checkpoint_saved",
     "part_bytes": "max_shard_size",
     "warmup_steps": "compile_warmup_steps",
