@@ -210,7 +210,7 @@ class ModelCheckpoint(Checkpoint):
         assert self.seconds is not None
         if trainer.world_size > 1 and trainer.global_step % trainer.settings.log_every_n_steps:
             return False
-        up = trainer.strategy.broadcast_object(time.monotonic() - self._last_time >= self.seconds)
+        up = trainer.strategy.processes.broadcast_object(time.monotonic() - self._last_time >= self.seconds)
         if up:
             self._last_time = time.monotonic()
         return up
@@ -224,7 +224,7 @@ class ModelCheckpoint(Checkpoint):
         value = self._monitored_value(metrics, require_monitor)
         values = {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         name = _format_name(self.filename, values, self.auto_insert_metric_name)
-        name = trainer.strategy.broadcast_object(self._free_name(name) if trainer.is_global_zero else "")
+        name = trainer.strategy.processes.broadcast_object(self._free_name(name) if trainer.is_global_zero else "")
         kept = {**self.kept, name: value}
         to_delete = self._retention.to_delete(kept)
         if name in to_delete:
@@ -307,7 +307,7 @@ class ModelCheckpoint(Checkpoint):
         if self._writer is not None:
             self._writer.wait(due)
             self._poll_writer(trainer)
-        error, self._error = trainer.strategy.broadcast_object(self._error), None
+        error, self._error = trainer.strategy.processes.broadcast_object(self._error), None
         if error is not None:
             self._rollback(error)
 

@@ -183,7 +183,7 @@ class StragglerMonitor(Callback):
         """Gather the times since the last comparison, on every process, and compare them."""
         own = self._times(trainer.rank)
         self._reset()
-        every = trainer.strategy.all_gather_object(own)
+        every = trainer.strategy.processes.all_gather_object(own)
         for times in every:
             before = self.total.get(times.rank)
             if before is not None:

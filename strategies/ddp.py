@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.errors import unknown_name_error
-from trainer.model.memory import MemoryLayout
+from trainer.model.blocks import BlockPolicy
 from trainer.module import TrainModule
 from trainer.precision import Precision
-from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients, broadcast
+from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
+from trainer.strategy import StepConfig
 
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
-
-if TYPE_CHECKING:
-    from trainer.settings import Settings
 
 
 class DDPStrategy(DistributedStrategy):
@@ -72,9 +71,14 @@ class DDPStrategy(DistributedStrategy):
         self._more_follow = False
 
     def problems(
-        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+        self,
+        precision: Precision,
+        device_type: str,
+        num_processes: int,
+        config: StepConfig | None = None,
+        module: TrainModule | None = None,
     ) -> list[str]:
-        problems = super().problems(precision, device_type, num_processes, settings)
+        problems = super().problems(precision, device_type, num_processes, config, module)
         if self.comm_hook == "bf16_compress" and device_type != "cuda":
             problems.append(
                 f"comm_hook='bf16_compress' needs NCCL, but the device is {device_type!r}: "
@@ -84,17 +88,18 @@ class DDPStrategy(DistributedStrategy):
             problems.append("strategy 'ddp' cannot run several processes on MPS: use devices=1.")
         return problems
 
-    def setup_module(self, module: TrainModule, for_training: bool) -> None:
-        super().setup_module(module, for_training)
+    def setup_module(
+        self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
+    ) -> None:
+        super().setup_module(module, for_training, activation_checkpointing)
         if not for_training:
             return
-        self.gradient_average = self.world_size
         self._first_window = True
         if module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
             self.wrapped = DistributedDataParallel(StepForward(module), **self.options)
             self._register_comm_hook(self.wrapped)
-        elif self.world_size > 1:
-            broadcast([*module.parameters(), *module.buffers()])
+        else:
+            self.processes.broadcast([*module.parameters(), *module.buffers()])
 
     def _register_comm_hook(self, wrapped: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -130,9 +135,11 @@ class DDPStrategy(DistributedStrategy):
         with self.precision.forward_context(self.device):
             return self.wrapped(step, *args)
 
-    def reduce_gradients(self) -> None:
-        if self.wrapped is None and self.world_size > 1 and not self._more_follow:
-            average_gradients([p for p in self.module.parameters() if p.requires_grad], self.world_size)
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        world_size = self.processes.world_size
+        if self.wrapped is None and world_size > 1 and not self._more_follow:
+            average_gradients([p for p in self.module.parameters() if p.requires_grad], world_size)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         self._first_window = False
@@ -142,10 +149,7 @@ class DDPStrategy(DistributedStrategy):
         self.wrapped = None
         super().teardown()
 
-    def memory_layout(self) -> MemoryLayout:
-        return MemoryLayout(self.name)
-
-    def describe(self) -> str:
+    def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in self.options.items() if value or name == "broadcast_buffers"]
         hook = [f"comm_hook={self.comm_hook}"] if self.comm_hook else []
         return f"{self.name} ({', '.join(changed + hook)})"

@@ -1,105 +1,71 @@
-"""Several processes: joining them, and talk between them. Shared by the strategies that run one process per device."""
+"""Several processes, one per device: how they are joined, and what their strategies share."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore
 
-from trainer.distributed.environment import detect_environment
+from trainer.distributed.environment import Environment, detect_environment
+from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
 from trainer.distributed.rendezvous import join_store
 from trainer.launchers.restarts import exit_barrier
 from trainer.module import TrainModule
-from trainer.precision import Precision
+from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategy import Strategy
-
-T = TypeVar("T")
 
 
 class DistributedStrategy(Strategy):
     """One process per device, joined in a torch.distributed process group."""
 
     multi_process: ClassVar[bool] = True
-    num_nodes: int = 1
 
     def __init__(self, timeout_seconds: float = 1800.0) -> None:
         self.timeout = timedelta(seconds=timeout_seconds)
 
-    def setup_environment(self, device_type: str, precision: Precision) -> None:
-        environment = detect_environment()
-        self.rank, self.local_rank = environment.rank, environment.local_rank
-        self.world_size, self.num_nodes = environment.world_size, environment.num_nodes
+    def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
+        here = detect_environment()
         if not dist.is_initialized():
-            self._join(device_type)
-        super().setup_environment(device_type, precision)
+            self._join(here, device_type)
+        kind = TorchProcessGroup if here.world_size > 1 else SingleProcess
+        self.processes = kind(here.rank, here.local_rank, here.world_size, here.num_nodes)
+        super().setup_environment(device_type, precision, device_ids)
 
-    def _join(self, device_type: str) -> None:
+    def _join(self, here: Environment, device_type: str) -> None:
         """Create the process group; it lives until the process ends, so that fit, test and predict share it."""
         # CPU collectives are always there too: small data is gathered without touching the device's stream.
         backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu"}.get(device_type, "gloo")
-        environment = detect_environment()
-        environment.export()
-        store = HashStore() if self.world_size == 1 else join_store(environment, self.timeout)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=self.timeout)
+        here.export()
+        store = HashStore() if here.world_size == 1 else join_store(here, self.timeout)
+        dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=self.timeout)
         atexit.register(_leave)
-
-    @property
-    def store(self) -> Store | None:
-        """The key-value store that all processes share; None for a single process."""
-        if self.world_size == 1:
-            return None
-        # torch has no public way to reach the store of the default group.
-        store: Store = dist.distributed_c10d._get_default_store()
-        return store
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        total = value.clone()
-        if self.world_size > 1:
-            dist.all_reduce(total)
-        return total
-
-    def all_gather_object(self, value: T) -> list[T]:
-        gathered: list[Any] = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(gathered, value)
-        return gathered
-
-    def broadcast_object(self, value: T) -> T:
-        values = [value]
-        if self.world_size > 1:
-            dist.broadcast_object_list(values, src=0)
-        return values[0]
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
-    def synchronize_buffers(self) -> None:
-        if self.world_size > 1:
-            broadcast([buffer for buffer in self.module.buffers() if buffer.numel()])
 
 
 class StepForward(nn.Module):
-    """Makes a step method the `forward`, inside which DDP and FSDP prepare their communication."""
+    """Makes a step method the `forward`, around which DDP, FSDP and DeepSpeed do their communication.
 
-    def __init__(self, module: TrainModule) -> None:
+    Args:
+        context: makes the context of each call of a step method.
+    """
+
+    def __init__(
+        self, module: TrainModule, context: Callable[[], AbstractContextManager[Any]] = lambda: NULL_CONTEXT
+    ) -> None:
         super().__init__()
         self.module = module
+        self.context = context
 
     def forward(self, step: str, *args: Any) -> Any:
-        return getattr(self.module, step)(*args)
-
-
-def broadcast(tensors: list[torch.Tensor]) -> None:
-    """Overwrite tensors with rank 0's values."""
-    for tensor in tensors:
-        dist.broadcast(tensor.detach(), src=0)
+        with self.context():
+            return getattr(self.module, step)(*args)
 
 
 def average_gradients(parameters: list[torch.nn.Parameter], world_size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from trainer.model.memory import MemoryLayout
 from trainer.strategy import Strategy
 
 
@@ -12,6 +11,3 @@ class SingleDeviceStrategy(Strategy):
     """Everything on one device: every verb's default."""
 
     name: ClassVar[str] = "single_device"
-
-    def memory_layout(self) -> MemoryLayout:
-        return MemoryLayout(self.name)

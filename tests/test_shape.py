@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
-from inspect import getdoc, isclass
+from inspect import getdoc, isclass, signature
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 from typing import Any
@@ -28,6 +28,7 @@ from tests.helpers.processes import run_python
 from trainer import Trainer, TrainModule
 from trainer.callback import HOOKS
 from trainer.strategies import STRATEGIES
+from trainer.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_LINES_OF_A_FUNCTION = 60
@@ -453,3 +454,21 @@ def _insert_import(package: Path, line: str) -> None:
     lines = (package / "__init__.py").read_text().splitlines()
     first = next(number for number, text in enumerate(lines) if text.startswith(f"from trainer.{package.name}."))
     (package / "__init__.py").write_text("\n".join([*lines[:first], line, *lines[first:]]) + "\n")
+
+
+# -- the surface -------------------------------------------------------------------------------------------------------
+
+BUDGETS = {"hooks": 39, "methods of Strategy": 24, "class attributes of Strategy": 10, "arguments of Trainer": 48}
+
+
+def test_the_surface_is_within_its_budget() -> None:
+    public = {name: value for name, value in vars(Strategy).items() if not name.startswith("_")}
+    methods = [name for name, value in public.items() if callable(value) or isinstance(value, property)]
+    attributes = {name for name in Strategy.__annotations__ if not name.startswith("_")} | public.keys() - set(methods)
+    surface = {
+        "hooks": len(HOOKS),
+        "methods of Strategy": len(methods),
+        "class attributes of Strategy": len(attributes),
+        "arguments of Trainer": len(signature(Trainer.__init__).parameters) - 1,
+    }
+    assert {name: count for name, count in surface.items() if count > BUDGETS[name]} == {}

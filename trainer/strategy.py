@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,29 +17,40 @@ from torch.optim import Optimizer
 from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, materialize
 from trainer.data.transfer import make_transfer, move_to
+from trainer.distributed.process_group import SingleProcess
 from trainer.errors import unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
-from trainer.model.compile import Compilation, compile_in_place
 from trainer.model.weights import load_weights
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import seed_accelerator
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
-    from trainer.model.memory import MemoryLayout
-    from trainer.settings import Settings
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """The trainer's settings that strategies may need for a step. None: there is none, or it is not known yet."""
 
-T = TypeVar("T")
+    accumulate_grad_batches: int | None = None
+    clip_value: float | None = None
+    clip_algorithm: str = "norm"
+    micro_batch_size: int | None = None
+    """Samples of a micro-batch on one process."""
+    schedulers: Sequence[object] | None = None
+    run_dir: Path | None = None
+    """Where a strategy may write what it was configured with; None: nothing is to be written."""
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The norm by which gradients are clipped; None: they are not, or by value."""
+        return self.clip_value if self.clip_algorithm == "norm" else None
 
 
 class Strategy:
-    """Owns device placement, wrapping, backward, clipping, the optimizer's step, and talk between processes.
+    """Owns device placement, wrapping, backward, clipping and the optimizer's step.
 
     The trainer calls the verbs in the order in which they stand here. A new strategy overrides those it does
-    differently; its constructor takes its options and touches no device.
+    differently; its constructor takes its options and touches no device. `str(strategy)` names it and its options.
     """
 
     name: ClassVar[str] = "base"
@@ -47,34 +60,36 @@ class Strategy:
     """The one type of device it is made for, and which accelerator="auto" then means; None: all but torch_xla's."""
     shards_state: bool = False
     """Whether a process holds only a part of the state: then all processes write checkpoints, and read their parts."""
-    reusable_wrapper: bool = False
-    """Whether a module that it has divided stays so after the run, for other runs under it."""
     collective_forward: bool = False
     """Whether every forward pass talks to the other processes, so that all have to make the same number of them."""
 
+    processes: SingleProcess = SingleProcess()
+    """The processes of the run, and this one's rank; complete after `setup_environment`."""
     device: torch.device
     precision: Precision
     module: TrainModule
     scaler: torch.amp.GradScaler | None = None
-    moves_batches: bool = True
-    move: Callable[[Any], Any]
-    """Moves a batch to the device."""
-    device_ids: list[int] | None = None
-    """Which accelerators of this machine to use, by local rank; None: the first ones."""
-    gradient_average: int = 1
-    """By what the strategy divides the sum of gradients over processes."""
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
+
+    _keeps_wrapper: bool = False
+    """Whether a module that it has wrapped stays so after the run, for other runs under it."""
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
     def problems(
-        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+        self,
+        precision: Precision,
+        device_type: str,
+        num_processes: int,
+        config: StepConfig | None = None,
+        module: TrainModule | None = None,
     ) -> list[str]:
-        """What cannot work with this strategy, found before any process starts: one sentence each, naming the fix.
+        """Return what cannot work with this strategy, found before any process starts: sentences that name the fix.
 
-        `settings`: the trainer's other arguments, where they are known.
+        Asked when the trainer is made, and again by `fit`.
+
+        Args:
+            config: as far as it is known; None: nothing is.
+            module: as given to `fit`, where `configure_model` has not run; None: not known yet.
         """
         if device_type == "xla":
             return [
@@ -88,50 +103,35 @@ class Strategy:
             ]
         return []
 
-    def training_problems(
-        self, module: TrainModule, window: int, clip_value: float | None, clip_by: str, batch_size: int | None = None
-    ) -> list[str]:
-        """What cannot work for this training, found before any process starts: one sentence each, naming the fix.
-
-        Args:
-            module: as given to `fit`; `configure_model` has not run.
-            window: micro-batches of a step.
-            clip_value, clip_by: `gradient_clip_val` and `gradient_clip_algorithm`.
-            batch_size: samples of a micro-batch on one process, where it is known.
-        """
-        return []
-
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
-        """What the set-up would do with `module`, which is on the meta device: one line each. For a dry run, within
-        `fake_process_group.fake_process_group`; neither strategy nor module can be used for training afterwards.
+        """Return what the set-up would do with `module`, which is on the meta device, one line each. For a dry run,
+        within `fake_process_group.fake_process_group`; neither strategy nor module can be used for training afterwards.
 
         Raises:
             ConfigError: what the set-up would refuse.
         """
         return []
 
-    def memory_layout(self) -> MemoryLayout | None:
-        """What is divided among the processes, and what is on the host, for an estimate of the memory that is needed.
-
-        None: there is no arithmetic for it.
-        """
-        return None
-
     # -- set-up --------------------------------------------------------------------------------------------------------
 
-    def setup_environment(self, device_type: str, precision: Precision) -> None:
-        """Choose this process's device and join the other processes, if any."""
+    def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
+        """Choose this process's device and join the other processes, if any.
+
+        Args:
+            device_ids: the accelerators of this machine to use, by local rank; None: the first ones.
+        """
         self.precision = precision
-        self.device = self.choose_device(device_type)
+        self.device = self._choose_device(device_type, device_ids)
         self.scaler = precision.make_scaler(self.device)
         # On a machine without an accelerator every tensor is where it has to be.
-        self.move = make_transfer(self.device)
-        self.moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch
+        self._move = make_transfer(self.device)
+        self._moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch
 
-    def choose_device(self, device_type: str) -> torch.device:
-        """The device of this process; for accelerators the one with the number of the local rank."""
+    def _choose_device(self, device_type: str, device_ids: list[int] | None) -> torch.device:
+        """Return the device of this process; for accelerators the one with the number of the local rank."""
+        local_rank = self.processes.local_rank
         if device_type == "cuda":
-            device = torch.device("cuda", self.device_ids[self.local_rank] if self.device_ids else self.local_rank)
+            device = torch.device("cuda", device_ids[local_rank] if device_ids else local_rank)
             torch.cuda.set_device(device)
             return device
         if device_type == "tpu":
@@ -144,39 +144,34 @@ class Strategy:
         """The context in which `configure_model` builds layers. `will_load_checkpoint`: a checkpoint will be loaded."""
         return self.precision.init_context()
 
-    def checkpoint_activations(self, module: TrainModule, policy: BlockPolicy) -> None:
-        """From now on, compute the activations of these blocks again in the backward instead of keeping them.
+    def setup_module(
+        self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
+    ) -> None:
+        """Cast and place the module, and wrap it where the strategy needs that. Runs before `configure_optimizers`.
+
+        Args:
+            activation_checkpointing: the blocks whose activations the backward computes again; None: none.
 
         Raises:
             ConfigError: the policy matches nothing.
         """
-        enable_activation_checkpointing(module, policy)
-
-    def setup_module(self, module: TrainModule, for_training: bool) -> None:
-        """Cast and place the module, and wrap it where the strategy needs that. Runs before `configure_optimizers`."""
         self.module = module
+        if activation_checkpointing is not None:
+            enable_activation_checkpointing(module, activation_checkpointing)
         self.precision.convert_module(module)
         module.to(self.device)
 
-    def compile_module(self, module: TrainModule, compilation: Compilation) -> list[nn.Module]:
-        """Have torch compile the module's parts at their first call, in place. Runs after `setup_module`.
-
-        Returns:
-            The parts; after the run the trainer makes them ordinary again.
-        """
-        return compile_in_place(module, compilation)
-
-    def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
-        """Take the optimizers over; returns those to use from now on. `clip_norm`: see `clip_gradients`."""
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+        """Take the optimizers over. Return those to use from now on."""
         return optimizers
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def to_device(self, batch: Any) -> Any:
         """The batch on this process's device, floating tensors cast if the precision says so."""
-        if not self.moves_batches:
+        if not self._moves_batches:
             return batch
-        batch = self.move(batch)
+        batch = self._move(batch)
         return move_to(batch, self.precision.convert_batch) if self.precision.casts_batch else batch
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
@@ -189,13 +184,13 @@ class Strategy:
             return getattr(self.module, step)(*args)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of `loss` to those of the window. `loss` is a scalar on this process's device."""
+        """Add the gradients of `loss`, a scalar on this process's device, to those of the window.
+
+        With manual optimization they are complete afterwards, over all processes.
+        """
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()
-
-    def reduce_gradients(self) -> None:
-        """In manual optimization, after a backward: bring the gradients of all processes together."""
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Undo the loss scaling in the gradients, before anybody looks at them."""
@@ -223,36 +218,6 @@ class Strategy:
         """After all optimizers of a step: adapt the loss scale."""
         if self.scaler is not None:
             self.scaler.update()
-
-    # -- talk between processes ----------------------------------------------------------------------------------------
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the process that writes files and prints."""
-        return self.rank == 0
-
-    @property
-    def store(self) -> Store | None:
-        """The key-value store that all processes share; None for a single process."""
-        return None
-
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over all processes, on its device and without reading it on the host."""
-        return value
-
-    def all_gather_object(self, value: T) -> list[T]:
-        """Every process's `value` (small, picklable data), in the order of ranks, on every process."""
-        return [value]
-
-    def broadcast_object(self, value: T) -> T:
-        """Rank 0's `value` on every process."""
-        return value
-
-    def barrier(self) -> None:
-        """Wait until every process is here."""
-
-    def synchronize_buffers(self) -> None:
-        """Make replicated buffers equal on every process (rank 0's win): before evaluation and checkpoints."""
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -286,11 +251,14 @@ class Strategy:
     def teardown(self) -> None:
         """Let go of the wrapper and leave the other processes. The module keeps its weights, on its device."""
 
-    # -- what it is, in words ------------------------------------------------------------------------------------------
-
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """One line: the strategy and its options."""
         return self.name
+
+
+def synchronize_buffers(strategy: Strategy) -> None:
+    """Make replicated buffers equal on every process (rank 0's win): before evaluation and checkpoints."""
+    strategy.processes.broadcast([buffer for buffer in strategy.module.buffers() if buffer.numel()])
 
 
 @contextmanager
@@ -354,7 +322,7 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
 def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
     """Wrappers of torch's that are in the module already, though strategies wrap by themselves."""
     if module._wrapper is not None:
-        if strategy.reusable_wrapper:
+        if strategy._keeps_wrapper:
             return []
         return [
             f"{type(module).__name__} was divided by another strategy in a run before, and cannot be used under "

@@ -292,7 +292,7 @@ class Trainer(RunState):
         while True:
             window = list(islice(batches, self.accumulate_grad_batches))
             if uneven:
-                window = window[: min(self.strategy.all_gather_object(len(window)))]
+                window = window[: min(self.strategy.processes.all_gather_object(len(window)))]
             if not window:
                 return
             yield window

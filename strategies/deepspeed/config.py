@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.errors import did_you_mean, raise_problems
-from trainer.model.memory import MemoryLayout
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config_checks import (
     AUTO,
@@ -121,24 +120,11 @@ def zero_of(given: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
     return zero if isinstance(zero, Mapping) else {}
 
 
-def memory_layout(stage: int, optimizer: Any, parameters: Any, zero: Mapping[str, Any]) -> MemoryLayout:
-    """What a stage divides, and what is on the host, by the strategy's arguments or by the JSON."""
-    given = {"optimizer": (optimizer, "offload_optimizer"), "weights": (parameters, "offload_param")}
-    offloaded = {name: _offloaded(device, zero.get(key)) for name, (device, key) in given.items()}
-    words = " and ".join(name for name, there in offloaded.items() if there)
-    return MemoryLayout(
-        f"ZeRO-{stage}{f' with {words} offloaded' if words else ''}",
-        weights=stage > 2,
-        gradients=stage > 1,
-        optimizer=stage > 0,
-        masters=True,
-        offload_weights=offloaded["weights"],
-        offload_optimizer=offloaded["optimizer"],
-    )
-
-
-def _offloaded(device: Any, section: Any) -> bool:
-    return (device or (section.get("device") if isinstance(section, Mapping) else section)) not in (None, False, "none")
+def offload_device(zero: Mapping[str, Any], section: str) -> Any:
+    """Return the device that a JSON's section names: False for "none", None where it names none."""
+    entry = zero.get(section)
+    device = entry.get("device") if isinstance(entry, Mapping) else None
+    return False if device == "none" else None if device == AUTO else device
 
 
 def hidden_size_of(module: nn.Module) -> int | None:

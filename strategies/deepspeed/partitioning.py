@@ -16,8 +16,6 @@ from torch import nn
 from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, read_slice
 from trainer.errors import MissingPackageError
 from trainer.model.deferred_init import DeferredInit
-from trainer.module import TrainModule
-from trainer.precision import Precision
 
 RENAMED_BY_TORCH = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 """Collectives that DeepSpeed calls by the names they had before torch 2.13."""
@@ -49,21 +47,6 @@ def import_deepspeed(device_type: str) -> Any:
         operators["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", RENAMED_BY_TORCH, FutureWarning)
     return deepspeed
-
-
-class StepForward(nn.Module):
-    """What the engine wraps: its hooks run around `forward`, and here that is any step method of the module."""
-
-    def __init__(self, module: TrainModule, precision: Precision, device: torch.device) -> None:
-        super().__init__()
-        self.module = module
-        self.precision = precision
-        self.device = device
-
-    def forward(self, step: str, *args: Any) -> Any:
-        # Inside, because the engine turns an autocast around it off.
-        with self.precision.forward_context(self.device):
-            return getattr(self.module, step)(*args)
 
 
 # -- stage 3 -----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.optimizer_state import matching_groups
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, raise_problems
-from trainer.model.memory import MemoryLayout
+from trainer.model.blocks import BlockPolicy
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config import (
@@ -25,7 +26,7 @@ from trainer.strategies.deepspeed.config import (
     Run,
     config_problems,
     hidden_size_of,
-    memory_layout,
+    offload_device,
     resolve_config,
     write_config,
     zero_of,
@@ -46,7 +47,6 @@ from trainer.strategies.deepspeed.master_weights import (
     weights,
 )
 from trainer.strategies.deepspeed.partitioning import (
-    StepForward,
     cast_parameters,
     destroy,
     divided_shard,
@@ -61,10 +61,8 @@ from trainer.strategies.deepspeed.partitioning import (
     stop_gathering,
     zero_init_context,
 )
-from trainer.strategies.distributed import DistributedStrategy, broadcast
-
-if TYPE_CHECKING:
-    from trainer.settings import Settings
+from trainer.strategies.distributed import DistributedStrategy, StepForward
+from trainer.strategy import StepConfig
 
 log = logging.getLogger("trainer")
 
@@ -111,17 +109,19 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().__init__(timeout_seconds)
         self.given = config
         self.given_stage = self.default_stage if stage is None else stage
-        stage_of_config = zero_of(config).get("stage")
-        default = stage_of_config if isinstance(stage_of_config, int) else DEFAULT_STAGE
+        zero = zero_of(config)
+        default = zero["stage"] if isinstance(zero.get("stage"), int) else DEFAULT_STAGE
         self.stage: int = default if self.given_stage is None else self.given_stage
-        # None: nothing is said, as the JSON has it. False: on the device.
         offload = self.default_offload or None
-        self.offload_optimizer = offload if offload_optimizer is None else offload_optimizer
-        self.offload_parameters = offload if offload_parameters is None and self.stage == 3 else offload_parameters
+        if offload_optimizer is None:
+            offload_optimizer = offload or offload_device(zero, "offload_optimizer")
+        if offload_parameters is None:
+            offload_parameters = (offload if self.stage == 3 else None) or offload_device(zero, "offload_param")
+        # None: nobody has said it. False: on the device.
+        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.nvme_path = nvme_path
         self.cpu_adam = cpu_adam
         self.collective_forward = self.stage == 3
-        self._start_of_run: tuple[Precision | None, str, int | None] = None, "cpu", None
         self.engine: Any = None
         self.masters: MasterWeights | None = None
         self.clip_norm: float | None = None
@@ -131,10 +131,14 @@ class DeepSpeedStrategy(DistributedStrategy):
     # -- before anything is started ------------------------------------------------------------------------------------
 
     def problems(
-        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+        self,
+        precision: Precision,
+        device_type: str,
+        num_processes: int,
+        config: StepConfig | None = None,
+        module: TrainModule | None = None,
     ) -> list[str]:
-        problems = super().problems(precision, device_type, num_processes, settings)
-        self._start_of_run = precision, device_type, num_processes
+        problems = super().problems(precision, device_type, num_processes, config, module)
         if find_spec("deepspeed") is None:
             return [
                 *problems,
@@ -143,29 +147,21 @@ class DeepSpeedStrategy(DistributedStrategy):
             ]
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:
-            problems += cpu_adam_problems(self.offload_optimizer or zero_of(self.given).get("offload_optimizer"))
+            problems += cpu_adam_problems(self.offload_optimizer)
+        if module is not None:
+            clipped = config is not None and config.clip_value is not None
+            problems += module_problems(self.name, module, config.clip_algorithm if config and clipped else None)
         if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
-            known: dict[str, Any] = {}
-            if settings is not None:
-                by_norm = settings.gradient_clip_algorithm == "norm"
-                known = {"window": settings.accumulate_grad_batches}
-                known["clip_norm"] = settings.gradient_clip_val if by_norm else None
-            problems += config_problems(self.given, self._run(precision, device_type, num_processes, **known))
+            problems += config_problems(self.given, self._run(precision, device_type, num_processes, config))
         elif self.offload_parameters and self.stage != 3:
             problems.append(f"offload_parameters needs stage 3, and the stage is {self.stage}.")
         return problems
 
-    def training_problems(
-        self, module: TrainModule, window: int, clip_value: float | None, clip_by: str, batch_size: int | None = None
-    ) -> list[str]:
-        problems = module_problems(self.name, module, clip_by if clip_value is not None else None)
-        if self.given is not None:
-            known: dict[str, Any] = {"window": window, "clip_norm": clip_value if clip_by == "norm" else None}
-            problems += config_problems(self.given, self._run(*self._start_of_run, micro_batch=batch_size, **known))
-        return problems
-
-    def _run(self, precision: Precision | None, device_type: str, world_size: int | None, **known: Any) -> Run:
+    def _run(
+        self, precision: Precision, device_type: str, world_size: int, config: StepConfig | None, **known: Any
+    ) -> Run:
+        config = StepConfig() if config is None else config
         return Run(
             stage=self.given_stage,
             offload_optimizer="none" if self.offload_optimizer is False else self.offload_optimizer,
@@ -174,16 +170,20 @@ class DeepSpeedStrategy(DistributedStrategy):
             precision=precision,
             device_type=device_type,
             world_size=world_size,
+            micro_batch=config.micro_batch_size,
+            window=config.accumulate_grad_batches,
+            clip_norm=config.clip_norm,
+            schedulers=config.schedulers,
             **known,
         )
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
-    def setup_environment(self, device_type: str, precision: Precision) -> None:
-        super().setup_environment(device_type, precision)
+    def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
+        super().setup_environment(device_type, precision, device_ids)
         self.scaler = None
         self.deepspeed = import_deepspeed(device_type)
-        with local_rank_env(self.local_rank):
+        with local_rank_env(self.processes.local_rank):
             self.deepspeed.init_distributed(auto_mpi_discovery=False, timeout=self.timeout, verbose=False)
 
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> AbstractContextManager[Any]:
@@ -191,42 +191,42 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.stage != 3 or not module.overrides("configure_model"):
             return context
         stack = ExitStack()
-        stack.enter_context(local_rank_env(self.local_rank))
+        stack.enter_context(local_rank_env(self.processes.local_rank))
         stack.enter_context(zero_init_context(self.deepspeed, in_full_precision(self._resolve(module)), module))
         stack.enter_context(context)
         return stack
 
-    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+    def setup_module(
+        self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
+    ) -> None:
         self.teardown()
         former = self.masters if vars(self).get("module") is module else None
         self.masters = None
-        super().setup_module(module, for_training)
+        super().setup_module(module, for_training, activation_checkpointing)
         if former is not None and self.stage < 3:
             # Rounding them a second time would lose what the former run has in its master weights.
             former.restore_full_parameters()
         cast_parameters(module, torch.float32 if for_training else self.precision.weights)
-        self.gradient_average = self.world_size if for_training else 1
         if for_training:
             expose_shapes(module)
         elif self.stage == 3:
             self._start(None, in_full_precision(self._resolve(module)))
 
-    def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         module, optimizer = self.module, self._only(optimizers)
         restore_empty(module)
-        if self.world_size > 1:
-            broadcast(
-                [t for t in (*module.parameters(), *module.buffers()) if t.numel() and not is_zero3_partitioned(t)]
-            )
-        config = self._resolve(module, optimizer, clip_norm)
-        self.clip_norm = config["gradient_clipping"] or None
+        self.processes.broadcast(
+            [t for t in (*module.parameters(), *module.buffers()) if t.numel() and not is_zero3_partitioned(t)]
+        )
+        resolved = self._resolve(module, optimizer, config)
+        self.clip_norm = resolved["gradient_clipping"] or None
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
-        low = low_precision(config)
+        low = low_precision(resolved)
         # As long as master weights are missing, those in full precision stay in memory.
         full = {p: divided_shard(p) if is_zero3_partitioned(p) else p.data for p in module.parameters()} if low else {}
         if low:
             cast_parameters(module, low)
-        self._start(cpu_adam_of(self.deepspeed, optimizer) if self.cpu_adam else optimizer, config)
+        self._start(cpu_adam_of(self.deepspeed, optimizer) if self.cpu_adam else optimizer, resolved)
         kind = Zero3MasterWeights if self.stage == 3 else MasterWeights
         self.masters = kind(self.engine.optimizer, self.engine.basic_optimizer)
         self.masters.write(full)
@@ -245,33 +245,27 @@ class DeepSpeedStrategy(DistributedStrategy):
         return optimizers[0]
 
     def _resolve(
-        self, module: TrainModule, optimizer: Optimizer | None = None, clip_norm: float | None = None
+        self, module: TrainModule, optimizer: Optimizer | None = None, config: StepConfig | None = None
     ) -> dict[str, Any]:
-        """The configuration of the engine, for training with an optimizer or for evaluation without one.
+        """Return the configuration of the engine, for training with an optimizer or for evaluation without one.
 
         Raises:
             ConfigError: everything that contradicts the trainer.
         """
-        known: dict[str, Any] = {"hidden_size": hidden_size_of(module)}
-        trainer = vars(module).get("_trainer")
-        if optimizer is not None and trainer is not None:
-            known["micro_batch"] = trainer.train_loader.batch_size
-            known["window"] = trainer.accumulate_grad_batches
-            known["schedulers"] = [config.scheduler for config in trainer.scheduler_configs]
-        run = self._run(
-            self.precision, self.device.type, self.world_size, optimizer=optimizer, clip_norm=clip_norm, **known
-        )
+        known = {"hidden_size": hidden_size_of(module), "optimizer": optimizer}
+        run = self._run(self.precision, self.device.type, self.processes.world_size, config, **known)
         resolved = resolve_config(self.given, run)
-        if optimizer is not None and self.is_global_zero:
+        if optimizer is not None and self.processes.is_global_zero:
             for note in resolved.notes:
                 log.info("deepspeed: %s", note)
-            if trainer is not None and not trainer.settings.fast_dev_run:
-                write_config(resolved.config, trainer.run_dir)
+            if config is not None and config.run_dir is not None:
+                write_config(resolved.config, config.run_dir)
         return resolved.config
 
     def _start(self, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
-        steps = StepForward(self.module, self.precision, self.device)
-        with local_rank_env(self.local_rank), warnings.catch_warnings():
+        # The engine turns an autocast around it off.
+        steps = StepForward(self.module, partial(self.precision.forward_context, self.device))
+        with local_rank_env(self.processes.local_rank), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.engine, *_ = self.deepspeed.initialize(
                 model=steps, optimizer=optimizer, config=config, dist_init_required=False
@@ -295,7 +289,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.engine is None or (self.stage < 3 and step != "training_step"):
             return super().call(step, *args)
         try:
-            with local_rank_env(self.local_rank):
+            with local_rank_env(self.processes.local_rank):
                 if not torch.is_inference_mode_enabled():
                     return self.engine(step, *args)
                 # Weights that are gathered in inference mode could not be used for training afterwards.
@@ -306,7 +300,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
-        with local_rank_env(self.local_rank):
+        with local_rank_env(self.processes.local_rank):
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -378,10 +372,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             cast_parameters(self.module, torch.float32)
             self.masters.release_engine()
 
-    def memory_layout(self) -> MemoryLayout:
-        return memory_layout(self.stage, self.offload_optimizer, self.offload_parameters, zero_of(self.given))
-
-    def describe(self) -> str:
+    def __str__(self) -> str:
         options = {"stage": self.stage, "offload_optimizer": self.offload_optimizer or None}
         options |= {"offload_parameters": self.offload_parameters or None, "cpu_adam": self.cpu_adam or None}
         return f"{self.name} ({', '.join(f'{name}={value}' for name, value in options.items() if value is not None)})"

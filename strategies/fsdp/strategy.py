@@ -17,19 +17,17 @@ from torch.optim import Optimizer
 from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
+from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, blocks_in_words, exclude_tied_weights, find_blocks
 from trainer.model.deferred_init import DeferredInit
-from trainer.model.memory import MemoryLayout
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.seed import rng_state, set_rng_state
-from trainer.strategies.distributed import DistributedStrategy, StepForward, broadcast
-from trainer.strategy import wrapping_problems
+from trainer.strategies.distributed import DistributedStrategy, StepForward
+from trainer.strategy import StepConfig, wrapping_problems
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
 
@@ -66,7 +64,7 @@ class FSDPStrategy(DistributedStrategy):
     name: ClassVar[str] = "fsdp"
     shards_state = True
     collective_forward = True
-    reusable_wrapper = True
+    _keeps_wrapper = True
 
     def __init__(
         self,
@@ -101,9 +99,14 @@ class FSDPStrategy(DistributedStrategy):
     # -- before anything is started ------------------------------------------------------------------------------------
 
     def problems(
-        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+        self,
+        precision: Precision,
+        device_type: str,
+        num_processes: int,
+        config: StepConfig | None = None,
+        module: TrainModule | None = None,
     ) -> list[str]:
-        problems = super().problems(precision, device_type, num_processes, settings)
+        problems = super().problems(precision, device_type, num_processes, config, module)
         if device_type == "mps":
             problems.append("strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.")
         reshard = self.reshard_after_forward
@@ -148,16 +151,18 @@ class FSDPStrategy(DistributedStrategy):
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
-    def setup_environment(self, device_type: str, precision: Precision) -> None:
-        super().setup_environment(device_type, precision)
+    def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
+        super().setup_environment(device_type, precision, device_ids)
         if self._mesh is None:
             shape, names = self._mesh_shape()
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        processes = self.processes
         if self.sharding_strategy != "HYBRID_SHARD":
-            return (self.world_size,), ("shard",)
-        return self.device_mesh or (self.num_nodes, self.world_size // self.num_nodes), ("replicate", "shard")
+            return (processes.world_size,), ("shard",)
+        default = processes.num_nodes, processes.world_size // processes.num_nodes
+        return self.device_mesh or default, ("replicate", "shard")
 
     @contextmanager
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> Iterator[None]:
@@ -165,25 +170,27 @@ class FSDPStrategy(DistributedStrategy):
         self._values_follow = will_load_checkpoint
         own = rng_state(self.device)
         # All processes compute rank 0's values.
-        set_rng_state(self.broadcast_object(own), self.device)
+        set_rng_state(self.processes.broadcast_object(own), self.device)
         self._deferred = DeferredInit(module)
         with self.precision.init_context(), self._deferred:
             yield
-        if not self.is_global_zero:
+        if not self.processes.is_global_zero:
             set_rng_state(own, self.device)
 
-    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+    def setup_module(
+        self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
+    ) -> None:
         self.module = module
-        self.gradient_average = self.world_size
+        if activation_checkpointing is not None:
+            enable_activation_checkpointing(module, activation_checkpointing)
         if module._wrapper is not None:
             self.wrapped = module._wrapper  # Divided by a run before this one.
             return
         self._refuse(module)
         self.precision.convert_module(module)
         there = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
-        if self.world_size > 1:
-            # Before they are cut: all processes begin with rank 0's values.
-            broadcast([t for t in there if t.numel()])
+        # Before they are cut: all processes begin with rank 0's values.
+        self.processes.broadcast([t for t in there if t.numel()])
         self.wrapped = self._shard(module)
         # Not as a submodule: the module's own keys stay as they are.
         module.__dict__["_wrapper"] = self.wrapped
@@ -269,7 +276,7 @@ class FSDPStrategy(DistributedStrategy):
                 target.copy_(value)
 
         saved = module.state_dict(keep_vars=True).keys() if self._values_follow else ()
-        deferred.materialize(take, only=lambda name: name not in saved, advance=self.is_global_zero)
+        deferred.materialize(take, only=lambda name: name not in saved, advance=self.processes.is_global_zero)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -323,21 +330,7 @@ class FSDPStrategy(DistributedStrategy):
 
         optimizer.load_state_dict(state_by_position(self.module, optimizer, state, take))
 
-    def memory_layout(self) -> MemoryLayout:
-        hybrid = self.sharding_strategy == "HYBRID_SHARD"
-        return MemoryLayout(
-            f"{self.name} {self.sharding_strategy}{' with CPU offload' if self.cpu_offload else ''}",
-            weights=True,
-            gradients=True,
-            optimizer=True,
-            by_machine=hybrid,
-            shards=self.device_mesh[1] if hybrid and self.device_mesh else None,
-            keep_gathered=self.sharding_strategy == "SHARD_GRAD_OP",
-            offload_weights=self.cpu_offload,
-            offload_optimizer=self.cpu_offload,
-        )
-
-    def describe(self) -> str:
+    def __str__(self) -> str:
         units = (
             f"units: {self.wrapped_blocks}, and the rest" if self.wrapped_blocks else "blocks are found at the start"
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_xla_problem
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import BlockPolicy, find_blocks
-from trainer.model.memory import MemoryLayout
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.xla.patches import (
@@ -33,10 +32,7 @@ from trainer.strategies.xla.patches import (
 )
 from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
 from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties
-from trainer.strategy import Strategy
-
-if TYPE_CHECKING:
-    from trainer.settings import Settings
+from trainer.strategy import StepConfig, Strategy
 
 log = logging.getLogger("trainer")
 
@@ -89,7 +85,12 @@ class XlaStrategy(Strategy):
     # -- before anything is started ------------------------------------------------------------------------------------
 
     def problems(
-        self, precision: Precision, device_type: str, num_processes: int, settings: Settings | None = None
+        self,
+        precision: Precision,
+        device_type: str,
+        num_processes: int,
+        config: StepConfig | None = None,
+        module: TrainModule | None = None,
     ) -> list[str]:
         problem = torch_xla_problem()
         problems = [f"strategy {self.name!r}: {problem}"] if problem else []
@@ -119,19 +120,13 @@ class XlaStrategy(Strategy):
             problems.append(DEVICE_USED)
         return problems
 
-    def training_problems(
-        self, module: TrainModule, window: int, clip_value: float | None, clip_by: str, batch_size: int | None = None
-    ) -> list[str]:
-        # Again: something may have used a device since the trainer was made.
-        return [DEVICE_USED] if _device_was_used_without_spmd() else []
-
     def _how_started(self) -> str:
         source = detect_environment().source
         return "" if source == "single process" else f", and start one process ({source} started several)"
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
-    def setup_environment(self, device_type: str, precision: Precision) -> None:
+    def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
         if _device_was_used_without_spmd():
             raise ConfigError(DEVICE_USED)
         # XLA says for each compilation that it has another partitioner now.
@@ -154,20 +149,12 @@ class XlaStrategy(Strategy):
         generator.set_state(torch.get_rng_state())
         torch_xla.manual_seed(int(torch.randint(2**62, (), generator=generator)))
 
-    def checkpoint_activations(self, module: TrainModule, policy: BlockPolicy) -> None:
-        blocks = find_blocks(module, policy)
-        if not blocks:
-            raise ConfigError(
-                f"activation_checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
-            )
-        self._undo += [recompute(block) for block in blocks.values()]
-        self._recomputes = True
-
-    def memory_layout(self) -> MemoryLayout:
-        return MemoryLayout(self.name)
-
-    def setup_module(self, module: TrainModule, for_training: bool) -> None:
+    def setup_module(
+        self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
+    ) -> None:
         self.module = module
+        if activation_checkpointing is not None:
+            self._recompute(module, activation_checkpointing)
         self.precision.convert_module(module)
         to_device_preserving_ties(module, self.device)
         self.place_weights(module)
@@ -176,6 +163,15 @@ class XlaStrategy(Strategy):
         self._lengths = []
         self._sync()
         self.recompilation_monitor.start()
+
+    def _recompute(self, module: TrainModule, policy: BlockPolicy) -> None:
+        blocks = find_blocks(module, policy)
+        if not blocks:
+            raise ConfigError(
+                f"activation_checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."
+            )
+        self._undo += [recompute(block) for block in blocks.values()]
+        self._recomputes = True
 
     def place_weights(self, module: TrainModule) -> None:
         """Every device has all weights and buffers, also those that another strategy has divided."""
@@ -186,7 +182,7 @@ class XlaStrategy(Strategy):
         """How a weight or buffer lies on the devices."""
         return (None,) * tensor.dim()
 
-    def setup_optimizers(self, optimizers: list[Optimizer], clip_norm: float | None) -> list[Optimizer]:
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         raise_problems(
             [
                 f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses the whole step anyway: "
@@ -293,9 +289,7 @@ class XlaStrategy(Strategy):
         if self.recompilation_monitor.compiles:
             log.info("%s: %s", self.name, self.recompilation_monitor.in_words())
 
-    # -- what it is, in words ------------------------------------------------------------------------------------------
-
-    def describe(self) -> str:
+    def __str__(self) -> str:
         options = ["pad_last_batch"] if self.pad_last_batch else []
         if "layout" in vars(self):
             options.insert(0, f"{self.layout.devices} {self.layout.kind} devices of torch_xla {version('torch_xla')}")
@@ -325,9 +319,6 @@ class XlaFsdpStrategy(XlaStrategy):
         super().__init__(pad_last_batch, compile_warmup_steps)
         self.auto_wrap_policy = auto_wrap_policy
         self._divided: set[int] = set()
-
-    def memory_layout(self) -> MemoryLayout:
-        return MemoryLayout(self.name, weights=True, gradients=True, optimizer=True)
 
     def place_weights(self, module: TrainModule) -> None:
         """Divide the weights, and let the outputs of blocks lie as the batch does."""

@@ -20,6 +20,7 @@ from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_man
 from trainer.checkpoint.process_group import StoreProcessGroup
 from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Shard
 from trainer.checkpoint.writing import write_checkpoint
+from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError
 from trainer.precision import resolve_precision
 from trainer.strategies import DDPStrategy
@@ -47,11 +48,11 @@ def state(rank: int, world: int) -> dict[str, Any]:
     return {"model": divided, "optimizers": [{"m": {"w": shard(weights["w"] * 2, rank, world)}}], "step": 7}
 
 
-def joined() -> DDPStrategy:
+def joined() -> SingleProcess:
     """The talk between processes, as a strategy does it."""
     strategy = DDPStrategy()
     strategy.setup_environment("cpu", resolve_precision("32-true"))
-    return strategy
+    return strategy.processes
 
 
 def error_of(call: Callable[[], Any]) -> str:

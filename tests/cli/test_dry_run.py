@@ -19,7 +19,8 @@ from tests.helpers.project import Command
 from trainer import Strategy, TrainModule
 from trainer.cli.doctor.verdicts import gib
 from trainer.distributed.fake_process_group import fake_process_group
-from trainer.model.memory import LAYOUTS
+from trainer.distributed.process_group import SingleProcess
+from trainer.model.memory import LAYOUTS, layout_of
 from trainer.precision import resolve_precision
 from trainer.strategies import STRATEGIES
 
@@ -314,7 +315,7 @@ class Empty(TrainModule):
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.startswith("xla")])
 def test_every_strategy_can_be_rehearsed(name: str) -> None:
     strategy = STRATEGIES[name]()
-    strategy.rank, strategy.world_size = 0, 4
+    strategy.processes = SingleProcess(world_size=4)
     with fake_process_group(4, 2):
         assert (dist.get_world_size(), os.environ["GROUP_WORLD_SIZE"]) == (4, "2")
         assert all(isinstance(line, str) for line in strategy.dry_run(Empty(), resolve_precision("32-true")))
@@ -326,13 +327,13 @@ def test_a_strategy_divides_what_the_table_of_estimate_says(name: str) -> None:
     """The rows of that table are held against measurements in test_estimate_runs.py."""
     named = {"deepspeed": "deepspeed_stage_2"}.get(name, name)
     row = next(row for row in LAYOUTS if named in re.findall(r"\w+", row.label))
-    layout = STRATEGIES[name]().memory_layout()
+    layout = layout_of(name, vars(STRATEGIES[name]()))
     assert layout is not None
     assert replace(layout, label="") == replace(row, label="")
 
 
 def test_a_strategy_of_ones_own_needs_no_arithmetic() -> None:
-    assert Strategy().memory_layout() is None
+    assert layout_of("base", {}) is None
     assert Strategy().dry_run(Empty(), resolve_precision("32-true")) == []
 
 

@@ -103,6 +103,7 @@ torch.tpu.manual_seed_all = touched.append
 torch.tpu.device_count = lambda: 4
 from tests.helpers.compare import QUIET
 from trainer import Trainer
+from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError
 """
 
@@ -118,8 +119,8 @@ for accelerator, strategy in [("tpu", "auto"), ("auto", "auto"), ("tpu", "fsdp")
     print(plan.device_type, plan.num_processes, plan.strategy.name, plan.reasons["device"], sep="; ")
 print(touched)  # or the processes that are started could not have the chips
 strategy = Trainer(accelerator="tpu", devices=1, **QUIET).strategy
-strategy.local_rank = 3
-print(strategy.choose_device("tpu"), touched)
+strategy.processes = SingleProcess(local_rank=3)
+print(strategy._choose_device("tpu", None), touched)
 try:
     Trainer(accelerator="tpu", devices=[1, 2])
 except ConfigError as error:

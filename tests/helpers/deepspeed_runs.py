@@ -23,6 +23,7 @@ from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage3Strategy,
     DeepSpeedStrategy,
 )
+from trainer.strategy import StepConfig
 
 SMALL = {"zero_optimization": {"reduce_bucket_size": 1000}}
 # Without the threshold all parameters of a small module are kept whole, for being small.
@@ -135,7 +136,7 @@ class Running:
         self.strategy = strategy
         strategy.setup_environment("cpu", PRECISIONS[precision])
         # Other ranks have other values: those of rank 0 count.
-        torch.manual_seed(seed + strategy.rank)
+        torch.manual_seed(seed + strategy.processes.rank)
         self.module = Net(late)
         with strategy.init_context(self.module, will_load_checkpoint=state is not None):
             self.module.configure_model()
@@ -149,7 +150,7 @@ class Running:
             strategy.load_module_state(state["model"])
         optimizer = self.module.configure_optimizers()
         self.scheduler = schedule(optimizer)
-        (self.optimizer,) = strategy.setup_optimizers([optimizer], CLIP)
+        (self.optimizer,) = strategy.setup_optimizers([optimizer], StepConfig(clip_value=CLIP))
         self.done = 0
         if state is not None:
             strategy.load_optimizer_state(self.optimizer, state["optimizer"])
@@ -161,7 +162,7 @@ class Running:
         return [self.step(window) for window in windows()[self.done : self.done + number]]
 
     def step(self, window: list[Any]) -> float:
-        strategy, rank, ranks = self.strategy, self.strategy.rank, self.strategy.world_size
+        strategy, rank, ranks = self.strategy, self.strategy.processes.rank, self.strategy.processes.world_size
         self.optimizer.zero_grad()
         total = torch.zeros(())
         for position, (x, y) in enumerate(window):
@@ -169,7 +170,7 @@ class Running:
             with strategy.gradient_sync(last=position == len(window) - 1):
                 loss = strategy.call("training_step", strategy.to_device((x[mine], y[mine])), 0)
                 # The share of this process in the mean over all samples, when the strategy divides by its processes.
-                loss = loss / len(window) * (strategy.gradient_average / ranks)
+                loss = loss / len(window) * (strategy.processes.world_size / ranks)
                 strategy.backward(loss)
             total += loss.detach().float()
         strategy.unscale(self.optimizer)
@@ -178,7 +179,7 @@ class Running:
         strategy.end_step()
         self.scheduler.step()
         self.done += 1
-        return float(strategy.sum(total)) / ranks
+        return float(strategy.processes.sum(total)) / ranks
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint would hold, in whole tensors, on every process."""
@@ -197,7 +198,7 @@ def whole(strategy: Strategy, state: Any) -> Any:
     if not isinstance(state, Shard):
         return state.clone() if isinstance(state, torch.Tensor) else state
     total = torch.full((math.prod(state.shape),), math.nan, dtype=state.local.dtype)
-    for shard in strategy.all_gather_object(Shard(state.local.clone(), state.shape, state.extent)):
+    for shard in strategy.processes.all_gather_object(Shard(state.local.clone(), state.shape, state.extent)):
         assert shard.shape == state.shape
         assert shard.local.numel() == shard.extent.numel
         part = shard.extent.take(total)

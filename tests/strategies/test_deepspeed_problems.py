@@ -20,6 +20,7 @@ from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage2OffloadStrategy,
     DeepSpeedStrategy,
 )
+from trainer.strategy import StepConfig
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 
@@ -32,23 +33,30 @@ class Clipping(Net):
     def configure_gradient_clipping(self, *args: Any) -> None: ...
 
 
+def training_problems(
+    strategy: DeepSpeedStrategy, module: nn.Module, window: int, clip: float | None, algorithm: str
+) -> list[str]:
+    steps = StepConfig(accumulate_grad_batches=window, clip_value=clip, clip_algorithm=algorithm)
+    return strategy.problems(PRECISIONS["32-true"], "cpu", 2, steps, module)
+
+
 def test_what_a_training_cannot_be() -> None:
     manual = Net()
     manual.automatic_optimization = False
     strategy = DeepSpeedStrategy({"gradient_accumulation_steps": 4, "gradient_clipping": 0.5})
-    assert DeepSpeedStage1Strategy().training_problems(Net(), 3, 1.0, "norm") == []
-    (one,) = DeepSpeedStage1Strategy().training_problems(manual, 1, None, "norm")
+    assert training_problems(DeepSpeedStage1Strategy(), Net(), 3, 1.0, "norm") == []
+    (one,) = training_problems(DeepSpeedStage1Strategy(), manual, 1, None, "norm")
     assert "cannot do manual optimization" in one
-    (one,) = DeepSpeedStage1Strategy().training_problems(Clipping(), 1, 1.0, "norm")
+    (one,) = training_problems(DeepSpeedStage1Strategy(), Clipping(), 1, 1.0, "norm")
     assert "Clipping.configure_gradient_clipping cannot be used" in one
-    (one,) = DeepSpeedStage1Strategy().training_problems(Net(), 1, 1.0, "value")
+    (one,) = training_problems(DeepSpeedStage1Strategy(), Net(), 1, 1.0, "value")
     assert "Use 'norm', or strategy 'fsdp'" in one
-    window, clipping = strategy.training_problems(Net(), 3, 1.0, "norm")
+    window, clipping = training_problems(strategy, Net(), 3, 1.0, "norm")
     assert "gradient_accumulation_steps" in window
     assert "gradient_clipping" in clipping
     scalar = Net()
     scalar.scale = nn.Parameter(torch.ones(()))
-    (one,) = DeepSpeedStage1Strategy().training_problems(scalar, 1, None, "norm")
+    (one,) = training_problems(DeepSpeedStage1Strategy(), scalar, 1, None, "norm")
     assert "parameters without a dimension: scale" in one
 
 
@@ -101,7 +109,7 @@ def test_a_loader_of_the_users_own_is_not_compared() -> None:
 
 
 def test_a_clipping_of_0_in_the_json_means_none() -> None:
-    (one,) = DeepSpeedStrategy({"gradient_clipping": 0.0}).training_problems(Net(), 1, 1.0, "norm")
+    (one,) = training_problems(DeepSpeedStrategy({"gradient_clipping": 0.0}), Net(), 1, 1.0, "norm")
     assert "Trainer(gradient_clip_val=None)" in one
 
 

@@ -162,7 +162,7 @@ def train(strategy: Any, precision: str = "32-true", module: Net | None = None, 
     )
     trainer.fit(module, loader)
     statistics = [buffer.dtype for name, buffer in module.named_buffers() if "running" in name]
-    return [float(loss) for loss in module.losses], counts.mode.seen, counts.held, set(statistics), strategy.describe()
+    return [float(loss) for loss in module.losses], counts.mode.seen, counts.held, set(statistics), str(strategy)
 
 
 def refused(strategy: Any, module: Net) -> str:

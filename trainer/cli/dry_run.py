@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.doctor.verdicts import CheckResult, as_json, failed, gib, summary
@@ -147,6 +148,7 @@ def _checks(
     given: argparse.Namespace, configuration: Configuration, accelerator: str, per_machine: int
 ) -> Iterator[CheckResult]:
     from trainer.config.check import instantiate
+    from trainer.distributed.process_group import SingleProcess
     from trainer.errors import ConfigError
     from trainer.precision import resolve_precision
     from trainer.strategy import needed_device, resolve_strategy
@@ -163,7 +165,7 @@ def _checks(
     except (ConfigError, ValueError) as error:
         yield CheckResult("FAIL", "strategy", str(error))
         return
-    strategy.rank, strategy.world_size = 0, world
+    strategy.processes = SingleProcess(world_size=world)
     problems = strategy.problems(precision, device_type, world)
     yield from (CheckResult("FAIL", "strategy", problem) for problem in problems)
     machines = world // per_machine
@@ -175,6 +177,7 @@ def _checks(
         yield CheckResult("FAIL", "trainer", str(error))
         return
     trainer.strategy = strategy
+    trainer.plan = replace(trainer.plan, strategy=strategy, device_type=device_type, num_processes=world)
     if not problems:
         yield CheckResult("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
         yield from _layout(configuration, trainer, world, per_machine)
@@ -198,6 +201,7 @@ def _layout(configuration: Configuration, trainer: Trainer, world: int, per_mach
     from trainer.cli.estimate.module import build_without_memory
     from trainer.distributed.fake_process_group import fake_process_group
     from trainer.errors import ConfigError
+    from trainer.model.activation_checkpointing import enable_activation_checkpointing
     from trainer.precision import resolve_precision
 
     precision = resolve_precision(configuration.trainer.get("precision", "32-true"))
@@ -205,7 +209,7 @@ def _layout(configuration: Configuration, trainer: Trainer, world: int, per_mach
     try:
         module = build_without_memory(configuration.module, precision, notes)
         if trainer.settings.activation_checkpointing is not None:
-            trainer.strategy.checkpoint_activations(module, trainer.settings.activation_checkpointing)
+            enable_activation_checkpointing(module, trainer.settings.activation_checkpointing)
         with fake_process_group(world, per_machine):
             lines = trainer.strategy.dry_run(module, precision)
     except ConfigError as error:
@@ -223,6 +227,7 @@ def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterato
     from trainer.config.check import instantiate
     from trainer.errors import ConfigError, raise_problems
     from trainer.loop.loaders import make_loaders
+    from trainer.loop.resolved_config import step_config
     from trainer.loop.setup import check
     from trainer.precision import default_dtype
 
@@ -243,11 +248,9 @@ def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterato
         make_loaders(trainer, {"train": None, "val": None})
         assert trainer.train_loader is not None
         settings, subject = trainer.settings, "strategy"
-        clipping = settings.gradient_clip_val, settings.gradient_clip_algorithm
+        plan, known = trainer.plan, step_config(settings, micro_batch_size=trainer.train_loader.batch_size)
         raise_problems(
-            trainer.strategy.training_problems(
-                trainer.module, settings.accumulate_grad_batches, *clipping, trainer.train_loader.batch_size
-            ),
+            trainer.strategy.problems(trainer.precision, plan.device_type, plan.num_processes, known, trainer.module),
             "fit",
         )
     except ConfigError as error:
@@ -311,11 +314,11 @@ def _memory(
     """What each process needs, by `trainer estimate`'s arithmetic."""
     from trainer.cli.estimate.module import examine
     from trainer.errors import ConfigError
-    from trainer.model.memory import PRECISIONS, Setup, Transformer, activations, needed, possible
+    from trainer.model.memory import PRECISIONS, Setup, Transformer, activations, layout_of, needed, possible
     from trainer.precision import resolve_precision
 
     precision = resolve_precision(configuration.trainer.get("precision", "32-true")).name
-    layout = strategy.memory_layout()
+    layout = layout_of(strategy.name, vars(strategy))
     if layout is None or not possible(layout, precision):
         yield CheckResult("WARN", "memory", f"there is no arithmetic for {strategy.name}.", "Try it on one machine.")
         return

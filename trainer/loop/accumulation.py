@@ -75,7 +75,7 @@ def loss_divisors(
     items: the loss of one big batch. Items are those of `module.num_items` with `weights_loss_by_items`, else samples,
     else whole micro-batches.
     """
-    average = strategy.gradient_average
+    average = strategy.processes.world_size
     if weights_loss_by_items:
         return _by_items([_items(batch, module) for batch in window], strategy)
     if len(window) == 1 and average == 1:
@@ -97,13 +97,13 @@ def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
 
 def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:
     """As above, for numbers that only this process knows: one sum over processes, without reading the device."""
-    average = strategy.gradient_average
+    average = strategy.processes.world_size
     if any(isinstance(item, torch.Tensor) and item.device.type != "cpu" for item in items):
         counts = [torch.as_tensor(item, dtype=torch.float32, device=strategy.device) for item in items]
-        everywhere = strategy.sum(torch.stack(counts).sum())
+        everywhere = strategy.processes.sum(torch.stack(counts).sum())
         return [everywhere / (count * average) for count in counts]
     numbers = [int(item or 0) for item in items]
-    total = int(strategy.sum(torch.tensor(sum(numbers), dtype=torch.int64)))
+    total = int(strategy.processes.sum(torch.tensor(sum(numbers), dtype=torch.int64)))
     return [_divisor(total, number, average) for number in numbers]
 
 

@@ -16,7 +16,7 @@ def describe(run: RunState) -> str:
     lines = [
         f"device      {plan.device_type} ({plan.reasons['device']})",
         f"processes   {plan.num_processes} ({plan.reasons['devices']})",
-        f"strategy    {plan.strategy.describe()} ({plan.reasons['strategy']})",
+        f"strategy    {plan.strategy} ({plan.reasons['strategy']})",
         f"precision   {plan.precision.name} ({plan.reasons['precision']})",
         *([f"compile     {plan.compilation.describe()}"] if plan.compilation is not None else []),
         f"step        {run.accumulate_grad_batches} micro-batch(es) on {plan.num_processes} process(es)"
@@ -50,7 +50,7 @@ def start_line(run: RunState) -> str:
     plan = run.plan
     processes = f"{plan.num_processes} process{'' if plan.num_processes == 1 else 'es'}"
     device = f"{plan.device_type} ({plan.reasons['device']})"
-    return f"{run.stage}: {device}, {processes}, strategy {plan.strategy.describe()}, precision {plan.precision.name}"
+    return f"{run.stage}: {device}, {processes}, strategy {plan.strategy}, precision {plan.precision.name}"
 
 
 def _moments(run: RunState, indent: str, hooks: tuple[str, ...]) -> list[str]:

@@ -18,7 +18,7 @@ from trainer.metrics.state import preserve_torchmetrics
 from trainer.module import TrainModule
 from trainer.profiling import EVALUATION, EVALUATION_DATA, each_wait
 from trainer.seed import isolated_rng
-from trainer.strategy import eval_mode
+from trainer.strategy import eval_mode, synchronize_buffers
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -129,7 +129,7 @@ def evaluate(
     module, metrics = trainer.module, trainer.metrics
     scope = MetricScope(batches=True, steps=False)
     trainer.dataloader_names = list(feeds)
-    trainer.strategy.synchronize_buffers()
+    synchronize_buffers(trainer.strategy)
     results: dict[str, float] = {}
 
     def read(values: ReducedMetrics) -> None:
@@ -201,14 +201,14 @@ def _batches(trainer: Trainer, feed: BatchLoader) -> Iterator[Batch]:
     """A loader's batches. Where every forward needs all processes, those that have fewer repeat one as padding."""
     batches = each_wait(trainer.phase, EVALUATION_DATA, feed.iterate(epoch=0))
     strategy = trainer.strategy
-    if not strategy.collective_forward or strategy.world_size == 1 or feed.samples_per_epoch is not None:
+    if not strategy.collective_forward or strategy.processes.world_size == 1 or feed.samples_per_epoch is not None:
         yield from batches  # A plain DataLoader brings its padding along.
         return
     last: Batch | None = None
     while True:
         batch = next(batches, None)
         last = batch if batch is not None else last and last._replace(samples=0)
-        there = strategy.all_gather_object((batch is not None, last is not None))
+        there = strategy.processes.all_gather_object((batch is not None, last is not None))
         if not any(has for has, _ in there):
             return
         if not all(has_one for _, has_one in there):

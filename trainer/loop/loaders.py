@@ -91,7 +91,7 @@ def check_same_everywhere(trainer: Trainer) -> None:
     counts = {f"evaluation loader {name!r}": feed.samples_per_epoch for name, feed in feeds.items()}
     if trainer.train_loader is not None:
         counts["training loader"] = trainer.train_loader.samples_per_epoch
-    there = trainer.strategy.all_gather_object(counts)
+    there = trainer.strategy.processes.all_gather_object(counts)
     rank = next((rank for rank, theirs in enumerate(there) if theirs != there[0]), None)
     if rank is None:
         return

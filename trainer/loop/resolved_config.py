@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, raise_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.settings import Settings
-from trainer.strategy import Strategy, needed_device, resolve_strategy
+from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy
 
 
 @dataclass
@@ -26,6 +26,8 @@ class Plan:
     device_type: str
     devices: int
     """Processes on this machine."""
+    device_ids: list[int] | None
+    """The accelerators of this machine to use, by local rank; None: the first ones."""
     num_processes: int
     """Processes on all machines."""
     strategy: Strategy
@@ -128,9 +130,8 @@ def make_plan(settings: Settings) -> Plan:
             f"trainer launch --nnodes {num_nodes} --nproc-per-node {devices} --rdzv HOST:29500 ..."
         )
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
-    strategy.device_ids = device_ids
     precision = resolve_precision(settings.precision)
-    problems += strategy.problems(precision, device_type, devices * num_nodes, settings)
+    problems += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
     compilation = read_compile(settings.compile)
     if compilation is not None:
         problems += check_toolchain(compilation, device_type)
@@ -143,8 +144,27 @@ def make_plan(settings: Settings) -> Plan:
         "precision": "the default" if settings.precision == "32-true" else "given",
     }
     return Plan(
-        device_type, devices, devices * num_nodes, strategy, precision, callbacks, loggers, compilation, reasons
+        device_type,
+        devices,
+        device_ids,
+        devices * num_nodes,
+        strategy,
+        precision,
+        callbacks,
+        loggers,
+        compilation,
+        reasons,
     )
+
+
+def step_config(settings: Settings, **known: Any) -> StepConfig:
+    """Return what strategies may need of the settings for a step, and of the run what is `known`."""
+    of_settings = {
+        "accumulate_grad_batches": settings.accumulate_grad_batches,
+        "clip_value": settings.gradient_clip_val,
+        "clip_algorithm": settings.gradient_clip_algorithm,
+    }
+    return StepConfig(**{**of_settings, **known})
 
 
 def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback], list[Logger]]:

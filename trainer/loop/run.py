@@ -94,7 +94,7 @@ class RunState:
     @property
     def checkpoint_group(self) -> ProcessGroup:
         """The processes that write a checkpoint together: all of them where the state is divided, else rank 0 alone."""
-        return self.strategy if self.strategy.shards_state else SINGLE_PROCESS
+        return self.strategy.processes if self.strategy.shards_state else SINGLE_PROCESS
 
     def background_checkpoint_group(self, name: str) -> ProcessGroup:
         """The same, for a thread beside the training. `name`: of what they write, not used before."""
@@ -196,23 +196,23 @@ class RunState:
 
     @property
     def rank(self) -> int:
-        return self.strategy.rank
+        return self.strategy.processes.rank
 
     global_rank = rank
 
     @property
     def local_rank(self) -> int:
         """Of this process among those of its machine."""
-        return self.strategy.local_rank
+        return self.strategy.processes.local_rank
 
     @property
     def world_size(self) -> int:
-        return self.strategy.world_size
+        return self.strategy.processes.world_size
 
     @property
     def is_global_zero(self) -> bool:
         """Whether this process writes files and prints."""
-        return self.strategy.is_global_zero
+        return self.strategy.processes.is_global_zero
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
@@ -343,7 +343,6 @@ class RunState:
         self.hooks.on_before_backward(self, self.module, loss)  # type: ignore[arg-type]
         with self.phase(BACKWARD):
             self.strategy.backward(loss)
-        self.strategy.reduce_gradients()
         self.hooks.on_after_backward(self, self.module)  # type: ignore[arg-type]
 
     def manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:

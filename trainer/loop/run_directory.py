@@ -149,7 +149,7 @@ def lock_folders(trainer: Trainer) -> None:
         folders = [trainer.run_dir, *(place for place in places if isinstance(place, Path))]
         for folder in {folder.absolute(): folder for folder in folders}.values():
             problem = problem or _lock(trainer, folder)
-    problem = trainer.strategy.broadcast_object(problem)
+    problem = trainer.strategy.processes.broadcast_object(problem)
     if problem is not None:
         raise ConfigError(problem)
 

@@ -27,7 +27,7 @@ from trainer.launchers.restarts import RestartRecord, max_restarts, restart_safe
 from trainer.loop.checks import datamodule_problems, module_problems
 from trainer.loop.describe import start_line
 from trainer.loop.loaders import check_same_everywhere, make_loaders, micro_batch_of
-from trainer.loop.resolved_config import with_module_callbacks
+from trainer.loop.resolved_config import step_config, with_module_callbacks
 from trainer.loop.run_directory import (
     choose_run_dir,
     find_after_restart,
@@ -76,7 +76,7 @@ def running(
         _say_why_it_stopped(trainer)
         trainer.shutting_down = True
         # The first process to exit would have the others ended, in the middle of their closing work.
-        trainer.strategy.barrier()
+        trainer.strategy.processes.barrier()
         trainer.stop_coordinator.done()
     except BaseException as error:
         # No collectives here: the other processes may be anywhere.
@@ -98,7 +98,7 @@ def running(
     if trainer.stop_reason is not None and exit_code(trainer.stop_reason) and not in_interactive_session():
         if exit_code(trainer.stop_reason) == EXIT_RETRY and trainer.is_global_zero:
             requeue()
-        sys.exit(restart_safe_exit_code(exit_code(trainer.stop_reason), trainer.strategy.store))
+        sys.exit(restart_safe_exit_code(exit_code(trainer.stop_reason), trainer.strategy.processes.store))
 
 
 def _say_why_it_stopped(trainer: Trainer) -> None:
@@ -147,8 +147,9 @@ def check(trainer: Trainer, stage: str, module: Any, data: Any, datamodule: Any,
     problems += _wrong_data(stage, data, datamodule)
     if stage == "fit":
         settings = trainer.settings
-        steps = settings.accumulate_grad_batches, settings.gradient_clip_val, settings.gradient_clip_algorithm
-        problems += trainer.strategy.training_problems(module, *steps, micro_batch_of(data.get("train")))
+        steps = step_config(settings, micro_batch_size=micro_batch_of(data.get("train")))
+        plan = trainer.plan
+        problems += trainer.strategy.problems(trainer.precision, plan.device_type, plan.num_processes, steps, module)
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(trainer)
     if not isinstance(ckpt_path, (str, Path, type(None))):
@@ -220,9 +221,10 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     """In the order of the pseudocode at the top of trainer/callback.py."""
     stage, module, strategy = trainer.stage, trainer.module, trainer.strategy
     assert stage is not None
-    strategy.setup_environment(trainer.plan.device_type, trainer.precision)
-    configure_logging(strategy.rank)
-    if strategy.rank == 0:
+    strategy.setup_environment(trainer.plan.device_type, trainer.precision, trainer.plan.device_ids)
+    processes = strategy.processes
+    configure_logging(processes.rank)
+    if processes.rank == 0:
         log.info("%s", start_line(trainer))
     trainer.undo_deterministic = set_deterministic(trainer.settings.deterministic, trainer.settings.benchmark)
     module.attach(trainer)
@@ -235,20 +237,20 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     trainer.progress = Progress() if stage == "fit" else trainer.progress
     trainer.optimizers, trainer.scheduler_configs, trainer.manual_optimizers = [], [], []
     trainer.has_transfer_hooks = module.overrides_any(TRANSFER_HOOKS)
-    trainer.metrics = MetricLog(module, strategy.all_gather_object, trainer.phase)
+    trainer.metrics = MetricLog(module, processes.all_gather_object, trainer.phase)
     if stage == "predict":
         trainer.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
-    trainer.stop_coordinator = StopCoordinator(strategy.store, strategy.rank, strategy.world_size)
+    trainer.stop_coordinator = StopCoordinator(processes.store, processes.rank, processes.world_size)
     # Not the signals of an evaluation: there is nothing to save.
     trainer.stop_coordinator.install(signals=stage == "fit")
 
     places = _places(trainer, ckpt_path) if trainer.is_global_zero else None
-    path, trainer.run_dir = strategy.broadcast_object(places)  # type: ignore[misc]  # rank 0 has them
+    path, trainer.run_dir = processes.broadcast_object(places)  # type: ignore[misc]  # rank 0 has them
     lock_folders(trainer)
     _write_config(trainer)
     # "last" has been verified when it was found.
     verify = ckpt_path != "last"
-    checkpoint = load_training_state(path, verify, strategy.shards_state, strategy) if path is not None else None
+    checkpoint = load_training_state(path, verify, strategy.shards_state, processes) if path is not None else None
     _seed(trainer, checkpoint)
     _prepare_data(trainer)
     if trainer.datamodule is not None:
@@ -259,9 +261,8 @@ def _set_up(trainer: Trainer, data: Any, ckpt_path: Any) -> None:
     if checkpoint is not None:
         trainer.hooks.on_load_checkpoint(trainer, module, checkpoint)
     disable_activation_checkpointing(module)
-    if stage == "fit" and trainer.settings.activation_checkpointing is not None:
-        strategy.checkpoint_activations(module, trainer.settings.activation_checkpointing)
-    strategy.setup_module(module, for_training=stage == "fit")
+    policy = trainer.settings.activation_checkpointing if stage == "fit" else None
+    strategy.setup_module(module, stage == "fit", policy)
     if trainer.plan.compilation is not None:
         trainer.undo_compile = start_compiling(trainer, trainer.plan.compilation)
     if checkpoint is not None:
@@ -315,11 +316,19 @@ def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> Non
     assert trainer.train_loader is not None
     for hint in performance_hints(strategy.device, trainer.train_loader.pinned, optimizers):
         log.info("faster: %s", hint)
-    clip_norm = settings.gradient_clip_val if settings.gradient_clip_algorithm == "norm" else None
-    trainer.optimizers = strategy.setup_optimizers(optimizers, clip_norm)
+    steps = step_config(
+        settings,
+        accumulate_grad_batches=trainer.accumulate_grad_batches,
+        micro_batch_size=trainer.train_loader.batch_size,
+        schedulers=[config.scheduler for config in trainer.scheduler_configs],
+        run_dir=None if settings.fast_dev_run else trainer.run_dir,
+    )
+    trainer.optimizers = strategy.setup_optimizers(optimizers, steps)
     trainer.clips = settings.gradient_clip_val is not None or module.overrides("configure_gradient_clipping")
     trainer.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in trainer.optimizers)
-    if trainer.closure_needed and (len(optimizers) > 1 or strategy.world_size > 1 or strategy.scaler is not None):
+    if trainer.closure_needed and (
+        len(optimizers) > 1 or strategy.processes.world_size > 1 or strategy.scaler is not None
+    ):
         raise ConfigError(
             f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
             "one process, without loss scaling."
@@ -331,14 +340,14 @@ def _set_up_training(trainer: Trainer, checkpoint: dict[str, Any] | None) -> Non
         restore_training(trainer, checkpoint)
         if trainer.max_epochs is not None and trainer.progress.epoch >= trainer.max_epochs:
             log.warning("nothing is left to train: max_epochs=%d are done; raise it to go on", trainer.max_epochs)
-        if checkpoint["world_size"] == strategy.world_size:
-            trainer.rng_to_restore = checkpoint["rng"][strategy.rank]
+        if checkpoint["world_size"] == strategy.processes.world_size:
+            trainer.rng_to_restore = checkpoint["rng"][strategy.processes.rank]
         else:
             log.info(
                 "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
                 "same, dropout and the like differ",
                 checkpoint["world_size"],
-                strategy.world_size,
+                strategy.processes.world_size,
             )
 
 
@@ -354,7 +363,7 @@ def _seed(trainer: Trainer, checkpoint: dict[str, Any] | None) -> None:
     if given is None and checkpoint is not None:
         trainer.seed = checkpoint["seed"]
     elif given is None:
-        trainer.seed = trainer.strategy.broadcast_object(int.from_bytes(os.urandom(4), "little"))
+        trainer.seed = trainer.strategy.processes.broadcast_object(int.from_bytes(os.urandom(4), "little"))
     else:
         trainer.seed = given
         if checkpoint is not None and trainer.stage == "fit" and checkpoint["seed"] != given:
@@ -370,11 +379,13 @@ def _seed(trainer: Trainer, checkpoint: dict[str, Any] | None) -> None:
 
 def _prepare_data(trainer: Trainer) -> None:
     strategy, data = trainer.strategy, trainer.datamodule
-    if data is not None and (strategy.local_rank == 0 if data.prepare_data_per_node else strategy.is_global_zero):
+    if data is not None and (
+        strategy.processes.local_rank == 0 if data.prepare_data_per_node else strategy.processes.is_global_zero
+    ):
         data.prepare_data()
-    if strategy.local_rank == 0:
+    if strategy.processes.local_rank == 0:
         trainer.module.prepare_data()
-    trainer.strategy.barrier()
+    trainer.strategy.processes.barrier()
 
 
 def _tear_down(trainer: Trainer) -> None:

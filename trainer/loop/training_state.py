@@ -20,7 +20,7 @@ from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.profiling import CHECKPOINT
 from trainer.progress import Progress
 from trainer.seed import rng_state
-from trainer.strategy import Strategy
+from trainer.strategy import Strategy, synchronize_buffers
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -109,13 +109,13 @@ log = logging.getLogger("trainer")
 def collect(trainer: Trainer) -> dict[str, Any]:
     """The whole state of a run as data; of tensors that are divided, this process's part. Collective."""
     strategy = trainer.strategy
-    strategy.synchronize_buffers()
+    synchronize_buffers(strategy)
     own = {
         "rng": rng_state(trainer.device),
         "loader": trainer.train_loader.state_dict() if trainer.train_loader else {},
         "metrics": metrics_state(trainer.metrics),
     }
-    per_rank = strategy.all_gather_object(own)
+    per_rank = strategy.processes.all_gather_object(own)
     return {
         "model": strategy.module_state(),
         "optimizers": [strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
@@ -135,7 +135,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.resolved_config,
         "seed": trainer.seed,
         "run_dir": str(trainer.run_dir),
-        "world_size": strategy.world_size,
+        "world_size": strategy.processes.world_size,
         "strategy": strategy.name,
         "precision": strategy.precision.name,
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
@@ -160,7 +160,7 @@ def save_state(
                 write(state, {"step": trainer.global_step, "epoch": trainer.current_epoch, **info})
             except Exception as error:
                 problem = error
-        problems = trainer.strategy.all_gather_object(problem)
+        problems = trainer.strategy.processes.all_gather_object(problem)
         trainer.end_save(begun)
     for problem in problems:
         if problem is not None:
@@ -169,7 +169,7 @@ def save_state(
 
 def full_state(strategy: Strategy, everywhere: bool) -> dict[str, torch.Tensor]:
     """See `Trainer.full_state_dict`. One tensor after the other travels, so that only the result takes memory."""
-    wanted = everywhere or strategy.is_global_zero
+    wanted = everywhere or strategy.processes.is_global_zero
     state: dict[str, torch.Tensor] = {}
     known: dict[int, torch.Tensor] = {}
     for name, value in strategy.module_state().items():
@@ -177,7 +177,7 @@ def full_state(strategy: Strategy, everywhere: bool) -> dict[str, torch.Tensor]:
             state[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             continue
         if id(value) not in known:
-            parts = strategy.all_gather_object((value.extent, value.local.detach().reshape(-1).cpu()))
+            parts = strategy.processes.all_gather_object((value.extent, value.local.detach().reshape(-1).cpu()))
             known[id(value)] = whole = torch.empty(value.shape if wanted else 0, dtype=value.local.dtype)
             for extent, part in parts if wanted else ():
                 if extent.numel:
@@ -192,7 +192,7 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the checkpoint was written with other optimizers or schedulers.
     """
-    strategy, rank = trainer.strategy, trainer.strategy.rank
+    strategy, rank = trainer.strategy, trainer.strategy.processes.rank
     _same_number("optimizers", checkpoint["optimizers"], trainer.optimizers)
     _same_number("schedulers", checkpoint["schedulers"], trainer.scheduler_configs)
     for optimizer, state in zip(trainer.optimizers, checkpoint["optimizers"], strict=True):
@@ -206,9 +206,9 @@ def restore_training(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     if trainer.progress.epoch_ended:
         trainer.progress.next_epoch()
     # On another number of processes a process takes over the sums of several, or of none.
-    load_metrics_state(trainer.metrics, checkpoint["metrics"][rank :: strategy.world_size], trainer.device)
+    load_metrics_state(trainer.metrics, checkpoint["metrics"][rank :: strategy.processes.world_size], trainer.device)
     _move_cursor(trainer, checkpoint["global_micro_batch"])
-    same_world = checkpoint["world_size"] == strategy.world_size
+    same_world = checkpoint["world_size"] == strategy.processes.world_size
     if same_world and trainer.train_loader and checkpoint["loader"][rank]:
         trainer.train_loader.load_state_dict(checkpoint["loader"][rank])
     for key, callback in callbacks_by_state_key(trainer.callbacks).items():

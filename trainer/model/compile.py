@@ -173,7 +173,7 @@ def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
 def start_compiling(run: RunState, compilation: Compilation) -> Callable[[], None]:
     """Compile the run's module as its strategy needs it, and watch for recompilations. Returns the undo."""
     module = run.module
-    changed = run.strategy.compile_module(module, compilation)
+    changed = compile_in_place(module, compilation)
     leaves_graphs = compilation.reuses_memory or any(part is module for part in changed)
     undo_methods = keep_outside_of_graphs(module, compilation.reuses_memory) if leaves_graphs else None
     watch = RecompilationMonitor()

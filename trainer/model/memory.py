@@ -9,8 +9,10 @@ https://arxiv.org/abs/2205.05198, sections 4 and 5).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 # -- what is given -----------------------------------------------------------------------------------------------------
 
@@ -158,6 +160,31 @@ LAYOUTS = (
         offload_optimizer=True,
     ),
 )
+
+
+def layout_of(name: str, options: Mapping[str, Any]) -> MemoryLayout | None:
+    """Return what a strategy shards and offloads; None: there is no arithmetic for it.
+
+    Args:
+        name: the strategy's.
+        options: its attributes, of which those are read that change the layout.
+    """
+    words = [f"deepspeed_stage_{options['stage']}" if "stage" in options else name]
+    words += [options["sharding_strategy"]] if "sharding_strategy" in options else []
+    row = next((row for row in LAYOUTS if set(words) <= set(re.findall(r"\w+", row.label))), None)
+    if row is None:
+        return None
+    cpu_offload = bool(options.get("cpu_offload"))
+    weights = cpu_offload or options.get("offload_parameters") in ("cpu", "nvme")
+    optimizer = cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme")
+    offloaded = " and ".join(part for part, there in (("weights", weights), ("optimizer", optimizer)) if there)
+    return replace(
+        row,
+        label=" ".join(words) + (f" with {offloaded} offloaded" if offloaded else ""),
+        shards=options["device_mesh"][1] if row.by_machine and options.get("device_mesh") else None,
+        offload_weights=weights,
+        offload_optimizer=optimizer,
+    )
 
 
 @dataclass
