@@ -136,7 +136,10 @@ class DDPStrategy(DistributedStrategy):
             return self.wrapped(step, *args)
 
     def backward(self, loss: torch.Tensor) -> None:
-        super().backward(loss)
+        # Not through super(): from fit to backward there are four frames.
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward()
         world_size = self.processes.world_size
         if self.wrapped is None and world_size > 1 and not self._more_follow:
             average_gradients([p for p in self.module.parameters() if p.requires_grad], world_size)
