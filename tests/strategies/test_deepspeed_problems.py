@@ -153,4 +153,4 @@ def test_the_stage_is_the_strategys_or_the_jsons() -> None:
     assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).stage == 3
     assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).collective_forward
     assert DeepSpeedStage1Strategy({"zero_optimization": {"stage": "auto"}}).stage == 1
-    assert DeepSpeedStage2OffloadStrategy().describe() == "deepspeed_stage_2_offload (stage=2, offload_optimizer=cpu)"
+    assert str(DeepSpeedStage2OffloadStrategy()) == "deepspeed_stage_2_offload (stage=2, offload_optimizer=cpu)"

@@ -176,9 +176,12 @@ def _checks(
     except (ConfigError, ValueError) as error:
         yield CheckResult("FAIL", "trainer", str(error))
         return
-    trainer.strategy = strategy
-    trainer.plan = replace(trainer.plan, strategy=strategy, device_type=device_type, num_processes=world)
-    if not problems:
+    if problems:
+        # They have been told: what follows is asked of one process's strategy.
+        trainer.strategy.processes = strategy.processes
+    else:
+        trainer.strategy = strategy
+        trainer.plan = replace(trainer.plan, strategy=strategy, device_type=device_type, num_processes=world)
         yield CheckResult("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
         yield from _layout(configuration, trainer, world, per_machine)
     yield from _data(configuration, trainer, look=not given.no_data)

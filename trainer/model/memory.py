@@ -177,10 +177,11 @@ def layout_of(name: str, options: Mapping[str, Any]) -> MemoryLayout | None:
     cpu_offload = bool(options.get("cpu_offload"))
     weights = cpu_offload or options.get("offload_parameters") in ("cpu", "nvme")
     optimizer = cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme")
-    offloaded = " and ".join(part for part, there in (("weights", weights), ("optimizer", optimizer)) if there)
+    offloaded = " and ".join(part for part, there in (("optimizer", optimizer), ("weights", weights)) if there)
+    label = f"ZeRO-{options['stage']}" if "stage" in options else " ".join(words)
     return replace(
         row,
-        label=" ".join(words) + (f" with {offloaded} offloaded" if offloaded else ""),
+        label=label + (f" with {offloaded} offloaded" if offloaded else ""),
         shards=options["device_mesh"][1] if row.by_machine and options.get("device_mesh") else None,
         offload_weights=weights,
         offload_optimizer=optimizer,
