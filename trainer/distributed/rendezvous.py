@@ -1,4 +1,4 @@
-"""Meeting at a host and port: told within seconds when that cannot be, and who has not come."""
+"""Join the processes of a run at a host and port; name within seconds what prevents it, and which ranks are missing."""
 
 from __future__ import annotations
 
@@ -23,45 +23,40 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 ATTEMPT = "TRAINER_ATTEMPT"
-"""Environment variable: which attempt of a run this process belongs to; the same in all of them."""
-PATIENCE = "TRAINER_CONNECT_SECONDS"
-"""Environment variable: how long to try where nobody answers yet."""
-_PATIENCE_S = 60.0
-_UNREACHABLE_PATIENCE_S = 15.0
-"""The same for a host that is not there: its name is unknown, or no way leads to it."""
+"""Environment variable: the attempt of the run that this process belongs to; the same in all processes."""
+TIMEOUT = "TRAINER_CONNECT_SECONDS"
+"""Environment variable: how long to try to connect while nobody answers yet."""
+_TIMEOUT_S = 60.0
+_UNREACHABLE_TIMEOUT_S = 15.0
+"""The same for a host that is not there: its name is unknown, or there is no route to it."""
 _NOTICE_S = 5.0
 _HANDSHAKE_S = 10.0
-_BUSY_PATIENCE_S = 3.0
+_BUSY_TIMEOUT_S = 3.0
 """A run that has just ended may still hold its port."""
-_REFUSED = "trainer/refused"
-"""In the store: why this run cannot begin."""
 _DUPLICATE_RANK_TIMEOUT_S = 1.0
-"""How long whoever holds the port may take to answer, before it counts as another program."""
+"""How long the holder of the port may take to answer, before it counts as another program."""
 _STORE_GRACE_S = 1.0
-"""How long rank 0, whose end ends the store, lets the others read why."""
+"""How long rank 0, which hosts the store, lets the others read an error."""
 _MISSING_NOTICE_S = 30.0
+_REFUSED = "trainer/refused"
+"""Key in the store: why this run cannot begin."""
 _PROCESS = uuid.uuid4().hex
-"""Tells this process apart where containers share name and process ids; its forks have it too, but other ids."""
+"""Distinguishes processes of containers with the same host name and process ids."""
 
 
 def join_store(environment: Environment, timeout: timedelta) -> Store:
-    """The store in which the processes of this attempt at the run meet; for all of them, at the same place.
+    """Return the store of this attempt at the run; called by all its processes.
 
-    It is the launcher's where there is one; else rank 0 opens it at `master_addr:master_port`.
+    It is the launcher's store if there is one; else rank 0 opens one at `master_addr:master_port`.
 
     Raises:
-        ConfigError: two processes have the same rank, or they do not agree about the world size; on those that wait
-            as well.
-        TrainerError: the address is taken or cannot be reached, or some processes do not come; names them.
+        ConfigError: two processes have the same rank, or they disagree about the world size; raised on all of them.
+        TrainerError: the port is in use, the address cannot be reached, or some ranks do not come (names them).
     """
     from torch._C._distributed_c10d import PrefixStore
 
-    host, port, rank, world_size = (
-        environment.master_addr,
-        environment.master_port,
-        environment.rank,
-        environment.world_size,
-    )
+    host, port = environment.master_addr, environment.master_port
+    rank, world_size = environment.rank, environment.world_size
     names = f"MASTER_ADDR={host} MASTER_PORT={port}"
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not of_launcher:
@@ -69,7 +64,7 @@ def join_store(environment: Environment, timeout: timedelta) -> Store:
     else:
         store = connect(host, port, f"where the processes meet ({names})")
     store.set_timeout(timeout)
-    # A launcher numbers its processes itself, and its store outlives them: it remembers those of former attempts.
+    # A launcher assigns the ranks itself, and its store outlives the processes: it has the keys of former attempts.
     if not of_launcher:
         _register_rank(store, rank, world_size)
     attempt = _wait_for_all_ranks(store, rank, world_size, timeout)
@@ -78,70 +73,66 @@ def join_store(environment: Environment, timeout: timedelta) -> Store:
 
 
 def attempt() -> str:
-    """A text that the processes of this attempt have in common, and those of no other attempt."""
+    """Return an id that the processes of this attempt share, and no other attempt has."""
     return os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def patience() -> float:
-    """Seconds to try a connection where nobody answers yet."""
-    try:
-        return float(os.environ.get(PATIENCE, _PATIENCE_S))
-    except ValueError:
-        raise TrainerError(f"{PATIENCE}={os.environ[PATIENCE]!r} is not a number of seconds.") from None
-
-
 def free_port() -> int:
-    """A port of this machine that nobody has at this moment."""
+    """Return a port of this machine that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def open_store(host: str, port: int, names: str, wait: float = _BUSY_PATIENCE_S) -> TCPStore:
-    """Listen on `port` of this machine, which the others know as `host`.
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+def open_store(host: str, port: int, names: str, wait: float = _BUSY_TIMEOUT_S) -> TCPStore:
+    """Open a store on `port` of this machine, which the others know as `host`.
 
     Args:
-        names: what the user gave, for the error.
+        names: the settings that gave host and port, for the error.
         wait: seconds to try while another program has the port.
 
     Raises:
-        TrainerError: the port is taken, or `host` means no machine.
+        TrainerError: the port is in use, or `host` is unknown.
     """
     from torch._C._distributed_c10d import TCPStore
 
     find_host(host, port, names)
-    deadline = time.monotonic() + wait
+    handshake, deadline = timedelta(seconds=_HANDSHAKE_S), time.monotonic() + wait
     while True:
         try:
-            return TCPStore(
-                host,
-                port,
-                is_master=True,
-                timeout=timedelta(seconds=_HANDSHAKE_S),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            return TCPStore(host, port, is_master=True, timeout=handshake, wait_for_workers=False, multi_tenant=True)
         except RuntimeError as error:  # torch's DistNetworkError
             if "EADDRINUSE" not in str(error) and "EACCES" not in str(error):
                 raise TrainerError(f"{host}:{port} ({names}) cannot be opened: {_first_line(error)}") from None
             if time.monotonic() > deadline:
-                raise TrainerError(_busy(port, names, "EACCES" in str(error))) from None
+                who = "may not be opened by you" if "EACCES" in str(error) else "is in use, by another run or program"
+                raise TrainerError(
+                    f"port {port} of {socket.gethostname()} ({names}) {who}. Give all processes another one, such as "
+                    f"{free_port()}, which is free now; `ss -ltnp 'sport = :{port}'` shows the program that has it."
+                ) from None
             time.sleep(0.25)
 
 
 def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPStore:
-    """The store that another process holds at `host:port`.
+    """Connect to the store that another process has opened at `host:port`.
 
     Args:
-        what: what is there, for messages: "where the processes meet (MASTER_ADDR=...)".
+        what: its role, for messages: "where the processes meet (MASTER_ADDR=...)".
         wait: seconds to try while nobody listens there yet; None: TRAINER_CONNECT_SECONDS, or 60.
 
     Raises:
-        TrainerError: it cannot be reached, or something else listens there.
+        TrainerError: it cannot be reached, or another program listens there.
     """
-    wait = patience() if wait is None else wait
-    _until(lambda: _reach(host, port), wait, f"{host}:{port}, {what},")
+    if wait is None:
+        try:
+            wait = float(os.environ.get(TIMEOUT, _TIMEOUT_S))
+        except ValueError:
+            raise TrainerError(f"{TIMEOUT}={os.environ[TIMEOUT]!r} is not a number of seconds.") from None
+    _retry(lambda: _reach(host, port), wait, f"{host}:{port}, {what},")
     answer = _try_connect(host, port, 1.5 * _HANDSHAKE_S)
     if answer is not None and not isinstance(answer, Exception):
         return answer
@@ -152,8 +143,51 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
     )
 
 
+def find_host(host: str, port: int, names: str) -> None:
+    """Check that the name `host` can be resolved.
+
+    Raises:
+        TrainerError: it could not for fifteen seconds.
+    """
+    _retry(lambda: _resolve(host, port), _UNREACHABLE_TIMEOUT_S, f"{host}:{port} ({names})")
+
+
+def is_own_address(host: str, port: int) -> bool:
+    """Return True if `host` is this machine."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind((address[0], 0))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EINVAL):
+                    raise
+            else:
+                return True
+    return False
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return the address of this machine as seen from `host`."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+        return own
+
+
+def _open_as_rank_0(host: str, port: int, names: str, world_size: int) -> TCPStore:
+    """Open the store; if another rank 0 of this run has the port, report that on both."""
+    try:
+        return open_store(host, port, names)
+    except TrainerError:
+        store = _try_connect(host, port, _DUPLICATE_RANK_TIMEOUT_S)
+        if store is not None and not isinstance(store, Exception) and store.check([_process_key(0)]):
+            _register_rank(store, 0, world_size)
+        raise
+
+
 def _try_connect(host: str, port: int, wait: float) -> TCPStore | Exception | None:
-    """The store at `host:port`, why there is none, or None if nothing was said in so many seconds."""
+    """Return the store at `host:port`, the error, or None without an answer in time."""
     answer: list[TCPStore | Exception] = []
 
     def try_it() -> None:
@@ -164,48 +198,26 @@ def _try_connect(host: str, port: int, wait: float) -> TCPStore | Exception | No
         except Exception as error:
             answer.append(error)
 
-    # In a thread, because torch waits without end for an answer of a program that speaks something else.
+    # In a thread, because torch waits forever for an answer of a program with another protocol.
     thread = threading.Thread(target=try_it, name="connect", daemon=True)
     thread.start()
     thread.join(wait)
     return answer[0] if answer else None
 
 
-def _open_as_rank_0(host: str, port: int, names: str, world_size: int) -> TCPStore:
-    """`open_store`; where another rank 0 of this run holds the port, both are told."""
-    try:
-        return open_store(host, port, names)
-    except TrainerError:
-        store = _try_connect(host, port, _DUPLICATE_RANK_TIMEOUT_S)
-        if store is not None and not isinstance(store, Exception) and store.check([_process_key(0)]):
-            _register_rank(store, 0, world_size)
-        raise
-
-
-def find_host(host: str, port: int, names: str) -> None:
-    """See that `host` means a machine.
-
-    Raises:
-        TrainerError: it does not, for fifteen seconds.
-    """
-    _until(lambda: _resolve(host, port), _UNREACHABLE_PATIENCE_S, f"{host}:{port} ({names})")
-
-
-def _until(reach: Callable[[], OSError | None], wait: float, what: str) -> None:
-    """Try until there is no error; longer while the host is there, and only nobody listens yet."""
-    began = time.monotonic()
-    told = False
+def _retry(reach: Callable[[], OSError | None], wait: float, what: str) -> None:
+    """Retry until there is no error; longer if the host is there and only nobody listens yet."""
+    began, noticed = time.monotonic(), False
     while (error := reach()) is not None:
         absent = not isinstance(error, ConnectionRefusedError)
-        limit = min(wait, _UNREACHABLE_PATIENCE_S) if absent and PATIENCE not in os.environ else wait
+        limit = min(wait, _UNREACHABLE_TIMEOUT_S) if absent and TIMEOUT not in os.environ else wait
         passed = time.monotonic() - began
+        reason, advice = _explain(error)
         if passed >= limit:
-            raise TrainerError(
-                f"{what} cannot be reached: {_reason(error)} (tried for {limit:.0f} s). {_advice(error)}"
-            )
-        if passed > _NOTICE_S and not told:
-            told = True
-            sys.stderr.write(f"still trying to reach {what} {_reason(error)}\n")
+            raise TrainerError(f"{what} cannot be reached: {reason} (tried for {limit:.0f} s). {advice}")
+        if passed > _NOTICE_S and not noticed:
+            noticed = True
+            sys.stderr.write(f"still trying to reach {what} {reason}\n")
             sys.stderr.flush()
         time.sleep(min(0.25, limit))
 
@@ -231,41 +243,32 @@ def _reach(host: str, port: int) -> OSError | None:
     return None
 
 
-def _reason(error: OSError) -> str:
+def _explain(error: OSError) -> tuple[str, str]:
+    """Return the reason and the advice."""
     if isinstance(error, socket.gaierror):
-        return "there is no machine of this name"
-    if isinstance(error, ConnectionRefusedError):
-        return "the machine is there, but nobody listens on this port"
-    if isinstance(error, TimeoutError):
-        return "no answer"
-    return os.strerror(error.errno) if error.errno else str(error)
-
-
-def _advice(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):
-        return "Look at the name (`getent hosts NAME` on this machine), or give the address in numbers."
+        return (
+            "there is no machine of this name",
+            "Look at the name (`getent hosts NAME` on this machine), or give the IP address.",
+        )
     if isinstance(error, ConnectionRefusedError):
         return (
+            "the machine is there, but nobody listens on this port",
             "Start the process that opens it (rank 0, or `trainer launch` on that machine), give the same port "
-            f"everywhere, or wait longer: {PATIENCE}=600."
+            f"everywhere, or wait longer: {TIMEOUT}=600.",
         )
-    return "Look at the address, the network and the firewall: `nc -vz HOST PORT` from this machine."
-
-
-def _busy(port: int, names: str, forbidden: bool) -> str:
-    who = "may not be opened by you" if forbidden else "is in use, by another run or another program"
-    return (
-        f"port {port} of {socket.gethostname()} ({names}) {who}. Give all processes another one, such as "
-        f"{free_port()}, which is free now; `ss -ltnp 'sport = :{port}'` shows who has it."
-    )
+    reason = "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno) if error.errno else str(error)
+    return reason, "Look at the address, the network and the firewall: `nc -vz HOST PORT` from this machine."
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+# -- which ranks are there ---------------------------------------------------------------------------------------------
+
+
 def _register_rank(store: Store, rank: int, world_size: int) -> None:
-    """Say who and how many we are; tell everybody, if another process has this rank or says another number."""
+    """Register this process; raise on all processes if its rank is taken, or the world sizes differ."""
     me = f"process {os.getpid()} on {socket.gethostname()}"
     known = store.compare_set(_process_key(rank), "", f"{me}/{_PROCESS}").decode()
     if known != f"{me}/{_PROCESS}":
@@ -300,31 +303,30 @@ def _refuse(store: Store, rank: int, why: str) -> None:
 
 
 def _wait_for_all_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Number this attempt, and see that all have come.
+    """Wait until all ranks are there; return the number of this attempt.
 
-    Each process asks under a name that nobody had before, so that none takes what was said to the dead processes of
-    a former attempt. (torchrun's own count of restarts may differ between machines.)
+    Each process asks under a new name, so that none reads an answer to a dead process of a former attempt. (torchrun's
+    own count of restarts may differ between machines.)
     """
     if rank == 0:
         number = str(store.add("trainer/attempts", 1))
-        _answer(store, number, world_size, timeout)
+        _answer_all(store, number, world_size, timeout)
         store.set(f"trainer/complete/{number}", "1")
         return number
     name = uuid.uuid4().hex
     store.set(f"trainer/asks/{rank}", name)
-    key = f"trainer/answers/{name}"
-    _wait(store, rank, lambda: store.check([key]), timeout, lambda: "rank 0 has not come")
-    number = store.get(key).decode()
+    answer = f"trainer/answers/{name}"
+    _wait(store, rank, lambda: store.check([answer]), timeout, lambda: "rank 0 has not come")
+    number = store.get(answer).decode()
     store.set(f"trainer/came/{number}/{rank}", "1")
-    # So that whatever is found out about the others is told here, too.
-    complete = f"trainer/complete/{number}"
-    _wait(
-        store, rank, lambda: store.check([complete]), timeout, lambda: "some ranks, which rank 0 names, have not come"
-    )
+    # Wait for the others, too, so that an error about them is raised here as well.
+    complete, missing = f"trainer/complete/{number}", "some ranks, which rank 0 names, have not come"
+    _wait(store, rank, lambda: store.check([complete]), timeout, lambda: missing)
     return number
 
 
-def _answer(store: Store, number: str, world_size: int, timeout: timedelta) -> None:
+def _answer_all(store: Store, number: str, world_size: int, timeout: timedelta) -> None:
+    """On rank 0, tell every process the number of this attempt, until all have read it."""
     missing, answered = set(range(1, world_size)), dict[int, str]()
 
     def all_here() -> bool:
@@ -338,46 +340,22 @@ def _answer(store: Store, number: str, world_size: int, timeout: timedelta) -> N
                     missing.discard(rank)
         return not missing
 
-    _wait(store, 0, all_here, timeout, lambda: f"{_ranks(missing)} of {world_size} have not come")
+    def who() -> str:
+        shown = ", ".join(map(str, sorted(missing)[:8])) + (", ..." if len(missing) > 8 else "")
+        return f"rank{'s' if len(missing) > 1 else ''} {shown} of {world_size} have not come"
+
+    _wait(store, 0, all_here, timeout, who)
 
 
 def _wait(store: Store, rank: int, ready: Callable[[], bool], timeout: timedelta, who: Callable[[], str]) -> None:
-    began = told = time.monotonic()
+    began = noticed = time.monotonic()
     while not ready():
         if store.check([_REFUSED]):
             _refuse(store, rank, store.get(_REFUSED).decode())
         now = time.monotonic()
         if now - began > timeout.total_seconds():
             raise TrainerError(f"{who()} within {timeout.total_seconds():.0f} s (timeout_seconds of the strategy).")
-        if now - told > _MISSING_NOTICE_S:
-            told = now
+        if now - noticed > _MISSING_NOTICE_S:
+            noticed = now
             log.warning("waiting since %.0f s to begin: %s", now - began, who())
         time.sleep(0.01 if now - began < 1 else 0.1)
-
-
-def _ranks(ranks: set[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8]))
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"
-
-
-def is_own_address(host: str, port: int) -> bool:
-    """Whether `host` is this machine."""
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EINVAL):
-                    raise
-            else:
-                return True
-    return False
-
-
-def address_towards(host: str, port: int) -> str:
-    """The address with which this machine is seen from `host`."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        own: str = probe.getsockname()[0]
-        return own

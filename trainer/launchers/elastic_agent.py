@@ -1,4 +1,4 @@
-"""The launcher's elastic agent: which failures start the processes again, and how long the others have to end."""
+"""The launcher's elastic agent: decide which failures restart the processes, and how long the others have to end."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Subproce
 
 from trainer.launchers.restarts import STOPPED
 
-_PATIENCE_S = 8
-"""How long the other processes of a failed one have to end by themselves."""
-_PATIENCE_AFTER_STOP_S = 30
-"""The same after an agreed stop, when all has been saved and only the script's own last lines remain."""
-
-
-_PATIENCE_FOR_MACHINES_S = _PATIENCE_AFTER_STOP_S + 10
-"""How long the machine that holds the store stays for the others, when all end with an error."""
+_SHUTDOWN_TIMEOUT_S = 8
+"""How long the other processes have to end by themselves after one has failed."""
+_STOP_TIMEOUT_S = 30
+"""The same after an agreed stop, when everything is saved and only the end of the script remains."""
+_STORE_TIMEOUT_S = _STOP_TIMEOUT_S + 10
+"""How long the machine that hosts the store waits for the others, when all end with an error."""
 _NOTICE_S = 10.0
 
 
@@ -33,10 +31,10 @@ class Agent(LocalElasticAgent):
     """torch's agent for the processes of one machine.
 
     Args:
-        spec: as torch's.
+        spec: see torch.
         store: shared by the agents of all machines and by all processes; outlives every attempt.
-        holds_store: whether the store ends with this process.
-        machines: what to wait for in the rendezvous, in words; empty for a single machine.
+        holds_store: True if the store ends with this process.
+        machines: description of the machines to wait for; empty for a single machine.
     """
 
     def __init__(self, spec: WorkerSpec, store: Store, holds_store: bool = False, machines: str = "") -> None:
@@ -45,19 +43,19 @@ class Agent(LocalElasticAgent):
         self._holds_store = holds_store
         self._machines = machines
         self.signalled: signal.Signals | None = None
-        """The latest signal that the launcher has got: nothing is started again after it."""
+        """The latest signal that the launcher received: nothing is restarted after one."""
         self.failed_ranks: dict[int, int] = {}
-        """Exit codes, by rank, of the processes that were the first to fail; not of those ended because of them."""
+        """Exit codes by rank of the processes that failed first, without those ended because of them."""
 
-    def tell_signals(self) -> None:
-        """Print which processes were ended by a signal: they could not say so themselves."""
+    def report_signals(self) -> None:
+        """Print which processes were killed by a signal: they could not report it themselves."""
         for rank, code in sorted(self.failed_ranks.items()):
             if code < 0 and code != -signal.SIGTERM and self.signalled is None:
                 _say(f"rank {rank} was ended by {signal.Signals(-code).name}")
 
     def leave(self) -> None:
-        """At the end, after an error: let the machine that holds the store stay until the others have ended theirs."""
-        group, deadline = self.get_worker_group(), time.monotonic() + _PATIENCE_FOR_MACHINES_S
+        """After an error, keep the machine that hosts the store alive until the others have ended."""
+        group, deadline = self.get_worker_group(), time.monotonic() + _STORE_TIMEOUT_S
         if group.store is None or not self._machines:
             return
         with suppress(RuntimeError):  # the store is gone already
@@ -76,13 +74,13 @@ class Agent(LocalElasticAgent):
         finally:
             notice.cancel()
         if worker_group.group_rank == 0:
-            # An elastic restart ends the former processes with SIGTERM, after which they stop by agreement.
+            # An elastic restart ends the former processes with SIGTERM, on which they stop by agreement.
             self._stops.delete_key(STOPPED)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ours = {number: signal.getsignal(number) for number in signal.valid_signals()}
         started: dict[int, Any] = super()._start_workers(worker_group)
-        # torch 2.9 sets handlers of its own here, and has no variable yet that says not to.
+        # torch 2.9 installs signal handlers here, and has no variable yet to prevent it.
         for number, handler in ours.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
@@ -95,11 +93,11 @@ class Agent(LocalElasticAgent):
                 ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
                 codes = {ranks[local]: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
                 self.failed_ranks = {rank: code for rank, code in codes.items() if code}
-            close(death_sig, _PATIENCE_AFTER_STOP_S if self._stopped() else _PATIENCE_S)
+            close(death_sig, _STOP_TIMEOUT_S if self._stopped() else _SHUTDOWN_TIMEOUT_S)
 
         context.close = close_soon  # type: ignore[method-assign]
         self.failed_ranks = {}
-        if self.signalled is not None:  # while nobody was there to hear it
+        if self.signalled is not None:  # the signal came while no process was running
             context.close(self.signalled)
         return started
 
@@ -109,26 +107,26 @@ class Agent(LocalElasticAgent):
             if self.signalled is not None or self._stopped():
                 self._remaining_restarts = 0
             elif self._remaining_restarts > 0:
-                self.tell_signals()
-                max_nodes = worker_group.spec.max_restarts
-                _say(f"starting all processes again ({max_nodes - self._remaining_restarts + 1} of {max_nodes})")
+                self.report_signals()
+                total = worker_group.spec.max_restarts
+                _say(f"starting all processes again ({total - self._remaining_restarts + 1} of {total})")
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            _say("a machine has come, or come back: starting all processes again")
+            _say("a machine has joined or rejoined: starting all processes again")
         super()._restart_workers(worker_group)
 
     def _stopped(self) -> bool:
-        """Whether the processes have said that they stop by agreement."""
+        """Return True if the processes have recorded that they stop by agreement."""
         try:
             return bool(self._stops.check([STOPPED]))
-        except RuntimeError:  # the store was another machine's, and is gone
+        except RuntimeError:  # the store was on another machine, and is gone
             return False
 
 
 def silence_elastic() -> None:
-    """The processes have said what went wrong; the agent's own lines would only bury it. LOGLEVEL=INFO shows them."""
+    """Hide the agent's own log lines, which would bury the errors of the processes. LOGLEVEL=INFO shows them."""
     if "LOGLEVEL" not in os.environ:
         elastic = logging.getLogger("torch.distributed.elastic")
         elastic.addHandler(logging.NullHandler())

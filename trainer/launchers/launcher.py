@@ -1,4 +1,4 @@
-"""Starting the processes of one machine: the same command line again, once per device, under torch's elastic agent."""
+"""Start the processes of one machine: the same command line once per device, under torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str = "cpu") -> NoReturn:
     """Run this very command line in `num_processes` new processes, wait for them, and exit as they did.
 
-    They find torchrun's environment variables. Their output goes where this process's output goes. SIGINT, SIGTERM,
-    SIGUSR1 and SIGHUP (as SIGTERM) are passed on to them, so that they stop together; the second SIGINT ends them at
-    once. When one of them fails, the others have eight seconds to end; then all are started again, `max_restarts` times
-    at most, but not after a signal, nor when they have stopped by agreement (`restart_safe_exit_code`).
+    The processes get torchrun's environment variables, and inherit the output of this one. SIGINT, SIGTERM, SIGUSR1 and
+    SIGHUP (as SIGTERM) are passed on, so that they stop together; the second SIGINT kills them. When one of them fails,
+    the others have eight seconds to end; then all are restarted, at most `max_restarts` times, but not after a signal
+    nor after an agreed stop (`restart_safe_exit_code`).
 
     Raises:
-        SystemExit: always, in the end: 0, or the first failing process's exit code (128 + n if signal n ended it;
+        SystemExit: always, with 0 or the exit code of the process that failed first (128 + n if signal n killed it;
             130 after the second SIGINT).
-        ConfigError: this process cannot be run again.
+        ConfigError: this process cannot be run a second time.
     """
     why_not = can_relaunch()
     if why_not is not None:
@@ -56,15 +56,15 @@ def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str
 
 
 def launch_command(command: Sequence[str], num_processes: int, max_restarts: int = 0) -> NoReturn:
-    """As `launch_processes`, with other arguments of Python than those of this process."""
+    """Run `command`, the arguments of Python, as `launch_processes` runs this process."""
     run_agents(lambda: _local_agent(command, num_processes, max_restarts), num_processes)
 
 
 def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
-    """Run the processes of this machine, `num_processes` of them, to their end, as `launch_processes` says.
+    """Run the `num_processes` processes of this machine to their end; see `launch_processes`.
 
     Raises:
-        SystemExit: always, in the end.
+        SystemExit: always.
         TrainerError: from `make_agent`.
     """
     from trainer.launchers.elastic_agent import silence_elastic
@@ -72,30 +72,30 @@ def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
     silence_elastic()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_processes)))
     os.environ[LAUNCHED] = str(os.getpid())
-    # The agent's own handlers end everything 30 s after the second signal; ours come instead.
+    # Replaces the agent's own handlers, which end everything 30 s after the second signal.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     sys.stdout.flush()
     sys.stderr.flush()
     agent = make_agent()
-    passing = _SignalPassing(agent)
-    passing.install()
+    forwarder = _SignalForwarder(agent)
+    forwarder.install()
     code = 1
     try:
         failures = [failure.exitcode for failure in agent.run().failures.values()]
         code = _exit_code(list(agent.failed_ranks.values()) if failures and agent.failed_ranks else failures)
-        agent.tell_signals()
-        if passing.interrupts > 1:
+        agent.report_signals()
+        if forwarder.interrupts > 1:
             code = 128 + signal.SIGINT
     finally:
         if code != 0:
-            passing.send(signal.SIGKILL)  # what the processes may have left behind
+            forwarder.send(signal.SIGKILL)  # what the processes may have left running
             agent.leave()
         agent.get_worker_group().spec.rdzv_handler.shutdown()
     raise SystemExit(code)
 
 
 def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why this process cannot be run a second time by its command line; None if it can."""
+    """Return why this process cannot be run a second time by its command line; None if it can."""
     arguments = sys.orig_argv[1:]
     if hasattr(builtins, "__IPYTHON__") or "ipykernel" in sys.modules:
         return "it is a notebook or an IPython session"
@@ -116,10 +116,10 @@ def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def die_with_parent() -> None:
-    """In a process started by `launch_processes`: be killed when the launcher dies, however it dies (Linux only).
+    """Have this process killed when the launcher that started it dies, however it dies (Linux only).
 
-    The agent starts each process in a session of its own, where nothing else would end it. Call it early. Does
-    nothing in other processes, and in those that a started process has started itself.
+    The agent starts each process in a session of its own, where nothing else would end it. Call this early. Does
+    nothing in processes that our launcher did not start directly.
     """
     launcher = int(os.environ.get(LAUNCHED, "0"))
     if not launcher or not sys.platform.startswith("linux"):
@@ -127,11 +127,11 @@ def die_with_parent() -> None:
     if os.getppid() == launcher:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher and not _alive(launcher):
-        os.kill(os.getpid(), signal.SIGKILL)  # it died before this call
+        os.kill(os.getpid(), signal.SIGKILL)  # the launcher died before this call
 
 
-class _SignalPassing:
-    """Hands the signals of the launcher on to the processes that it has started."""
+class _SignalForwarder:
+    """Forwards the signals of the launcher to the processes that it has started."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -157,7 +157,7 @@ class _SignalPassing:
             self.send(signal.Signals(number))
 
     def send(self, number: signal.Signals) -> None:
-        """To every process; SIGKILL also to what it has started."""
+        """Send a signal to every process; SIGKILL also to their children."""
         for pid in self._pids():
             try:
                 if number == signal.SIGKILL:
@@ -186,11 +186,13 @@ def worker_spec(
     max_restarts: int,
     rendezvous: RendezvousHandler,
     own_address: str,
-    meeting: tuple[str, int],
+    store_address: tuple[str, int],
 ) -> WorkerSpec:
-    """What torch's agent is to run on this machine: `command`, the arguments of Python.
+    """Return the specification for torch's agent of the processes of this machine.
 
-    `meeting`: host and port of the store that the processes use.
+    Args:
+        command: the arguments of Python.
+        store_address: host and port of the store that the processes use.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -199,18 +201,18 @@ def worker_spec(
         local_world_size=num_processes,
         rdzv_handler=rendezvous,
         entrypoint=sys.executable,
-        # The agent replaces ${local_rank} and $$ in the arguments; a user's dollar is to stay a dollar.
+        # The agent replaces ${local_rank} and $$ in the arguments; a user's dollar sign has to survive.
         args=tuple(argument.replace("$", "$$") for argument in command),
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        master_addr=meeting[0],
-        master_port=meeting[1],
+        master_addr=store_address[0],
+        master_port=store_address[1],
         local_addr=own_address,
     )
 
 
 def _local_rendezvous() -> tuple[RendezvousHandler, Store, int]:
-    """A store on a free port of this machine, held by this process: it outlives every process that fails."""
+    """Open a store on a free port of this machine, in this process: it outlives every process that fails."""
     import torch.distributed.elastic.rendezvous.registry as registry
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
@@ -222,14 +224,14 @@ def _local_rendezvous() -> tuple[RendezvousHandler, Store, int]:
             store: Any = handler.next_rendezvous().store  # opens the port now, and keeps it
             return handler, store.underlying_store, port
         except RuntimeError:
-            # Somebody took the port in between.
+            # Another program took the port in between.
             if attempt == 4:
                 raise
     raise AssertionError("unreachable")
 
 
 def _exit_code(codes: list[int]) -> int:
-    """One code for all. Those of processes that fell because another failed count last."""
+    """Reduce the exit codes to one; those of processes that failed because of another count last."""
 
     def rank_of(code: int) -> int:
         # The agent ends the survivors with SIGTERM; a broken collective ends them with 1.
@@ -242,7 +244,7 @@ def _exit_code(codes: list[int]) -> int:
 
 
 def usable_cores() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Several machines: one launcher on each, which meet at one host and port, under torch's elastic agent."""
+"""Launch on several machines: one launcher on each, joined at one host and port, under torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 _TIMEOUTS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout")
 _RUN = "trainer/run"
 CONF = (*_TIMEOUTS, "keep_alive_interval", "keep_alive_max_attempt")
-"""What `--rdzv-conf` may set, with torch's names and in seconds (the last one is a count)."""
+"""The names allowed in `--rdzv-conf`: torch's, with values in seconds (the last one is a count)."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Which machines take part, and where they meet."""
+    """The machines that take part, and their rendezvous."""
 
     min_nodes: int
     max_nodes: int
-    """As many as this; with `min_nodes` to start with, after half a minute of waiting for more."""
+    """Start with this many, or, after waiting half a minute for more, with at least `min_nodes`."""
     host: str
     port: int
     node_rank: int | None = None
-    """The number of this machine: 0 holds the store, and ranks follow the numbers. None: by address."""
+    """The number of this machine: 0 hosts the store, and ranks follow the numbers. None: by address."""
     run_id: str = "none"
     conf: Mapping[str, int] = field(default_factory=dict)
-    """Seconds by the names of `CONF`."""
+    """Values for the names of `CONF`."""
 
     def __str__(self) -> str:
         count = str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes} to {self.max_nodes}"
@@ -48,12 +48,12 @@ class Machines:
 def launch_on_machine(command: Sequence[str], num_processes: int, max_restarts: int, machines: Machines) -> NoReturn:
     """Run `command` (arguments of Python) in `num_processes` processes here, together with the other machines.
 
-    As `launch_processes` otherwise. A machine whose launcher has died may come again, while the others have restarts
-    left; the one that holds the store may not.
+    See `launch_processes`. A machine whose launcher has died may rejoin while the others have restarts left, except
+    the one that hosts the store.
 
     Raises:
-        SystemExit: always, in the end.
-        TrainerError: the machines could not meet, or lost each other.
+        SystemExit: always.
+        TrainerError: the machines could not join, or lost their connection.
     """
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
@@ -63,7 +63,7 @@ def launch_on_machine(command: Sequence[str], num_processes: int, max_restarts: 
     )
 
     place = f"{machines.host}:{machines.port}"
-    # Its second store would need a second open port, and would end with the machine that happens to have rank 0.
+    # torch's second store would need a second open port, and would end with the machine that happens to have rank 0.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         run_agents(lambda: _agent(command, num_processes, max_restarts, machines), num_processes)
@@ -74,7 +74,7 @@ def launch_on_machine(command: Sequence[str], num_processes: int, max_restarts: 
             f"--rdzv-conf join_timeout={2 * seconds}."
         ) from None
     except RendezvousClosedError:
-        raise TrainerError(f"the other machines at {place} have ended this run: see what they say.") from None
+        raise TrainerError(f"the other machines at {place} have ended this run: see their output.") from None
     except (RendezvousConnectionError, RendezvousStateError):
         raise TrainerError(
             f"lost {place}, where the machines meet: the launcher there has ended, or the network is down."
@@ -86,7 +86,7 @@ def _agent(command: Sequence[str], num_processes: int, max_restarts: int, machin
 
     store, holds_store = _store(machines, command)
     own = address_towards(machines.host, machines.port)
-    # torch sorts the machines by what it takes for their addresses; it does not connect to them.
+    # torch only sorts the machines by these addresses; it does not connect to them.
     name = own if machines.node_rank is None else f"{machines.node_rank:06d}"
     rendezvous = _rendezvous(machines, store, name)
     spec = worker_spec(command, num_processes, max_restarts, rendezvous, own, (machines.host, machines.port))
@@ -97,7 +97,7 @@ def _agent(command: Sequence[str], num_processes: int, max_restarts: int, machin
 
 
 def _store(machines: Machines, command: Sequence[str]) -> tuple[TCPStore, bool]:
-    """The store at the meeting place, and whether this process holds it."""
+    """Return the store of the rendezvous, and True if this process hosts it."""
     host, port, names = machines.host, machines.port, f"--rdzv {machines.host}:{machines.port}"
     find_host(host, port, names)
     here = is_own_address(host, port) if machines.node_rank is None else machines.node_rank == 0
@@ -107,7 +107,7 @@ def _store(machines: Machines, command: Sequence[str]) -> tuple[TCPStore, bool]:
         try:
             store = open_store(host, port, names)
         except TrainerError as error:
-            # Another launcher of this very run on the same machine may have been the first.
+            # Another launcher of this run on the same machine may have opened it first.
             if machines.node_rank is not None:
                 raise
             busy = error
@@ -128,7 +128,7 @@ def _rendezvous(machines: Machines, store: TCPStore, name: str) -> RendezvousHan
     class Rendezvous(DynamicRendezvousHandler):
         @property
         def use_agent_store(self) -> bool:
-            """The processes use the store of the meeting place, which outlives every attempt."""
+            """Have the processes use the store of the rendezvous, which outlives every attempt."""
             return True
 
     conf: dict[str, Any] = dict(machines.conf)

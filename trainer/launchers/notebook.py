@@ -1,4 +1,4 @@
-"""One function on several processes, from a notebook or a REPL: `trainer.launch(fn, devices=2)`."""
+"""Run a function on several processes from a notebook or a REPL: `trainer.launch(fn, devices=2)`."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from trainer.launchers.restarts import LAUNCHED
 
 T = TypeVar("T")
 
-_PATIENCE_S = 8
-"""How long the other processes have to end when one has failed, or after Ctrl-C."""
+_SHUTDOWN_TIMEOUT_S = 8
+"""How long the other processes have to end after one has failed, or after Ctrl-C."""
 
 
 class WorkerError(TrainerError):
-    """A function failed on a process that `launch` started: its rank and its traceback."""
+    """A function failed on a process that `launch` started; has its rank and traceback."""
 
 
 def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", **kwargs: Any) -> list[T]:
     """Call `function(*args, **kwargs)` on several processes of this machine, and wait.
 
     Each process has torchrun's variables, so a `Trainer` in the function joins the others. On Linux the processes are
-    forked: the function may be defined in a notebook's cell and use what the notebook holds, but CUDA must not have
-    been used before. Where it was, and on other systems, the function has to come from a module that can be imported.
+    forked: the function may be defined in a notebook cell and use the objects of the notebook, but CUDA must not have
+    been used before. If it was, and on other systems, the function has to come from an importable module.
 
     Args:
         function: called once on each process.
-        devices: how many; "auto": one for each GPU, one without.
+        devices: number of processes; "auto": one for each GPU, or a single one without GPUs.
 
     Returns:
-        What each process returned, by rank; tensors on the CPU.
+        The results of the processes, by rank, with tensors on the CPU.
 
     Raises:
-        WorkerError: the function failed; with the traceback of the process that failed first.
+        WorkerError: the function failed; has the traceback of the process that failed first.
         ConfigError: the processes cannot be started here.
-        KeyboardInterrupt: Ctrl-C; the processes have got it too, and none is left.
+        KeyboardInterrupt: Ctrl-C; the processes have received it too, and none is left.
     """
     number = _number(devices)
     _refuse_nesting()
@@ -56,7 +56,7 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
     from torch._C._distributed_c10d import TCPStore
     from torch.multiprocessing.spawn import start_processes
 
-    # Held by this process, on a port that nobody else can take.
+    # Hosted by this process, on a port that no other program can take.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with tempfile.TemporaryDirectory(prefix="launch-") as name:
         folder = Path(name)
@@ -99,7 +99,7 @@ def _refuse_nesting() -> None:
 
 
 def _start_method(function: Callable[..., Any]) -> str:
-    """ "fork" where it can be, else "spawn" for functions that a new Python can import."""
+    """Return "fork" where possible, else "spawn" for functions that a new Python process can import."""
     why = _no_fork()
     if why is None:
         return "fork"
@@ -113,18 +113,18 @@ def _start_method(function: Callable[..., Any]) -> str:
 
 
 def _no_fork() -> str | None:
-    """Why a forked process could not work; None if it can."""
+    """Return why a forked process could not work; None if it can."""
     import torch
 
     if not sys.platform.startswith("linux"):
         return f"processes cannot be forked safely on {sys.platform}."
-    if not torch.cuda.device_count():  # asks the driver's library, which does no harm
+    if not torch.cuda.device_count():  # asks NVML, which does not initialize CUDA
         return None
     if torch.cuda.is_initialized():
         return (
             "CUDA has been initialised in this process (a tensor or a model was moved to a GPU): it cannot be forked."
         )
-    # Also torch.cuda.is_available() spoils forks, without a sign in this process: only a fork can tell.
+    # torch.cuda.is_available() breaks forks, too, without a sign in this process: only a fork can tell.
     child = os.fork()
     if child == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
@@ -156,7 +156,7 @@ def _pickled(call: tuple[Any, ...]) -> bytes:
 
 
 def _work(rank: int, number: int, port: int, parent: int, folder: str, forked: bool, given: Any) -> None:
-    """What each process runs."""
+    """Run the function in a started process."""
     import torch
 
     os.environ.update(
@@ -173,11 +173,11 @@ def _work(rank: int, number: int, port: int, parent: int, folder: str, forked: b
         }
     )
     die_with_parent()
-    # A notebook's own handlers are not for its children.
+    # The children must not inherit the notebook's own handlers.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if forked:
-        # The threads of OpenMP are not there after a fork; a process that asks for them would hang.
+        # The threads of OpenMP do not survive a fork; a process that uses them would hang.
         torch.set_num_threads(1)
     function, args, kwargs = given if forked else pickle.loads(given)
     code = 1
@@ -192,16 +192,16 @@ def _work(rank: int, number: int, port: int, parent: int, folder: str, forked: b
         if code == 0:
             torch.save(None, Path(folder) / f"result-{rank}")
     except BaseException as error:
-        _note(Path(folder), rank, error)
+        _write_error(Path(folder), rank, error)
     finally:
-        _leave()
+        _destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
     if code:
         sys.exit(code)
 
 
-def _note(folder: Path, rank: int, error: BaseException) -> None:
+def _write_error(folder: Path, rank: int, error: BaseException) -> None:
     order = f"{int(lost_connection(error))} {time.monotonic()}"
     text = f"{order}\n{''.join(traceback.format_exception(error))}"
     path = folder / f"error-{rank}"
@@ -209,8 +209,8 @@ def _note(folder: Path, rank: int, error: BaseException) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def _leave() -> None:
-    """End the process group before the interpreter does, which aborts now and then while gloo's threads run."""
+def _destroy_process_group() -> None:
+    """Destroy the process group explicitly: an exit while gloo's threads run sometimes aborts."""
     import gc
 
     import torch.distributed as dist
@@ -222,14 +222,14 @@ def _leave() -> None:
 
 
 def _wait(processes: list[Any], folder: Path) -> None:
-    """Until all are done.
+    """Wait until all processes have ended.
 
     Raises:
-        WorkerError: one failed; the others had eight seconds to end.
+        WorkerError: one failed, and the others had eight seconds to end.
     """
     while any(process.exitcode is None for process in processes):
         if any(process.exitcode for process in processes):
-            deadline = time.monotonic() + _PATIENCE_S
+            deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
             while any(p.exitcode is None for p in processes) and time.monotonic() < deadline:
                 time.sleep(0.05)
             break
@@ -254,17 +254,17 @@ def _order(note: str) -> tuple[float, ...]:
 
 
 def _own_errors(notes: dict[int, str]) -> bool:
-    """Whether one failed by itself, and not only because another was gone."""
+    """Return True if a process failed by itself, not only because another was gone."""
     return any(_order(note)[0] == 0 for note in notes.values())
 
 
 def _end(processes: list[Any]) -> None:
-    """Let them stop as by Ctrl-C; whoever does not is killed."""
+    """Stop the processes as by Ctrl-C; kill those that do not end."""
     for process in processes:
         if process.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGINT)
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
     try:
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             time.sleep(0.05)

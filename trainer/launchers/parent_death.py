@@ -1,4 +1,4 @@
-"""Run as a script: become the Python program given as arguments, and be killed when the launcher dies (Linux)."""
+"""Script that runs the Python program given as arguments, and has it killed when the launcher dies (Linux)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restarts under Ray Train: what one attempt leaves for the next, in the key-value store of Ray's head."""
+"""Keep the information for restarts under Ray Train in the key-value store of Ray's head."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _NAMESPACE = b"trainer"
 
 
 class RayStore:
-    """The verbs of torch's `Store` that `RestartRecord` needs, for the workers of one run of Ray Train.
+    """The methods of torch's `Store` that `RestartRecord` needs, for the workers of one run of Ray Train.
 
-    The process group's own store ends with the workers. Ray's lives as long as the cluster. (It has no public name; the
+    The process group's own store ends with the workers; Ray's lives as long as the cluster. (It has no public API; the
     alternative, an actor, would be one more process.)
 
     Args:
-        run: tells this run apart from all others of the cluster.
-        worker: tells this process apart from those of other attempts.
+        run: id of this run, unique in the cluster.
+        worker: id of this process, different in each attempt.
     """
 
     def __init__(self, run: str, worker: str) -> None:
@@ -25,27 +25,27 @@ class RayStore:
         self._worker = worker
 
     def add(self, key: str, number: int) -> int:
-        """Add to a count that is this worker's own, so that one started again begins at 0; gives the new value."""
+        """Add to a counter of this worker, which starts at 0 after a restart; return the new value."""
         own = f"{self._worker}/{key}"
         value = (int(self.get(own)) if self.check([own]) else 0) + number
         self.set(own, str(value))
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Return True if all keys exist."""
         from ray.experimental.internal_kv import _internal_kv_exists
 
         return all(_internal_kv_exists(self._full(key), namespace=_NAMESPACE) for key in keys)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of an existing key."""
         from ray.experimental.internal_kv import _internal_kv_get
 
         value: bytes = _internal_kv_get(self._full(key), namespace=_NAMESPACE)
         return value
 
     def set(self, key: str, value: str) -> None:
-        """Store a value; the former one is lost."""
+        """Store a value, replacing a former one."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         _internal_kv_put(self._full(key), value.encode(), overwrite=True, namespace=_NAMESPACE)
@@ -55,7 +55,7 @@ class RayStore:
 
 
 def ray_store() -> RayStore | None:
-    """The store of the run of Ray Train whose worker this process is; None in any other process."""
+    """Return the store for a worker of Ray Train; None in any other process."""
     if detect_environment().source != "Ray Train":
         return None
     import ray
@@ -65,5 +65,5 @@ def ray_store() -> RayStore | None:
     try:
         name = train.get_context().get_experiment_name()
     except RuntimeError:
-        return None  # torchrun's variables were set by somebody else in a Ray job
+        return None  # another program set torchrun's variables in a Ray job
     return RayStore(f"{context.get_job_id()}/{name}", context.get_worker_id())
