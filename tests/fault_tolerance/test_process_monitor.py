@@ -30,17 +30,15 @@ def end(how: str) -> None:
         if how == "done":
             switch.done()
         os._exit(0)
-    time.sleep(8 if how == "done" else 100)
+    time.sleep(8 if how == "done" else 600)
     print("rank 0 came through", flush=True)
 
 
 def test_a_process_that_vanishes_ends_the_others() -> None:
-    began = time.monotonic()
     result = run_python(SCRIPT, "vanish", nproc=2).check(1)
     assert "rank 1 of 2 is gone: it ended without an error of its own" in result.stderr
     assert "rank 0 stops because rank 1 is gone" in result.stderr
     assert "came through" not in result.stdout
-    assert time.monotonic() - began < 60
 
 
 def test_a_process_that_is_done_is_not_missed() -> None:

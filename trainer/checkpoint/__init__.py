@@ -1,1 +1,1 @@
-"""What a checkpoint contains, and how it gets on the disk and back."""
+"""The checkpoint format, and its way to a disk or object store and back."""

@@ -1,1 +1,1 @@
-"""Where a process is among the others, and how they find each other."""
+"""Find the place of a process among the others, the devices of its machine, and the way to the other processes."""

@@ -1,4 +1,4 @@
-"""Which kind of device a run uses, and how many: what was asked, checked against what is there."""
+"""Choose the kind and number of devices of a run: check the settings against the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of 
 
 
 def choose_accelerator(accelerator: str) -> tuple[str, str]:
-    """The device type (`"cpu"`, `"cuda"`, `"mps"`; on TPUs `"tpu"` or `"xla"`) and, in words, why.
+    """Return the device type (`"cpu"`, `"cuda"`, `"mps"`; on TPUs `"tpu"` or `"xla"`) and the reason in words.
 
     Raises:
         ConfigError: the name is unknown, or there is no such device.
@@ -54,16 +54,16 @@ def _no_cuda() -> str:
 
 
 def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple[int, list[int] | None, str]:
-    """How many processes this machine gets, the GPU numbers if they were named, and, in words, why.
+    """Return the number of processes on this machine, the GPU numbers if they were given, and the reason in words.
 
     Args:
         devices: `"auto"` (1 on cpu and mps, and on xla, where one process drives all devices; all visible GPUs on
-            cuda), a number, -1 for all GPUs, a list of GPU numbers, or one of these as text: `"2"` is a number,
+            cuda), a number, -1 for all GPUs, a list of GPU numbers, or one of these as a string: `"2"` is a number,
             `"0,1"` a list (and `"0,"` a list of one).
         device_type: from `choose_accelerator`.
 
     Raises:
-        ConfigError: not one of these, or not available on this machine.
+        ConfigError: `devices` is invalid, or not available on this machine.
     """
     available = {"cuda": torch.cuda.device_count, "mps": lambda: 1, "tpu": torch.accelerator.device_count}.get(
         device_type, lambda: None

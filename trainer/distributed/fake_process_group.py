@@ -1,4 +1,4 @@
-"""Rehearsal: one process that stands for rank 0 of many, in torch's fake process group, where nothing is sent."""
+"""Stand in for rank 0 of many processes with torch's fake process group, in which nothing is sent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 @contextmanager
 def fake_process_group(world_size: int, per_machine: int) -> Iterator[None]:
-    """Be rank 0 of so many processes, `per_machine` on each machine. Collectives return at once, with any values.
+    """Act as rank 0 of `world_size` processes, `per_machine` on each machine. Collectives return undefined values.
 
-    Nothing is started, and no port is opened. There must be no process group; afterwards there is none again.
+    No process is started and no port opened. There must be no process group; the fake one is destroyed at the end.
     """
     import torch.distributed as dist
 
@@ -28,7 +28,7 @@ def fake_process_group(world_size: int, per_machine: int) -> Iterator[None]:
         "GROUP_WORLD_SIZE": world_size // per_machine,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": 1,
-        "TORCHELASTIC_RUN_ID": "rehearsal",
+        "TORCHELASTIC_RUN_ID": "dry-run",
     }
     with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

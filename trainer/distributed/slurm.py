@@ -1,4 +1,4 @@
-"""Slurm: its list of nodes in words of single hosts, and going back into its queue."""
+"""Parse Slurm's lists of nodes and tasks, and put a job back into its queue."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainer.errors import ConfigError
 log = logging.getLogger("trainer")
 
 REQUEUE = "TRAINER_REQUEUE"
-"""Environment variable: 1 puts a Slurm job back into the queue when it has saved before its time ran out."""
+"""Environment variable: 1 requeues a Slurm job that has saved a checkpoint before its time limit."""
 
 
 def hosts(nodelist: str) -> list[str]:
-    """The hosts of Slurm's notation, in its order.
+    """Expand Slurm's list of nodes, in its order.
 
     >>> hosts("node[08-10,12],gpu1")
     ['node08', 'node09', 'node10', 'node12', 'gpu1']
@@ -42,7 +42,7 @@ def _without_brackets(nodelist: str) -> str:
 
 
 def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
-    """`01-03,7` as 01, 02, 03, 7: leading zeros are part of a name."""
+    """Expand `01-03,7` to 01, 02, 03, 7: leading zeros are part of a name."""
     for one in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", one)
         if match is None:
@@ -60,7 +60,7 @@ def _unreadable(nodelist: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's short form as one number for each node.
+    """Expand Slurm's counts to one number for each node.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]
@@ -78,18 +78,17 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def was_requeued(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this is a later start of a Slurm job that TRAINER_REQUEUE=1 puts back: then it goes on, not anew."""
+    """Return True if this is a later start of a Slurm job requeued by TRAINER_REQUEUE=1, which has to resume."""
     return environ.get(REQUEUE, "0") not in ("", "0") and environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
 def requeue(environ: Mapping[str, str] = os.environ) -> bool:
-    """Put this Slurm job back into the queue if TRAINER_REQUEUE=1 asks for it; for one process, after all have saved.
+    """Requeue this Slurm job if TRAINER_REQUEUE=1; called by one process after all have saved.
 
-    Slurm then ends the job, and starts its script again later. Without a Slurm job, or when Slurm refuses, it says so
-    and does nothing more.
+    Slurm then ends the job, and starts its script again later. Logs a warning if there is no job, or Slurm refuses.
 
     Returns:
-        Whether Slurm has taken it back.
+        True if Slurm has requeued the job.
     """
     if environ.get(REQUEUE, "0") in ("", "0"):
         return False

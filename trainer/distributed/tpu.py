@@ -1,4 +1,4 @@
-"""Which of the two ways from torch to a TPU is installed: TorchTPU (`torch_tpu`), or its predecessor `torch_xla`."""
+"""Find the package that connects torch to a TPU: TorchTPU (`torch_tpu`), or its predecessor `torch_xla`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from trainer.errors import ConfigError
 
 ENVIRONMENT = "python3 -m venv .venv-xla && .venv-xla/bin/pip install torch==2.9.0 torch_xla==2.9.0 --editable ."
-"""The commands that make an environment for torch_xla, whose last release needs torch 2.9; for docs/tpu.md too."""
+"""Commands to create an environment for torch_xla, whose last release needs torch 2.9; also in docs/tpu.md."""
 
 
 def choose_tpu_stack() -> tuple[str | None, str]:
-    """The device type, and in words which package it comes from and why; or None, and why there is none.
+    """Return the device type and, in words, its package and the reason; or None, and why there is none.
 
     `"tpu"` is TorchTPU's: an ordinary device, where the ordinary strategies run. `"xla"` is that of torch_xla, where
     only the strategies made for it run. Neither package is imported.
@@ -33,13 +33,13 @@ def choose_tpu_stack() -> tuple[str | None, str]:
 
 
 def torch_tpu_is_ready() -> bool:
-    """Whether TorchTPU has registered its device, which it does when torch is imported on a machine with a TPU."""
+    """Return True if TorchTPU has registered its device: on a machine with a TPU, when torch is imported."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == "tpu"
 
 
 def torch_xla_problem() -> str | None:
-    """Why torch_xla cannot be used here, and what to type; None if it can."""
+    """Return why torch_xla cannot be used here, with the commands to fix it; None if it can."""
     if not _installed("torch_xla"):
         return f"torch_xla is not installed. It needs an environment of its own: {ENVIRONMENT}"
     theirs, ours = _minor(_version("torch_xla")), _minor(str(torch.__version__))
@@ -52,23 +52,23 @@ def torch_xla_problem() -> str | None:
 
 
 def tpu_is_there() -> bool:
-    """Whether this machine has a TPU that an installed package can use."""
+    """Return True if this machine has a TPU that an installed package can use."""
     if torch_tpu_is_ready():
         return True
-    # Where the TPU's driver puts its chips, on virtual machines of both kinds.
+    # The chips as the TPU driver shows them, on both kinds of virtual machines.
     chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
     return bool(chips) and torch_xla_problem() is None
 
 
 SHARED = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
-"""Set by TorchTPU for all processes of a machine, before they are started: without it they cannot share its chips."""
+"""Set by TorchTPU before the processes of a machine are started: without it they cannot share its chips."""
 
 
 def share_chips(processes: int) -> None:
-    """Set what the processes that are started from here on need to get a chip of TorchTPU each.
+    """Set the environment with which processes started from now on get a chip of TorchTPU each.
 
     Raises:
-        ConfigError: the chips cannot be shared by so many.
+        ConfigError: the chips cannot be shared by this number of processes.
     """
     from torch.tpu import distributed  # type: ignore[import-not-found]
 
@@ -79,7 +79,7 @@ def share_chips(processes: int) -> None:
 
 
 def sharing_problems(device_type: str, processes: int, source: str) -> list[str]:
-    """Why these processes of one machine, started by `source`, would not get a chip each."""
+    """Return why the processes of this machine, started by `source`, would not get a chip each."""
     if device_type != "tpu" or processes == 1 or SHARED in os.environ:
         return []
     return [
@@ -89,8 +89,7 @@ def sharing_problems(device_type: str, processes: int, source: str) -> list[str]
 
 
 def xla_scalar(value: float) -> torch.Tensor:
-    """A number on torch_xla's devices that lies there like the result of a step, so that a program which takes the one
-    can take the other. float64, 0-dim."""
+    """Return a 0-dim float64 tensor sharded like the result of a step, so that a compiled program accepts either."""
     import torch_xla
     from torch_xla.distributed import spmd
 

@@ -1,1 +1,1 @@
-"""Stopping together, noticing what hangs or died, and reporting it."""
+"""Stop all processes together, notice hangs and dead processes, and report them."""

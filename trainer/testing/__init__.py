@@ -1,8 +1,8 @@
-"""A kit to show that a run survives: break processes, files and disks on purpose, then compare runs bit by bit.
+"""Tools to test that a run survives faults: break processes, files and disks, then compare runs bit by bit.
 
     from trainer.testing import FaultCallback, compare_runs, each_damage, fault, run_python, start_python
 
-See docs/testing.md. Nothing here is imported by a training.
+See docs/testing.md. Training imports nothing from here.
 """
 
 from __future__ import annotations

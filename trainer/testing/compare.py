@@ -1,4 +1,4 @@
-"""Comparing what two runs left behind, bit by bit."""
+"""Compare the checkpoints and logs of two runs bit by bit."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ IGNORED = (
     "metrics.csv.*_per_s",
     "metrics.csv.throughput/*",
 )
-"""What legitimately differs: names of places, and clocks."""
+"""Paths of values that may differ: directories and times."""
 
 
 def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGNORED) -> list[str]:
-    """Every difference between the last checkpoints of two runs, and between their `metrics.csv`; empty: same bits.
+    """Return all differences between the last checkpoints of two runs and their `metrics.csv`; empty if bitwise equal.
 
-    Compared are weights, optimizers, schedulers, loss scale, progress, the place in the data, the random state of every
-    process, half-finished means, and the states of callbacks.
+    Compares weights, optimizers, schedulers, loss scale, progress, the position in the data, the random state of every
+    process, partially accumulated metrics, and the states of callbacks.
 
     Args:
         one: a run directory, or a checkpoint (then there is no log to compare).
         other: the same.
-        ignore: patterns (as of `fnmatch`) of the paths that are left out, such as "callbacks.MyClock*" or
+        ignore: `fnmatch` patterns of the paths to skip, such as "callbacks.MyClock*" or
             "metrics.csv.seconds".
 
     Raises:
@@ -47,8 +47,8 @@ def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGN
 
 
 def _last_checkpoint(path: Path) -> dict[str, Any]:
-    whole = path if is_committed(path) else CheckpointDirectory(path / "checkpoints").resolve("last")
-    return read_checkpoint(whole)
+    checkpoint = path if is_committed(path) else CheckpointDirectory(path / "checkpoints").resolve("last")
+    return read_checkpoint(checkpoint)
 
 
 def _differences(where: str, one: Any, other: Any, ignore: tuple[str, ...]) -> Iterator[str]:

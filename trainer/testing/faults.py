@@ -1,4 +1,4 @@
-"""Faults at named points: in the writing of checkpoints, and at every hook."""
+"""Inject faults at named points: while writing checkpoints, and at every hook of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainer.fault_tolerance.fault_points import POINTS, VARIABLE, Fault, fault_
 
 
 def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = None) -> dict[str, str]:
-    """The environment of a process that is to break: `run_python(script, env=fault("before_rename", count=3))`.
+    """Return the environment that makes a process fail: `run_python(script, env=fault("before_rename", count=3))`.
 
     Args:
         point: one of `POINTS`, which are in the writing of checkpoints; or, if the script has a `FaultCallback`, a
-            hook, such as "on_validation_batch_end" (every hook stands at the top of trainer/callback.py).
+            hook, such as "on_validation_batch_end" (all are listed at the top of trainer/callback.py).
         action: one of `ACTIONS`.
-        count: at which passing of the point, from 1.
-        rank: on which process; None: on each that comes there.
+        count: the number of the pass at which it strikes, from 1.
+        rank: the process to strike; None: each one that reaches the point.
 
     Raises:
         ConfigError: there is no such point or action.
@@ -29,12 +29,12 @@ def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = N
 
 
 class FaultCallback(Callback):
-    """Make every hook a point for `fault`. A hook without a fault does nothing and costs nothing.
+    """Make every hook of the run a point for `fault`. Hooks without a fault cost nothing.
 
-    It stands where it is in the list of callbacks: those before it have done their part when the fault strikes.
+    Its position in the list of callbacks counts: those before it have run when the fault strikes.
 
     Raises:
-        ConfigError: the variable TRAINER_FAULT asks for something that does not exist.
+        ConfigError: the variable TRAINER_FAULT names an unknown point or action.
     """
 
     def __init__(self) -> None:

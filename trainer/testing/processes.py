@@ -1,4 +1,4 @@
-"""Scripts in processes of their own: started, watched, signalled, killed at random."""
+"""Run scripts in their own processes: start, watch, signal, and kill them at random."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# What a process of a run would read as its place in it, and what tears its lines apart: never inherited.
+# Never inherited: variables for the place of a process in a run, and those that split its lines of output.
 _DROPPED = (
     "PYTHONUNBUFFERED",
     "RANK",
@@ -31,18 +31,18 @@ _DROPPED = (
 
 @dataclass(frozen=True)
 class Result:
-    """How a process ended."""
+    """Exit code and output of a process."""
 
     returncode: int
-    """Negative: the number of the signal that ended it."""
+    """Negative: the number of the signal that killed it."""
     stdout: str
     stderr: str
 
     def check(self, returncode: int = 0) -> Result:
-        """This result, if it ended with `returncode`.
+        """Return this result if the process ended with `returncode`.
 
         Raises:
-            AssertionError: it did not; with its whole output.
+            AssertionError: it did not; has the full output.
         """
         if self.returncode != returncode:
             raise AssertionError(
@@ -52,7 +52,7 @@ class Result:
 
 
 class Running:
-    """A started process. Its output goes to files, so that it can be read at any time and never blocks."""
+    """A started process. Its output goes to files, which can be read at any time and never block it."""
 
     def __init__(self, command: list[str], cwd: Path, env: Mapping[str, str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="output-", dir=cwd))
@@ -64,33 +64,33 @@ class Running:
 
     @property
     def stdout(self) -> str:
-        """What it has printed so far."""
+        """The standard output so far."""
         return (self._folder / "stdout").read_text(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """The same of its errors."""
+        """The standard error so far."""
         return (self._folder / "stderr").read_text(errors="replace")
 
     def send(self, number: signal.Signals, rank: int | None = None) -> None:
-        """Deliver a signal: to the process itself, or to one rank of those that it has started."""
+        """Send a signal to the process itself, or to one rank of the processes that it has started."""
         os.kill(self.pid if rank is None else rank_of(self.pid, rank), number)
 
     def wait_for(self, text: str, count: int = 1, timeout: float = 60) -> None:
-        """Until `text` stands `count` times in stdout.
+        """Wait until `text` appears `count` times in stdout.
 
         Raises:
-            AssertionError: it ended before, or the time is over.
+            AssertionError: the process ended before, or the timeout passed.
         """
         wait_until(lambda: self.stdout.count(text) >= count or self.process.poll() is not None, timeout, str(self))
         if self.stdout.count(text) < count:
             raise AssertionError(f"ended without printing {text!r} {count} times\n{self}")
 
     def wait(self, timeout: float = 120) -> Result:
-        """Until it has ended.
+        """Wait until the process has ended.
 
         Raises:
-            AssertionError: the time is over. It, and all that it started, is killed then.
+            AssertionError: the timeout passed; the process and its descendants are killed.
         """
         try:
             returncode = self.process.wait(timeout)
@@ -100,7 +100,7 @@ class Running:
         return Result(returncode, self.stdout, self.stderr)
 
     def kill(self) -> None:
-        """End it and its descendants."""
+        """Kill the process and its descendants."""
         for pid in [self.pid, *descendants(self.pid)]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -138,15 +138,15 @@ def run_python(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
 ) -> Result:
-    """Run a script in a process of its own, to its end.
+    """Run a script in a process of its own, and wait for its end.
 
     Args:
-        source_or_path: the script's text if it has several lines, else its path.
+        source_or_path: the source if it has several lines, else the path of the script.
         args: its command line.
-        nproc: start so many processes of it with torchrun.
-        cwd: where it runs; the current directory if not given.
-        env: variables added to the environment; `fault(...)` gives one.
-        timeout: seconds, after which it is killed.
+        nproc: start this many processes of it with torchrun.
+        cwd: working directory; default: the current one.
+        env: variables added to the environment, such as `fault(...)`.
+        timeout: seconds after which it is killed.
 
     Raises:
         AssertionError: it did not end in time.
@@ -156,12 +156,12 @@ def run_python(
 
 @dataclass(frozen=True)
 class Storm:
-    """What `kill_at_random` did."""
+    """Result of `kill_at_random`."""
 
     kills: int
     starts: int
     result: Result
-    """Of the last start, which ended by itself."""
+    """Result of the last start, which ended by itself."""
 
 
 def kill_at_random(
@@ -176,22 +176,22 @@ def kill_at_random(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
 ) -> Storm:
-    """Start a script again and again, and each time kill it with SIGKILL at a random moment; then let it end.
+    """Start a script repeatedly, and kill it each time with SIGKILL at a random time; then let it end.
 
     Args:
-        script: its path. It has to go on where it was, as with `fit(..., ckpt_path="last")`.
+        script: its path. It has to resume where it was, as with `fit(..., ckpt_path="last")`.
         args: its command line.
-        kills: how often; fewer when the script ends by itself before.
-        longest: seconds; most kills come at some time from when the script is ready to so much later.
-        ready: what it prints when it has begun to work.
-        seed: of the random moments.
-        early: the share of the kills that come before it is ready.
-        cwd: where it runs.
+        kills: number of kills; fewer if the script ends by itself before.
+        longest: seconds; most kills come between the time at which the script is ready and this much later.
+        ready: text that the script prints when it has begun to work.
+        seed: seed of the random times.
+        early: fraction of the kills that come before the script is ready.
+        cwd: working directory.
         env: variables added to the environment.
         timeout: seconds for one start.
 
     Raises:
-        AssertionError: a start ended with an error by itself; with its output.
+        AssertionError: a start ended with an error by itself; has its output.
     """
     rng = random.Random(seed)
     done = starts = 0
@@ -222,10 +222,10 @@ def _sleep_or_end(running: Running, seconds: float) -> None:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 60, what: object = "") -> None:
-    """Poll until it is true; the time only ends what would hang.
+    """Poll until `condition` is true; the timeout only ends what would hang.
 
     Raises:
-        AssertionError: it is not true in time; `what` says more.
+        AssertionError: it is not true in time; has `what`.
     """
     deadline = time.monotonic() + timeout
     while not condition():
@@ -235,7 +235,7 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60, what: object 
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that `pid` has started, and those that they have started, parents before children (Linux)."""
+    """Return the descendants of process `pid`, parents before children (Linux)."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -253,10 +253,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def rank_of(pid: int, rank: int) -> int:
-    """The process of a rank among those that `pid` has started, or `pid` itself if it is that one (Linux).
+    """Return the process of a rank among `pid` and its descendants (Linux).
 
     Raises:
-        AssertionError: there is none, or not yet.
+        AssertionError: there is no such process (yet).
     """
     wanted = f"RANK={rank}".encode()
     for candidate in [pid, *descendants(pid)]:
@@ -270,7 +270,7 @@ def rank_of(pid: int, rank: int) -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs (one that has ended and is only not yet collected does not)."""
+    """Return True if the process runs (not if it is a zombie)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -278,7 +278,7 @@ def alive(pid: int) -> bool:
 
 
 def clean_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without its place in a run, with one thread, and with `added`."""
+    """Return this process's environment with `added`, with one thread, and without its place in a run."""
     env = {
         name: value
         for name, value in os.environ.items()
