@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, StoredTensor, materialize, read_slice
 from trainer.errors import CheckpointError
+from trainer.model.weights import check_fit
 from trainer.strategies.deepspeed.partitioning import (
     divided,
     divided_extent,
@@ -284,30 +285,6 @@ def keep_only_shards(module: nn.Module, masters: MasterWeights | None) -> None:
         parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
 
 
-def check_names(
-    module: nn.Module, own: Mapping[str, tuple[int, ...]], state: Mapping[str, Loadable], strict: bool
-) -> None:
-    """Whether weights fit a module with these shapes.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
-    found = [
-        f"{name} has the shape {tuple(state[name].shape)} there and {shape} here"
-        for name, shape in own.items()
-        if name in state and tuple(state[name].shape) != shape
-    ]
-    if strict:
-        found += [f"{name} is missing there" for name in own if name not in state]
-        found += [f"{name} is not in the module" for name in state if name not in own]
-    if found:
-        raise CheckpointError(
-            f"the checkpoint does not fit {type(module).__name__}: {'; '.join(found[:5])}"
-            f"{f'; and {len(found) - 5} more' if len(found) > 5 else ''}. "
-            "It was written for another model, or with other hyperparameters."
-        )
-
-
 def weights(module: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor | Shard]:
     """What `Strategy.module_state` gives: master weights where there are such, in float32."""
     # Tied parameters have one entry under several names.
@@ -335,7 +312,7 @@ def load_weights(module: nn.Module, masters: MasterWeights | None, state: Mappin
         CheckpointError: names or shapes differ from the module's.
     """
     own = module.state_dict(keep_vars=True)
-    check_names(module, {name: shape_of(tensor) for name, tensor in own.items()}, state, strict)
+    check_fit(module, {name: shape_of(tensor) for name, tensor in own.items()}, state, strict)
     of_masters: dict[nn.Parameter, Loadable | Shard] = {}
     for name, tensor in own.items():
         if name not in state:

@@ -54,7 +54,7 @@ def load_sharded(module: nn.Module, state: Mapping[str, Loadable], strict: bool)
         CheckpointError: names or shapes differ from the module's.
     """
     own = module.state_dict(keep_vars=True)
-    check_fit(module, own, state, strict)
+    check_fit(module, {name: getattr(value, "shape", None) for name, value in own.items()}, state, strict)
     rest = {}
     for name, value in state.items():
         target = own.get(name)

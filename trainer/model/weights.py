@@ -1,4 +1,4 @@
-"""Loading weights by name, with an error that says whose they are."""
+"""Load weights by name, with an error that names the model that they do not fit."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: b
         ) from None
 
 
-def check_fit(module: nn.Module, own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
-    """Compare the names and shapes of weights with those of the module (`own`: its `state_dict`).
+def check_fit(module: nn.Module, shapes: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> None:
+    """Compare the names and shapes of weights with those of the module.
+
+    Args:
+        shapes: full shapes by the names of the module's `state_dict`; None for an entry without a shape.
 
     Raises:
         CheckpointError: they differ. Without `strict`, names may.
     """
     problems = [
-        f"size mismatch for {name}: the checkpoint has {list(state[name].shape)}, the module {list(mine.shape)}"
-        for name, mine in own.items()
-        if name in state and hasattr(mine, "shape") and tuple(mine.shape) != tuple(state[name].shape)
+        f"size mismatch for {name}: the checkpoint has {list(state[name].shape)}, the module {list(shape)}"
+        for name, shape in shapes.items()
+        if name in state and shape is not None and tuple(shape) != tuple(state[name].shape)
     ]
-    missing, unexpected = own.keys() - state.keys(), state.keys() - own.keys()
+    missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
     if strict and missing:
         problems.append(f"the checkpoint lacks {', '.join(sorted(missing))}")
     if strict and unexpected:
