@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._report import surroundings
 from trainer import Callback, Trainer, TrainModule
-from trainer.model.memory import LAYOUTS, OPTIMIZERS, PRECISIONS, Memory, Setup, Weight, needed
+from trainer.model.memory import ADAMW, LAYOUTS, Memory, Setup, Weight, needed, number_sizes
+from trainer.precision import resolve_precision
 
 WIDTH = 1024
 BLOCK = 8 * WIDTH * WIDTH + 5 * WIDTH
@@ -183,7 +184,7 @@ def estimated(row: str, blocks: int, precision: str, processes: int) -> Memory:
     weights = [Weight(p.numel(), p.shape[0]) for p in model.parameters()]
     words = row.split()
     layout = next(layout for layout in LAYOUTS if set(words) <= set(layout.label.replace(",", "").split()))
-    setup = Setup(processes, PRECISIONS[precision], OPTIMIZERS["adamw"], block=BLOCK, bucket=BUCKET)
+    setup = Setup(processes, number_sizes(resolve_precision(precision)), ADAMW, block=BLOCK, bucket=BUCKET)
     return needed(layout, weights, setup)
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.cli.estimate.module import probe
+from trainer.cli.estimate.module import NOT_PROBED, named_states, probe
+from trainer.errors import ConfigError
 from trainer.model.memory import (
+    ADAMW,
     LAYOUTS,
-    OPTIMIZERS,
-    PRECISIONS,
-    SHORT_NAMES,
     DtypeSizes,
     Memory,
     OptimizerStates,
@@ -21,11 +20,11 @@ from trainer.model.memory import (
     Weight,
     activations,
     needed,
+    number_sizes,
     possible,
     zero_table,
 )
-from trainer.precision import PRECISIONS as REAL_PRECISIONS
-from trainer.precision import SHORT_NAMES as REAL_SHORT_NAMES
+from trainer.precision import PRECISIONS
 from trainer.strategies import STRATEGIES
 
 GB = 10**9
@@ -33,7 +32,7 @@ GB = 10**9
 
 def table(elements: int, processes: int, precision: str, **more: Any) -> dict[str, Memory]:
     """By the first words of the labels."""
-    setup = Setup(processes, PRECISIONS[precision], OPTIMIZERS["adamw"], **more)
+    setup = Setup(processes, number_sizes(PRECISIONS[precision]), ADAMW, **more)
     return {layout.label: needed(layout, [Weight(elements, elements)], setup) for layout in LAYOUTS}
 
 
@@ -59,26 +58,25 @@ def test_figure_1_of_the_zero_paper() -> None:
 def test_activations_of_a_layer_are_those_of_the_megatron_paper() -> None:
     """sbh(34 + 5as/h) with fp16, dropout and unfused attention (arXiv:2205.05198, table 2), 34sbh without scores."""
     s, b, h, a = 2048, 4, 6144, 64
-    model = Transformer(1, h, s, b, heads=a, dropout=True, whole_scores=True)
+    model = Transformer(1, h, s, b, heads=a, dropout=True, full_scores=True)
     half = DtypeSizes(2, 2)
     assert activations(model, half) == s * b * h * 34 + 5 * a * s * s * b
     assert activations(Transformer(1, h, s, b, dropout=True), half) == 34 * s * b * h
     assert activations(Transformer(10, h, s, b), half) == 10 * 32 * s * b * h
-    # Of each layer the input, and one layer whole.
+    # Of each layer the input, and all of one layer.
     checkpointed = Transformer(10, h, s, b, dropout=True, checkpointing=True)
     assert activations(checkpointed, half) == 10 * 2 * s * b * h + 34 * s * b * h
     assert activations(Transformer(1, h, s, b, vocabulary=100), half) == 32 * s * b * h + s * b * 100 * 6
 
 
-# -- the tables of names -----------------------------------------------------------------------------------------------
+# -- precisions, strategies, optimizers --------------------------------------------------------------------------------
 
 
-def test_precisions_are_the_trainers() -> None:
-    assert list(PRECISIONS) == list(REAL_PRECISIONS)
-    assert SHORT_NAMES == REAL_SHORT_NAMES
-    for name, numbers in PRECISIONS.items():
-        real = REAL_PRECISIONS[name]
-        assert numbers == DtypeSizes(real.weights.itemsize, (real.autocast or real.weights).itemsize)
+def test_sizes_of_numbers() -> None:
+    sizes = {name: number_sizes(precision) for name, precision in PRECISIONS.items()}
+    assert sizes["32-true"] == DtypeSizes(4, 4)
+    assert sizes["bf16-mixed"] == DtypeSizes(4, 2)
+    assert sizes["16-true"] == DtypeSizes(2, 2)
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -87,24 +85,26 @@ def test_every_strategy_has_a_row() -> None:
         assert any(label.startswith(name) for label in labels), name
 
 
-CLASSES = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adamax": torch.optim.Adamax,
-    "adadelta": torch.optim.Adadelta,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "sgd": torch.optim.SGD,
-}
+@pytest.mark.parametrize(
+    ("name", "per_element", "per_tensor"),
+    [("adamw", 2, 4), ("NAdam", 2, 8), ("adagrad", 1, 4), ("rmsprop", 1, 4), ("SGD", 0, 0), ("muon", 1, 0)],
+)
+def test_the_states_of_torchs_optimizers(name: str, per_element: float, per_tensor: int) -> None:
+    found = named_states(name)
+    assert (found.per_element, found.per_tensor) == (per_element, per_tensor)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_what_an_optimizer_keeps_is_what_torchs_keeps(name: str) -> None:
-    found = probe(CLASSES[name]([torch.nn.Parameter(torch.ones(2, 2, device="meta"))], lr=0.1))
-    expected = OPTIMIZERS[name]
-    assert (found.per_element, found.per_tensor) == (expected.per_element, expected.per_tensor)
+@pytest.mark.parametrize("name", [name for name in vars(torch.optim) if isinstance(vars(torch.optim)[name], type)])
+def test_every_optimizer_of_torch_has_states_or_is_no_choice(name: str) -> None:
+    if name in ("Optimizer", *NOT_PROBED):
+        with pytest.raises(ConfigError, match="unknown optimizer"):
+            named_states(name)
+    else:
+        assert named_states(name).name == name
+
+
+def test_adamw_is_assumed_with_the_states_that_it_has() -> None:
+    assert named_states("AdamW") == ADAMW
 
 
 def test_options_of_an_optimizer_count() -> None:
@@ -116,7 +116,7 @@ def test_options_of_an_optimizer_count() -> None:
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-def test_every_part_is_divided_as_the_strategy_divides_it() -> None:
+def test_every_part_is_sharded_as_the_strategy_shards_it() -> None:
     rows = table(8000, 8, "bf16-mixed")
     parts = {label: (m.weights, m.gradients, m.masters, m.optimizer) for label, m in rows.items()}
     step = 4
@@ -127,7 +127,7 @@ def test_every_part_is_divided_as_the_strategy_divides_it() -> None:
     assert parts["deepspeed_stage_3 (ZeRO-3)"] == (2000, 2000, 4000, 8000 + step)
 
 
-def test_the_hybrid_layout_divides_within_a_machine() -> None:
+def test_the_hybrid_layout_shards_within_a_machine() -> None:
     rows = table(8000, 8, "32-true", per_machine=4)
     assert rows["fsdp HYBRID_SHARD"].weights == 8000
     assert rows["fsdp FULL_SHARD, xla_fsdp"].weights == 4000
@@ -145,16 +145,16 @@ def test_what_is_offloaded_counts_on_the_host() -> None:
 
 def test_frozen_weights_have_no_gradient_and_idle_ones_no_state() -> None:
     weights = [Weight(100, 10), Weight(1000, 10, trainable=False, optimized=False), Weight(10, 10, optimized=False)]
-    memory = needed(LAYOUTS[0], weights, Setup(1, PRECISIONS["32-true"], OPTIMIZERS["adamw"]))
+    memory = needed(LAYOUTS[0], weights, Setup(1, DtypeSizes(4, 4), ADAMW))
     assert (memory.weights, memory.gradients, memory.optimizer) == (4440, 440, 804)
 
 
 def test_rows_that_do_not_divide_are_filled_up() -> None:
-    memory = needed(LAYOUTS[1], [Weight(15, 3)], Setup(2, PRECISIONS["32-true"], OPTIMIZERS["sgd"]))
+    memory = needed(LAYOUTS[1], [Weight(15, 3)], Setup(2, DtypeSizes(4, 4), OptimizerStates("SGD", 0)))
     assert memory.weights == 4 * 2 * 5
 
 
-def test_a_window_keeps_whole_gradients_with_fsdp() -> None:
+def test_a_window_keeps_full_gradients_with_fsdp() -> None:
     one, several = table(8000, 8, "bf16-mixed"), table(8000, 8, "bf16-mixed", window=4)
     fsdp = "fsdp FULL_SHARD, xla_fsdp"
     assert several[fsdp].temporary - one[fsdp].temporary == 4 * 8000

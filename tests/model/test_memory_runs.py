@@ -18,18 +18,18 @@ from examples.gpt import model as gpt
 from tests.helpers.processes import run_distributed
 from trainer import Callback, Trainer, TrainModule
 from trainer.model.memory import (
+    ADAMW,
     LAYOUTS,
-    OPTIMIZERS,
     PERSISTENT,
-    PRECISIONS,
     Memory,
     Setup,
     Transformer,
     Weight,
     activations,
     needed,
+    number_sizes,
 )
-from trainer.precision import PRECISIONS as REAL_PRECISIONS
+from trainer.precision import PRECISIONS
 
 Parts = tuple[int, int, int]
 """Bytes of weights and buffers, of gradients, and of the optimizer's states."""
@@ -69,7 +69,7 @@ def estimated(name: str, processes: int, precision: str, width: int = 48) -> Mem
     weights = [Weight(p.numel(), p.shape[0], p.requires_grad) for p in Net(width).parameters()]
     layout = next(layout for layout in LAYOUTS if name in layout.label.replace(",", "").split())
     buffers = 5 * (8 if precision == "64-true" else 4)
-    return needed(layout, weights, Setup(processes, PRECISIONS[precision], OPTIMIZERS["adamw"], buffers=buffers))
+    return needed(layout, weights, Setup(processes, number_sizes(PRECISIONS[precision]), ADAMW, buffers=buffers))
 
 
 def parts_of(memory: Memory) -> Parts:
@@ -133,7 +133,7 @@ def test_one_device_holds_exactly_the_estimate(precision: str) -> None:
 def test_activations_of_the_example_transformer_are_about_the_estimate(precision: str) -> None:
     """What autograd keeps for the backward of one micro-batch, beside the weights and autocast's copies of them."""
     layers, hidden, sequence, batch, vocabulary = 2, 128, 128, 8, 512
-    net = gpt.Transformer(vocabulary, sequence, layers, 4, hidden, 0.0).to(REAL_PRECISIONS[precision].weights)
+    net = gpt.Transformer(vocabulary, sequence, layers, 4, hidden, 0.0).to(PRECISIONS[precision].weights)
     tokens = torch.zeros(batch, sequence, dtype=torch.int64)
     kept: dict[int, torch.Tensor] = {}
 
@@ -141,14 +141,14 @@ def test_activations_of_the_example_transformer_are_about_the_estimate(precision
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with saved_tensors_hooks(keep, lambda tensor: tensor), REAL_PRECISIONS[precision].forward_context(tokens.device):
+    with saved_tensors_hooks(keep, lambda tensor: tensor), PRECISIONS[precision].forward_context(tokens.device):
         cross_entropy(net(tokens).flatten(0, 1).float(), tokens.flatten())
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
     held = nbytes(tensor for address, tensor in kept.items() if address not in weights)
     if precision == "bf16-mixed":
         held -= sum(2 * part.weight.numel() for part in net.modules() if isinstance(part, torch.nn.Linear))
     model = Transformer(layers, hidden, sequence, batch, vocabulary=vocabulary)
-    assert held == pytest.approx(activations(model, PRECISIONS[precision]), rel=0.1)
+    assert held == pytest.approx(activations(model, number_sizes(PRECISIONS[precision])), rel=0.1)
 
 
 def on_each_rank(names: tuple[str, ...], precision: str) -> list[Parts]:

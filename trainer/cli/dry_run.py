@@ -317,12 +317,12 @@ def _memory(
     """What each process needs, by `trainer estimate`'s arithmetic."""
     from trainer.cli.estimate.module import examine
     from trainer.errors import ConfigError
-    from trainer.model.memory import PRECISIONS, Setup, Transformer, activations, layout_of, needed, possible
+    from trainer.model.memory import Setup, Transformer, activations, layout_of, needed, number_sizes, possible
     from trainer.precision import resolve_precision
 
-    precision = resolve_precision(configuration.trainer.get("precision", "32-true")).name
+    numbers = resolve_precision(configuration.trainer.get("precision", "32-true"))
     layout = layout_of(strategy.name, vars(strategy))
-    if layout is None or not possible(layout, precision):
+    if layout is None or not possible(layout, numbers.name):
         yield CheckResult("WARN", "memory", f"there is no arithmetic for {strategy.name}.", "Try it on one machine.")
         return
     try:
@@ -332,7 +332,7 @@ def _memory(
         return
     setup = Setup(
         processes=given.world_size,
-        numbers=PRECISIONS[precision],
+        numbers=number_sizes(numbers),
         states=found.states,
         per_machine=per_machine,
         window=configuration.trainer.get("accumulate_grad_batches", 1),
@@ -343,8 +343,8 @@ def _memory(
     kept, words = 0, "activations not counted"
     if {"layers", "hidden", "sequence", "batch"} <= set(found.shape):
         checkpointing = bool(configuration.trainer.get("activation_checkpointing"))
-        model = Transformer(**found.shape, dropout=False, whole_scores=False, checkpointing=checkpointing)
-        kept = activations(model, PRECISIONS[precision])
+        model = Transformer(**found.shape, checkpointing=checkpointing)
+        kept = activations(model, number_sizes(numbers))
         words = f"about {gib(kept)} of activations"
     memory = needed(layout, found.weights, setup)
     total = memory.device + memory.temporary + kept

@@ -1,6 +1,6 @@
-"""What a training run needs of memory on each process: plain arithmetic on the numbers of parameters.
+"""Estimate the memory of a training run on each process by arithmetic on the numbers of parameters.
 
-Sources: the division of the states is that of ZeRO (Rajbhandari et al., https://arxiv.org/abs/1910.02054, sections 3
+Sources: the states are sharded as in ZeRO (Rajbhandari et al., https://arxiv.org/abs/1910.02054, sections 3
 and 5): 2 bytes for each parameter, 2 for its gradient, and for Adam in mixed precision 12 for the float32 master
 weight, the momentum and the variance. Activations are those of a transformer (Korthikanti et al.,
 https://arxiv.org/abs/2205.05198, sections 4 and 5).
@@ -12,26 +12,29 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.precision import Precision
 
 # -- what is given -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter tensor (or several of them that are divided as one)."""
+    """One parameter tensor, or several that are sharded as one."""
 
     elements: int
     rows: int
-    """Size of the first dimension: FSDP2 divides by whole rows."""
+    """Size of the first dimension: FSDP2 shards by rows."""
     trainable: bool = True
     optimized: bool = True
-    """Whether an optimizer has it."""
+    """An optimizer has it."""
 
 
 @dataclass(frozen=True)
 class DtypeSizes:
-    """Bytes of one number, by the name of a precision."""
+    """Bytes of one number."""
 
     stored: int
     """Of a weight as torch's strategies keep it, and of its gradient and states."""
@@ -39,20 +42,14 @@ class DtypeSizes:
     """Of a weight while it is computed with."""
 
 
-PRECISIONS = {
-    "32-true": DtypeSizes(4, 4),
-    "64-true": DtypeSizes(8, 8),
-    "16-true": DtypeSizes(2, 2),
-    "bf16-true": DtypeSizes(2, 2),
-    "16-mixed": DtypeSizes(4, 2),
-    "bf16-mixed": DtypeSizes(4, 2),
-}
-SHORT_NAMES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+def number_sizes(precision: Precision) -> DtypeSizes:
+    """Return the sizes of a precision's numbers."""
+    return DtypeSizes(precision.weights.itemsize, (precision.autocast or precision.weights).itemsize)
 
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer keeps beside the weights."""
+    """State of an optimizer."""
 
     name: str
     per_element: float
@@ -61,35 +58,18 @@ class OptimizerStates:
     """Bytes for each parameter tensor, such as torch's float32 count of steps."""
 
 
-OPTIMIZERS = {
-    states.name: states
-    for states in (
-        OptimizerStates("adamw", 2, 4),
-        OptimizerStates("adam", 2, 4),
-        OptimizerStates("nadam", 2, 8),
-        OptimizerStates("radam", 2, 4),
-        OptimizerStates("adamax", 2, 4),
-        OptimizerStates("adadelta", 2, 4),
-        OptimizerStates("adagrad", 1, 4),
-        OptimizerStates("rmsprop", 1, 4),
-        OptimizerStates("sgd", 0),
-        OptimizerStates("sgd-momentum", 1),
-        OptimizerStates("lion", 1),
-        OptimizerStates("muon", 1),
-    )
-}
-"""By the names of torch.optim, with their default options; `sgd-momentum` is SGD with momentum."""
+ADAMW = OptimizerStates("AdamW", 2, 4)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Where the states are put, and in which numbers."""
+    """Processes, numbers, optimizer and sizes of a run."""
 
     processes: int
     numbers: DtypeSizes
     states: OptimizerStates
     per_machine: int | None = None
-    """Processes on each machine, among which the hybrid layout divides; None: all are on one."""
+    """Processes on each machine, over which the hybrid layout shards; None: all are on one."""
     window: int = 1
     """Micro-batches of a step."""
     buffers: int = 0
@@ -103,16 +83,16 @@ class Setup:
 
 
 PERSISTENT = 100_000
-"""Parameters with so many elements or fewer stay whole in ZeRO-3: DeepSpeed's `stage3_param_persistence_threshold`."""
+"""Parameters with so many elements or fewer stay full in ZeRO-3: DeepSpeed's `stage3_param_persistence_threshold`."""
 SUB_GROUP = 1_000_000_000
 """Elements that ZeRO-3 steps at once: DeepSpeed's `sub_group_size`."""
 
-# -- how each strategy divides -----------------------------------------------------------------------------------------
+# -- how each strategy shards ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """What a strategy divides among the processes, and what it puts into the memory of the host."""
+    """The states that a strategy shards over the processes, and those that it offloads to the host."""
 
     label: str
     """Begins with the names under which users know it."""
@@ -120,9 +100,9 @@ class MemoryLayout:
     gradients: bool = False
     optimizer: bool = False
     by_machine: bool = False
-    """Divide among the processes of one machine only."""
+    """Shard over the processes of one machine only."""
     shards: int | None = None
-    """Divide among so many processes; None: among all, or those of one machine."""
+    """Shard over so many processes; None: over all, or those of one machine."""
     keep_gathered: bool = False
     """Weights stay gathered from the forward to the backward."""
     masters: bool = False
@@ -131,34 +111,20 @@ class MemoryLayout:
     offload_optimizer: bool = False
 
 
+_ZERO_3 = MemoryLayout("deepspeed_stage_3 (ZeRO-3)", weights=True, gradients=True, optimizer=True, masters=True)
+_ZERO_2 = replace(_ZERO_3, label="deepspeed_stage_2 (ZeRO-2)", weights=False)
+_FSDP = replace(_ZERO_3, label="fsdp FULL_SHARD, xla_fsdp", masters=False)
 LAYOUTS = (
     MemoryLayout("single_device, ddp, xla"),
-    MemoryLayout("fsdp FULL_SHARD, xla_fsdp", weights=True, gradients=True, optimizer=True),
-    MemoryLayout("fsdp SHARD_GRAD_OP", weights=True, gradients=True, optimizer=True, keep_gathered=True),
-    MemoryLayout("fsdp HYBRID_SHARD", weights=True, gradients=True, optimizer=True, by_machine=True),
-    MemoryLayout(
-        "fsdp FULL_SHARD cpu_offload",
-        weights=True,
-        gradients=True,
-        optimizer=True,
-        offload_weights=True,
-        offload_optimizer=True,
-    ),
-    MemoryLayout("deepspeed_stage_1 (ZeRO-1)", optimizer=True, masters=True),
-    MemoryLayout("deepspeed_stage_2 (ZeRO-2)", gradients=True, optimizer=True, masters=True),
-    MemoryLayout("deepspeed_stage_3 (ZeRO-3)", weights=True, gradients=True, optimizer=True, masters=True),
-    MemoryLayout(
-        "deepspeed_stage_2_offload (ZeRO-2)", gradients=True, optimizer=True, masters=True, offload_optimizer=True
-    ),
-    MemoryLayout(
-        "deepspeed_stage_3_offload (ZeRO-3)",
-        weights=True,
-        gradients=True,
-        optimizer=True,
-        masters=True,
-        offload_weights=True,
-        offload_optimizer=True,
-    ),
+    _FSDP,
+    replace(_FSDP, label="fsdp SHARD_GRAD_OP", keep_gathered=True),
+    replace(_FSDP, label="fsdp HYBRID_SHARD", by_machine=True),
+    replace(_FSDP, label="fsdp FULL_SHARD cpu_offload", offload_weights=True, offload_optimizer=True),
+    replace(_ZERO_2, label="deepspeed_stage_1 (ZeRO-1)", gradients=False),
+    _ZERO_2,
+    _ZERO_3,
+    replace(_ZERO_2, label="deepspeed_stage_2_offload (ZeRO-2)", offload_optimizer=True),
+    replace(_ZERO_3, label="deepspeed_stage_3_offload (ZeRO-3)", offload_weights=True, offload_optimizer=True),
 )
 
 
@@ -200,11 +166,11 @@ class Memory:
     """float32 copies of low-precision weights."""
     optimizer: int = 0
     temporary: int = 0
-    """An estimate of what is needed beside, at times: gathered weights, copies in low precision, buckets."""
+    """Estimate of what is needed in addition at times: gathered weights, copies in low precision, buckets."""
     host: int = 0
     """In the memory of the machine, for each process."""
     offloaded: list[str] = field(default_factory=list)
-    """Which of the parts above are on the host, and count there and not on the device."""
+    """The parts above that are on the host, and count there and not on the device."""
 
     @property
     def device(self) -> int:
@@ -219,9 +185,9 @@ class Memory:
 
 
 def needed(layout: MemoryLayout, weights: Sequence[Weight], setup: Setup) -> Memory:
-    """The memory of one process (the one with the largest part) when all gradients are there.
+    """Return the memory of one process (the one with the largest part) when all gradients are there.
 
-    float32 stays exact; what is marked as temporary is not. With a window of several micro-batches FSDP keeps whole
+    float32 stays exact; what is marked as temporary is not. With a window of several micro-batches FSDP keeps full
     gradients until the last one, unless it is told not to (`accumulate_unsharded=False`).
     """
     trainable = [weight for weight in weights if weight.trainable]
@@ -230,28 +196,28 @@ def needed(layout: MemoryLayout, weights: Sequence[Weight], setup: Setup) -> Mem
 
 
 def possible(layout: MemoryLayout, precision: str) -> bool:
-    """Whether the layout can hold a precision: DeepSpeed has no float64."""
+    """Return False for a precision that the layout cannot hold: DeepSpeed has no float64."""
     return not (layout.masters and precision == "64-true")
 
 
 def _torch(
     layout: MemoryLayout, weights: Sequence[Weight], trainable: list[Weight], optimized: list[Weight], setup: Setup
 ) -> Memory:
-    """Weights, gradients and states in the stored precision; FSDP2 divides every tensor by its rows."""
+    """Weights, gradients and states in the stored precision; FSDP2 shards every tensor by its rows."""
     numbers, states = setup.numbers, setup.states
     among = setup.per_machine if layout.by_machine else None
     parts = (layout.shards or among or setup.processes) if layout.weights else 1
     memory = Memory(layout.label)
     memory.weights = numbers.stored * _by_rows(weights, parts) + setup.buffers
     memory.gradients = numbers.stored * _by_rows(trainable, parts)
-    in_window = max(numbers.stored, 4) * _whole(trainable) if layout.weights and setup.window > 1 else 0
+    in_window = max(numbers.stored, 4) * _elements(trainable) if layout.weights and setup.window > 1 else 0
     memory.optimizer = round(numbers.stored * states.per_element * _by_rows(optimized, parts))
     memory.optimizer += states.per_tensor * len(optimized)
     if not layout.weights:
         # Autocast's copies of the weights, which live until the backward is through.
-        memory.temporary = numbers.computed * _whole(weights) if numbers.computed != numbers.stored else 0
+        memory.temporary = numbers.computed * _elements(weights) if numbers.computed != numbers.stored else 0
     elif layout.keep_gathered or not setup.block:
-        memory.temporary = numbers.computed * (_whole(weights) if layout.keep_gathered else setup.rest)
+        memory.temporary = numbers.computed * (_elements(weights) if layout.keep_gathered else setup.rest)
     else:
         # One block at work, the next on its way, and the gradient of the one before.
         memory.temporary = numbers.computed * (setup.rest + 3 * setup.block)
@@ -266,18 +232,18 @@ def _torch(
 def _zero(
     layout: MemoryLayout, weights: Sequence[Weight], trainable: list[Weight], optimized: list[Weight], setup: Setup
 ) -> Memory:
-    """DeepSpeed strings parameters together and divides the string; the states are float32, and so are the copies of
-    the weights that the optimizer works on, beside float32 weights too."""
+    """DeepSpeed flattens the parameters and shards the flat buffer; the states are float32, and so are the copies of
+    the weights that the optimizer updates, for float32 weights too."""
     parts, low = setup.processes, min(setup.numbers.computed, 4)
     memory = Memory(layout.label)
-    memory.weights = low * (_by_elements(weights, parts) if layout.weights else _whole(weights)) + setup.buffers
-    memory.gradients = low * (_part(_whole(trainable), parts) if layout.gradients else _whole(trainable))
-    share = _by_elements(optimized, parts) if layout.weights else _part(_whole(optimized), parts)
+    memory.weights = low * (_by_elements(weights, parts) if layout.weights else _elements(weights)) + setup.buffers
+    memory.gradients = low * (_part(_elements(trainable), parts) if layout.gradients else _elements(trainable))
+    share = _by_elements(optimized, parts) if layout.weights else _part(_elements(optimized), parts)
     memory.masters = 4 * share
     memory.optimizer = round(4 * setup.states.per_element * share) + (setup.states.per_tensor if optimized else 0)
     in_step = 0 if layout.offload_optimizer else 4 * share  # the part's gradient in float32
     if layout.weights:
-        small = _whole(weight for weight in weights if weight.elements <= PERSISTENT)
+        small = _elements(weight for weight in weights if weight.elements <= PERSISTENT)
         gathered = low * (small + 2 * setup.block)
         memory.temporary = gathered + low * setup.bucket + min(in_step, 4 * SUB_GROUP)
     else:
@@ -292,7 +258,7 @@ def _zero(
     return memory
 
 
-def _whole(weights: Iterable[Weight]) -> int:
+def _elements(weights: Iterable[Weight]) -> int:
     return sum(weight.elements for weight in weights)
 
 
@@ -301,12 +267,12 @@ def _part(elements: int, parts: int) -> int:
 
 
 def _by_rows(weights: Iterable[Weight], parts: int) -> int:
-    """Each tensor divided by its first dimension, the last parts filled up."""
+    """Count tensors sharded by their first dimension, the last parts padded."""
     return sum(_part(weight.rows, parts) * (weight.elements // max(weight.rows, 1)) for weight in weights)
 
 
 def _by_elements(weights: Iterable[Weight], parts: int) -> int:
-    """Each tensor divided as one long row."""
+    """Count tensors sharded as one flat row each."""
     return sum(_part(weight.elements, parts) for weight in weights)
 
 
@@ -314,10 +280,10 @@ def _by_elements(weights: Iterable[Weight], parts: int) -> int:
 
 
 def zero_table(elements: int, processes: int) -> list[Memory]:
-    """Bytes per process of mixed-precision Adam without ZeRO and with its stages 1, 2 and 3, as ZeRO's section 3 has
-    them: 2 for a weight, 2 for its gradient, 4 for its master copy, 8 for the optimizer's states."""
+    """Return bytes per process of mixed-precision Adam without ZeRO and with stages 1, 2 and 3, as in ZeRO's section 3:
+    2 for a weight, 2 for its gradient, 4 for its master copy, 8 for the optimizer's states."""
     weights = [Weight(elements, elements)]
-    setup = Setup(processes, PRECISIONS["16-mixed"], OptimizerStates("adam", 2))
+    setup = Setup(processes, DtypeSizes(4, 2), OptimizerStates("adam", 2))
     stages = [MemoryLayout("No ZeRO", masters=True)]
     stages += [MemoryLayout(f"ZeRO-{n}", n > 2, n > 1, True, masters=True) for n in (1, 2, 3)]
     table = [needed(stage, weights, setup) for stage in stages]
@@ -330,7 +296,7 @@ def zero_table(elements: int, processes: int) -> list[Memory]:
 
 @dataclass(frozen=True)
 class Transformer:
-    """What the memory of activations follows from: equal layers of attention and a four times wider MLP."""
+    """Sizes of a transformer: equal layers of attention and a four times wider MLP."""
 
     layers: int
     hidden: int
@@ -340,25 +306,25 @@ class Transformer:
     heads: int | None = None
     vocabulary: int = 0
     dropout: bool = False
-    whole_scores: bool = False
+    full_scores: bool = False
     """The attention's scores are kept, sequence x sequence for each head: attention that is not fused."""
     checkpointing: bool = False
-    """Of each layer only the input is kept, and the rest computed again."""
+    """Of each layer only the input is kept; the rest is recomputed."""
 
 
 def activations(model: Transformer, numbers: DtypeSizes) -> int:
-    """An estimate of the bytes of activations that one micro-batch keeps for its backward, on each process.
+    """Estimate the bytes of activations that one micro-batch keeps for its backward, on each process.
 
     Of a layer, with s sequence, b batch, h hidden, a heads, c bytes of a number that is computed with and w of one that
     is stored, sbh(14c + 2w + 2d) + as²b(2c + d), where d is 1 with dropout (its masks are bytes) and 0 without; for
     c = w = 2 and d = 1 that is the sbh(34 + 5as/h) of arXiv:2205.05198, table 2. Under autocast (w > c) what the norms
     read, the sum along the layers, stays in w. Without dropout the scores are kept once, as²bc; fused attention keeps
-    none. With checkpointing sbhw of every layer, and one layer whole. The logits are kept in c and in float32.
+    none. With checkpointing sbhw of every layer, and all of one layer. The logits are kept in c and in float32.
     """
     c, w, mask = numbers.computed, numbers.stored, int(model.dropout)
     tokens = model.sequence * model.batch
     layer = tokens * model.hidden * (14 * c + 2 * w + 2 * mask)
-    if model.whole_scores and model.heads:
+    if model.full_scores and model.heads:
         layer += model.heads * model.sequence * tokens * (2 * c + 1 if mask else c)
     kept = tokens * model.hidden * w
     layers = model.layers * kept + layer if model.checkpointing else model.layers * layer

@@ -1,32 +1,28 @@
-"""`trainer estimate`: the memory that a training needs on each process, for every strategy, before anything is run."""
+"""`trainer estimate`: print the memory that a training needs on each process, for every strategy."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.cli.estimate.report import EstimateInput, as_data, report, zero_report
+from trainer.cli.estimate.report import EstimateInput, ModuleSize, as_data, report, zero_report
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import ErrorParser, overrides_of
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
 from trainer.model.memory import (
+    ADAMW,
     LAYOUTS,
-    OPTIMIZERS,
-    PRECISIONS,
-    SHORT_NAMES,
     MemoryLayout,
     OptimizerStates,
     Transformer,
     Weight,
     activations,
     needed,
+    number_sizes,
     possible,
 )
-
-if TYPE_CHECKING:
-    from trainer.cli.estimate.module import Found
 
 EXAMPLES = """\
   trainer estimate --params 7e9 --devices 8                   every strategy, on 8 processes
@@ -67,21 +63,29 @@ def _report(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
             "trainer estimate --params 7e9. See trainer estimate --help."
         )
     layouts = _chosen(given.strategy)
+    states = None
+    if given.optimizer is not None:
+        from trainer.cli.estimate.module import named_states
+
+        states = named_states(given.optimizer)
     if given.params is not None:
-        subject = _of_number(given)
+        subject = _of_number(given, states)
     else:
-        subject = _of_configuration(given, overrides, findings)
-    subject.bucket = given.bucket or subject.bucket
+        subject = _of_configuration(given, overrides, findings, states)
+    weights = subject.size.weights
     if given.zero:
-        elements = sum(weight.elements for weight in subject.weights)
-        return zero_report(elements, subject.per_machine[-1] * subject.machines)
+        return zero_report(sum(weight.elements for weight in weights), subject.per_machine[-1] * subject.machines)
+    from trainer.precision import resolve_precision
+
+    precision = resolve_precision(subject.precision)
+    subject.precision, subject.bucket = precision.name, given.bucket or subject.bucket
     layouts = [layout for layout in layouts if possible(layout, subject.precision)]
     tables = {
-        devices: [needed(layout, subject.weights, subject.setup(devices)) for layout in layouts]
+        devices: [needed(layout, weights, subject.setup(devices)) for layout in layouts]
         for devices in subject.per_machine
     }
     transformer = _transformer(subject, given)
-    kept = None if transformer is None else activations(transformer, PRECISIONS[subject.precision])
+    kept = None if transformer is None else activations(transformer, number_sizes(precision))
     if given.json:
         return json.dumps(as_data(subject, tables, kept), indent=2) + "\n"
     return report(subject, tables, transformer, kept)
@@ -123,8 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     where("--num-nodes", metavar="N", type=int, help="machines (default: 1)")
     where("--strategy", metavar="NAME", help="only the rows with this word, such as fsdp or deepspeed_stage_2")
-    where("--precision", metavar="NAME", help=f"{', '.join(PRECISIONS)} (default: 32-true)")
-    where("--optimizer", metavar="NAME", help=f"{', '.join(OPTIMIZERS)} (default: adamw)")
+    where("--precision", metavar="NAME", help="as for the trainer, such as bf16-mixed (default: 32-true)")
+    where("--optimizer", metavar="NAME", help="a class of torch.optim with its default options (default: AdamW)")
     where("--bucket", metavar="N", type=_number, help="elements of DeepSpeed's reduce_bucket_size (default: 5e8)")
     where("--accumulate", metavar="N", type=int, help="micro-batches of a step (default: 1)")
     acts = parser.add_argument_group("activations of a transformer, for an estimate of them").add_argument
@@ -132,10 +136,6 @@ def _parser() -> argparse.ArgumentParser:
     acts("--hidden", metavar="N", type=int, help="width of the model")
     acts("--sequence", metavar="N", type=int, help="tokens of a sample")
     acts("--batch", metavar="N", type=int, help="samples of a micro-batch on one process")
-    acts("--heads", metavar="N", type=int, help="attention heads; needed with --scores only")
-    acts("--vocabulary", metavar="N", type=int, help="size of the vocabulary: the logits are counted too")
-    acts("--dropout", action="store_true", help="there is dropout, whose masks are kept")
-    acts("--scores", action="store_true", help="attention is not fused, and keeps its scores")
     acts("--checkpointing", action="store_true", help="with activation checkpointing of every layer")
     how = parser.add_argument_group("output").add_argument
     how(
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number(text: str) -> int:
-    """A count: `7e9`, `7B`, `350M`, `1_000`."""
+    """Return a count written as `7e9`, `7B`, `350M` or `1_000`."""
     match = re.fullmatch(r"([0-9._]+(?:[eE]\+?\d+)?)\s*([kKmMbBtT]?)", text)
     try:
         number = float(match[1]) * 10 ** {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}[match[2].lower()] if match else 0
@@ -160,7 +160,7 @@ def _number(text: str) -> int:
 
 
 def _chosen(word: str | None) -> list[MemoryLayout]:
-    """The layouts with a word in their label: whole words first."""
+    """Return the layouts with a word in their label; complete words come first."""
     if word is None:
         return list(LAYOUTS)
     words = {layout.label: re.findall(r"[\w-]+", layout.label) for layout in LAYOUTS}
@@ -171,23 +171,8 @@ def _chosen(word: str | None) -> list[MemoryLayout]:
     return found
 
 
-def _precision(name: str) -> str:
-    full = SHORT_NAMES.get(name, name)
-    if full not in PRECISIONS:
-        raise unknown_name_error("precision", name, [*PRECISIONS, *SHORT_NAMES])
-    return full
-
-
-def _optimizer(name: str | None) -> OptimizerStates | None:
-    if name is None:
-        return None
-    if name.lower() not in OPTIMIZERS:
-        raise unknown_name_error("optimizer", name, OPTIMIZERS)
-    return OPTIMIZERS[name.lower()]
-
-
 def _counts(given: argparse.Namespace, devices: list[int], machines: int, window: int) -> tuple[list[int], int, int]:
-    """Processes on each machine, machines and window: the command line's, or these."""
+    """Return processes on each machine, machines and window: the command line's, or these."""
     devices = given.devices or devices
     machines = machines if given.num_nodes is None else given.num_nodes
     window = window if given.accumulate is None else given.accumulate
@@ -197,36 +182,30 @@ def _counts(given: argparse.Namespace, devices: list[int], machines: int, window
     return devices, machines, window
 
 
-def _of_number(given: argparse.Namespace) -> EstimateInput:
+def _of_number(given: argparse.Namespace, states: OptimizerStates | None) -> EstimateInput:
     total, trainable = given.params, given.params if given.trainable is None else given.trainable
     if trainable > total:
         raise ConfigError(f"--trainable {trainable} is more than --params {total}.")
     devices, machines, window = _counts(given, [8], 1, 1)
     weights = [Weight(trainable, trainable)]
     weights += [Weight(total - trainable, total - trainable, False, False)] if total > trainable else []
-    words = f"{total:,} parameters" + (f", {trainable:,} of them trained" if trainable < total else "")
-    unknown_blocks = "with --layers the weights that fsdp and ZeRO-3 gather for a layer are counted in ~more too"
-    return EstimateInput(
-        weights=weights,
-        states=_optimizer(given.optimizer) or OPTIMIZERS["adamw"],
-        precision=_precision(given.precision or "32-true"),
-        machines=machines,
-        per_machine=devices,
-        window=window,
-        block=total // given.layers if given.layers else 0,
-        words=[words],
-        notes=[] if given.layers else [unknown_blocks],
-    )
+    size = ModuleSize("", weights, states or ADAMW)
+    if given.layers:
+        size.block = total // given.layers
+    else:
+        size.notes.append("with --layers the weights that fsdp and ZeRO-3 gather for a layer are counted in ~more too")
+    return EstimateInput(size, given.precision or "32-true", machines, devices, window)
 
 
-def _of_configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Any) -> EstimateInput:
+def _of_configuration(
+    given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Any, states: OptimizerStates | None
+) -> EstimateInput:
     if given.trainable is not None:
         raise ConfigError("--trainable goes with --params; a configuration's module says itself what is frozen.")
     from trainer.config.tree import COMMAND_LINE, Node
 
-    states = _optimizer(given.optimizer)
     if given.precision is not None:
-        overrides.append(("trainer.precision", Node(_precision(given.precision), COMMAND_LINE)))
+        overrides.append(("trainer.precision", Node(given.precision, COMMAND_LINE)))
     # The machine on which this is asked need not be the one for which it is.
     overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
     if not given.config:
@@ -242,27 +221,22 @@ def _of_configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]
     devices, machines, window = _counts(
         given, planned, arguments.get("num_nodes", 1), arguments.get("accumulate_grad_batches", 1)
     )
-    found = examine(configuration, states)
+    size = examine(configuration, states)
+    size.notes[:0] = configuration.notes
     strategy = arguments.get("strategy")
     return EstimateInput(
-        weights=found.weights,
-        states=found.states,
-        precision=_precision(str(arguments.get("precision", "32-true"))),
+        size=size,
+        precision=str(arguments.get("precision", "32-true")),
         machines=machines,
         per_machine=devices,
         window=window,
-        buffers=found.buffers,
-        block=found.block,
-        rest=found.rest,
-        shape=found.shape,
-        words=_words(found),
-        notes=[*configuration.notes, *found.notes],
+        checkpointing=bool(arguments.get("activation_checkpointing")),
         strategy=_name(strategy.cls if isinstance(strategy, ClassSpec) else strategy),
     )
 
 
 def _name(strategy: Any) -> str | None:
-    """The name of a strategy given as name or class; None: none is given."""
+    """Return the name of a strategy given as name or class; None: none is given."""
     from trainer.strategy import Strategy
 
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
@@ -270,24 +244,10 @@ def _name(strategy: Any) -> str | None:
     return None if strategy is None else str(strategy)
 
 
-def _words(found: Found) -> list[str]:
-    total = sum(weight.elements for weight in found.weights)
-    frozen = sum(weight.elements for weight in found.weights if not weight.trainable)
-    idle = sum(weight.elements for weight in found.weights if weight.trainable and not weight.optimized)
-    words = f"{found.name}: {total:,} parameters in {len(found.weights)} tensors"
-    words += f", {frozen:,} of them frozen" if frozen else ""
-    words += f", {idle:,} of them trained by no optimizer" if idle else ""
-    words += f", {found.tied} tied" if found.tied else ""
-    words += f"; {found.buffers:,} bytes of buffers" if found.buffers else ""
-    return [words]
-
-
 def _transformer(subject: EstimateInput, given: argparse.Namespace) -> Transformer | None:
-    """The sizes from the command line and the module; None when they do not suffice."""
-    named = {name: getattr(given, name) for name in ("layers", "hidden", "sequence", "batch", "heads", "vocabulary")}
-    sizes = {**subject.shape, **{name: value for name, value in named.items() if value is not None}}
-    if not {"layers", "hidden", "sequence", "batch"} <= set(sizes):
+    """Return the sizes from the command line and the module; None when they do not suffice."""
+    named = {name: getattr(given, name) for name in ("layers", "hidden", "sequence", "batch")}
+    sizes = {**subject.size.shape, **{name: value for name, value in named.items() if value is not None}}
+    if not named.keys() <= sizes.keys():
         return None
-    if given.scores and "heads" not in sizes:
-        raise ConfigError("--scores needs the number of attention heads: --heads N.")
-    return Transformer(**sizes, dropout=given.dropout, whole_scores=given.scores, checkpointing=given.checkpointing)
+    return Transformer(**sizes, checkpointing=given.checkpointing or subject.checkpointing)

@@ -1,9 +1,8 @@
-"""The module of a configuration, built without memory, and what of it takes memory in training."""
+"""Build a configuration's module without memory, and count its weights, buffers and optimizer states."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,37 +10,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainer.cli.estimate.report import ModuleSize
 from trainer.config.check import ClassSpec, instantiate
 from trainer.config.load import Configuration
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.blocks import find_blocks
-from trainer.model.memory import OPTIMIZERS, OptimizerStates, Weight
+from trainer.model.memory import ADAMW, OptimizerStates, Weight
 from trainer.module import TrainModule
 from trainer.optimizers import parse_optimizers
 from trainer.precision import Precision, resolve_precision
 from trainer.trainer import Trainer
-
-
-@dataclass
-class Found:
-    """What a module has."""
-
-    name: str
-    weights: list[Weight]
-    buffers: int
-    """Bytes."""
-    states: OptimizerStates
-    tied: int = 0
-    """Parameters that stand in several places, and are kept once."""
-    block: int = 0
-    """Elements of the largest block."""
-    blocks: int = 0
-    rest: int = 0
-    """Elements outside the blocks."""
-    shape: dict[str, int] = field(default_factory=dict)
-    """Sizes of a transformer, as far as the module names them."""
-    notes: list[str] = field(default_factory=list)
-
 
 SIZES = {
     "layers": ("layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers", "depth"),
@@ -50,10 +28,14 @@ SIZES = {
     "sequence": ("context", "block_size", "sequence_length", "seq_len", "max_seq_len", "max_position_embeddings"),
     "vocabulary": ("vocabulary", "vocab_size", "vocabulary_size", "n_vocab"),
 }
-"""What the sizes of a transformer are called."""
+"""Usual names of the sizes of a transformer."""
 
 
-def examine(configuration: Configuration, states: OptimizerStates | None) -> Found:
+NOT_PROBED = ("LBFGS", "SparseAdam")
+"""Optimizers that need a closure or sparse gradients."""
+
+
+def examine(configuration: Configuration, states: OptimizerStates | None) -> ModuleSize:
     """Build the configuration's module and its optimizers without memory, and count.
 
     Args:
@@ -81,20 +63,22 @@ def examine(configuration: Configuration, states: OptimizerStates | None) -> Fou
             f"{type(module).__name__} has no parameters after configure_model. Layers that are made later, in setup, "
             "cannot be counted here: give their number, trainer estimate --params N."
         )
-    found = Found(type(module).__name__, weights, _buffers(module, precision), _states(optimizers, states, notes))
-    names = list(module.named_parameters(remove_duplicate=False))
-    found.tied = len(names) - len(weights)
-    blocks = find_blocks(module)
-    found.blocks = len(blocks)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
-    found.block, found.rest = max(sizes, default=0), sum(w.elements for w in weights) - sum(sizes)
-    found.shape = _shape(module, configuration)
-    found.notes = notes
-    return found
+    blocks = [sum(p.numel() for p in block.parameters()) for block in find_blocks(module).values()]
+    return ModuleSize(
+        type(module).__name__,
+        weights,
+        _states(optimizers, states, notes),
+        buffers=_buffers(module, precision),
+        tied=len(list(module.named_parameters(remove_duplicate=False))) - len(weights),
+        block=max(blocks, default=0),
+        rest=sum(weight.elements for weight in weights) - sum(blocks),
+        shape=_shape(module, configuration),
+        notes=notes,
+    )
 
 
 def build_without_memory(recipe: ClassSpec, precision: Precision, notes: list[str]) -> TrainModule:
-    """The configured module on the meta device; in memory where it cannot be built there, and `notes` says why."""
+    """Build the module on the meta device; in memory where that fails, and say why in `notes`."""
     try:
         with torch.device("meta"):
             module: TrainModule = instantiate(recipe)
@@ -130,9 +114,9 @@ def _optimizers(module: TrainModule, notes: list[str]) -> list[Optimizer]:
 
 
 def _states(optimizers: list[Optimizer], given: OptimizerStates | None, notes: list[str]) -> OptimizerStates:
-    """What the optimizers keep: found by a step on a small parameter of their own."""
+    """Find the states of the optimizers by a step on a small parameter."""
     if given is not None or not optimizers:
-        return given or OPTIMIZERS["adamw"]
+        return given or ADAMW
     kinds = [probe(optimizer) for optimizer in optimizers]
     largest = max(kinds, key=lambda kind: kind.per_element)
     if any(kind.per_element != largest.per_element for kind in kinds):
@@ -140,8 +124,22 @@ def _states(optimizers: list[Optimizer], given: OptimizerStates | None, notes: l
     return largest
 
 
+def named_states(name: str) -> OptimizerStates:
+    """Return the states of a class of torch.optim with its default options.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    dense = {key.lower(): kind for key, kind in vars(torch.optim).items() if key not in ("Optimizer", *NOT_PROBED)}
+    kinds = {key: kind for key, kind in dense.items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+    if name.lower() not in kinds:
+        raise unknown_name_error("optimizer", name, kinds)
+    kind: Any = kinds[name.lower()]
+    return probe(kind([nn.Parameter(torch.zeros(16, 16))], lr=0.1))
+
+
 def probe(optimizer: Optimizer) -> OptimizerStates:
-    """What an optimizer keeps for each element and each tensor. It gets a parameter more, and is stepped."""
+    """Measure the state for each element and each tensor: add a parameter to the optimizer, and step it."""
     parameter = nn.Parameter(torch.zeros(16, 16))
     optimizer.add_param_group({"params": [parameter]})
     for group in optimizer.param_groups:
@@ -156,15 +154,15 @@ def probe(optimizer: Optimizer) -> OptimizerStates:
 
 
 def _buffers(module: nn.Module, precision: Precision) -> int:
-    """Bytes of the buffers; those of floating numbers are cast as the weights are."""
+    """Return the bytes of the buffers; floating ones are cast as the weights are."""
     true = precision.autocast is None
     size = precision.weights.itemsize
     return sum(b.numel() * (size if true and b.is_floating_point() else b.element_size()) for b in module.buffers())
 
 
-def _shape(module: TrainModule, configuration: Configuration) -> dict[str, int]:
-    """The first of each size that the module's hyperparameters, its attributes, or those of its parts say."""
-    shape = {}
+def _shape(module: TrainModule, configuration: Configuration) -> dict[str, Any]:
+    """Return each size as the hyperparameters, the attributes of the module, or those of its parts name it."""
+    shape: dict[str, Any] = {}
     sources = list(_sources(module, configuration))
     for size, names in SIZES.items():
         values = (source.get(name) for source in sources for name in names)
@@ -174,6 +172,8 @@ def _shape(module: TrainModule, configuration: Configuration) -> dict[str, int]:
     embeddings = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
     if "vocabulary" not in shape and embeddings:
         shape["vocabulary"] = max(embeddings)
+    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
+        shape["dropout"] = True
     batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
     if isinstance(batch, int):
         shape["batch"] = batch

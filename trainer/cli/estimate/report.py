@@ -1,4 +1,4 @@
-"""What `trainer estimate` says: tables for people, bytes for programs."""
+"""Print an estimate: tables for people, bytes for programs."""
 
 from __future__ import annotations
 
@@ -6,65 +6,92 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.model.memory import PRECISIONS, Memory, OptimizerStates, Setup, Transformer, Weight, zero_table
+from trainer.model.memory import Memory, OptimizerStates, Setup, Transformer, Weight, number_sizes, zero_table
 
 COLUMNS = ("weights", "gradients", "masters", "optimizer", "device", "temporary", "host")
 LEGEND = """\
 weights: parameters and buffers. masters: float32 copies of weights in low precision. device: all that is held there
 when the gradients are there; what stands in brackets is not: it is in the memory of the host, for each process.
-~more: an estimate of what is needed beside, at times: gathered weights, copies in low precision, buckets."""
+~more: an estimate of what is needed in addition at times: gathered weights, copies in low precision, buckets."""
+
+
+@dataclass
+class ModuleSize:
+    """The sizes of a module that count."""
+
+    name: str
+    """Of its class; "": only the number of parameters is known."""
+    weights: list[Weight]
+    states: OptimizerStates
+    buffers: int = 0
+    """Bytes."""
+    tied: int = 0
+    """Parameters that are registered in several places, and kept once."""
+    block: int = 0
+    """Elements of the largest block."""
+    rest: int = 0
+    """Elements outside the blocks."""
+    shape: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `Transformer`, as far as they are known."""
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class EstimateInput:
-    """What is to be trained, and where."""
+    """The module to train, and where."""
 
-    weights: list[Weight]
-    states: OptimizerStates
+    size: ModuleSize
     precision: str
     machines: int
     per_machine: list[int]
     window: int
-    buffers: int = 0
-    block: int = 0
-    rest: int = 0
     bucket: int = Setup.bucket
-    shape: dict[str, int] = field(default_factory=dict)
-    """Sizes of a transformer, by the names of the options."""
-    words: list[str] = field(default_factory=list)
-    """Lines that say what is estimated."""
-    notes: list[str] = field(default_factory=list)
+    checkpointing: bool = False
     strategy: str | None = None
     """The strategy of the configuration."""
 
     def setup(self, devices: int) -> Setup:
-        """With so many processes on each machine."""
+        """Return the setup with so many processes on each machine."""
+        from trainer.precision import resolve_precision
+
         return Setup(
             processes=devices * self.machines,
-            numbers=PRECISIONS[self.precision],
-            states=self.states,
+            numbers=number_sizes(resolve_precision(self.precision)),
+            states=self.size.states,
             per_machine=devices,
             window=self.window,
-            buffers=self.buffers,
-            block=self.block,
-            rest=self.rest,
+            buffers=self.size.buffers,
+            block=self.size.block,
+            rest=self.size.rest,
             bucket=self.bucket,
         )
+
+
+def describe(size: ModuleSize) -> str:
+    """Return a line about a module's parameters and buffers."""
+    frozen = sum(weight.elements for weight in size.weights if not weight.trainable)
+    idle = sum(weight.elements for weight in size.weights if weight.trainable and not weight.optimized)
+    words = f"{sum(weight.elements for weight in size.weights):,} parameters"
+    words = f"{size.name}: {words} in {len(size.weights)} tensors" if size.name else words
+    words += f", {frozen:,} of them frozen" if frozen else ""
+    words += f", {idle:,} of them trained by no optimizer" if idle else ""
+    words += f", {size.tied} tied" if size.tied else ""
+    return words + (f"; {size.buffers:,} bytes of buffers" if size.buffers else "")
 
 
 def report(
     subject: EstimateInput, tables: dict[int, list[Memory]], transformer: Transformer | None, kept: int | None
 ) -> str:
-    """The tables, by processes on each machine, and what belongs to them."""
-    states = f"{subject.states.name} ({subject.states.per_element:g} numbers for each parameter)"
-    lines = [*subject.words, f"precision {subject.precision}, {states}, {subject.window} micro-batches a step"]
+    """Return the tables by processes on each machine, and the lines around them."""
+    states = f"{subject.size.states.name} ({subject.size.states.per_element:g} numbers for each parameter)"
+    lines = [describe(subject.size), f"precision {subject.precision}, {states}, {subject.window} micro-batches a step"]
     lines = [line.replace("1 micro-batches", "1 micro-batch") for line in lines]
     for devices, table in tables.items():
         machines = f" ({devices} on each of {subject.machines} machines)" if subject.machines > 1 else ""
         lines += ["", *_table(table, f"on each of {devices * subject.machines} processes{machines}", subject.strategy)]
     lines += ["", LEGEND]
     lines += ["", *_activation_lines(subject, transformer, kept)]
-    lines += [f"note: {note}" for note in subject.notes]
+    lines += [f"note: {note}" for note in subject.size.notes]
     return "\n".join(lines) + "\n"
 
 
@@ -93,7 +120,7 @@ def _cells(memory: Memory) -> list[int]:
 
 
 def _unit(largest: int) -> tuple[str, int]:
-    """The unit for a table, and its bytes. 1 GB is 10^9 bytes."""
+    """Return the unit of a table and its bytes. 1 GB is 10^9 bytes."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if largest >= (10 * size if unit == "TB" else size):
             return unit, size
@@ -102,22 +129,21 @@ def _unit(largest: int) -> tuple[str, int]:
 
 def _activation_lines(subject: EstimateInput, model: Transformer | None, kept: int | None) -> list[str]:
     if model is None or kept is None:
-        missing = [f"--{n}" for n in ("layers", "hidden", "sequence", "batch") if n not in subject.shape]
+        missing = [f"--{n}" for n in ("layers", "hidden", "sequence", "batch") if n not in subject.size.shape]
         return [f"activations are not counted; of a transformer they can be estimated: give {' '.join(missing)}."]
     unit, size = _unit(kept)
-    attention = "unfused attention" if model.whole_scores else "fused attention"
     recomputed = ", activation checkpointing of every layer" if model.checkpointing else ""
     return [
-        f"activations, an estimate: {kept / size:,.2f} {unit} on each process, beside the above, for a transformer of "
+        f"activations, an estimate: {kept / size:,.2f} {unit} on each process, in addition, for a transformer of "
         f"{model.layers} layers,",
         f"width {model.hidden}, sequences of {model.sequence}, micro-batches of {model.batch}, a vocabulary of "
-        f"{model.vocabulary or 'unknown size (no logits counted)'}, {attention}, "
+        f"{model.vocabulary or 'unknown size (no logits counted)'}, fused attention, "
         f"{'dropout' if model.dropout else 'no dropout'}{recomputed}.",
     ]
 
 
 def zero_report(elements: int, processes: int) -> str:
-    """The table of the paper, laid out as tutorials have it."""
+    """Return the table of the paper, laid out as in tutorials."""
     table = zero_table(elements, processes)
     unit, size = _unit(table[0].device)
     lines = [f"{elements:,} parameters, {processes} processes, Adam in mixed precision: {unit} on each process"]
@@ -136,16 +162,16 @@ def zero_report(elements: int, processes: int) -> str:
 
 
 def as_data(subject: EstimateInput, tables: dict[int, list[Memory]], kept: int | None) -> dict[str, Any]:
-    """Everything in bytes, for JSON."""
+    """Return everything in bytes, for JSON."""
     return {
-        "parameters": sum(weight.elements for weight in subject.weights),
-        "trainable": sum(weight.elements for weight in subject.weights if weight.trainable),
+        "parameters": sum(weight.elements for weight in subject.size.weights),
+        "trainable": sum(weight.elements for weight in subject.size.weights if weight.trainable),
         "precision": subject.precision,
-        "optimizer": asdict(subject.states),
+        "optimizer": asdict(subject.size.states),
         "activations": kept,
         "processes": {
             devices * subject.machines: [{**asdict(memory), "device": memory.device} for memory in table]
             for devices, table in tables.items()
         },
-        "notes": subject.notes,
+        "notes": subject.size.notes,
     }
