@@ -70,6 +70,7 @@ def test_yaml_blocks_are_configs(page: Path) -> None:
     """Each one is merged into the digits example and accepted, without running it."""
     from trainer.cli.main import main
 
+    Path("examples").symlink_to(ROOT / "examples")
     for number, block in enumerate(blocks(page, "yaml")):
         assert isinstance(yaml.safe_load(block), dict)
         more = Path(f"more-{number}.yaml")
