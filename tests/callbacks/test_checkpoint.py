@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
+from trainer.callback import Checkpoint
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint, read_manifest
@@ -327,3 +328,13 @@ def test_a_checkpoint_by_hand_is_told_of_too(tmp_path: Path) -> None:
     assert told == [str(tmp_path / "by hand")]
     assert read_manifest(tmp_path / "by hand").info == {"step": 2, "epoch": 0, "why": "a test"}
     assert read_checkpoint(tmp_path / "by hand")["progress"]["step"] == 2
+
+
+def test_a_checkpoint_callback_of_ones_own_takes_the_place_of_the_default() -> None:
+    class Own(Checkpoint):
+        """Writes nothing."""
+
+    own = Own()
+    assert quiet(enable_checkpointing=True, callbacks=[own]).checkpoint_callbacks == [own]
+    assert quiet(enable_checkpointing=True, callbacks=[own], fast_dev_run=True).checkpoint_callbacks == []
+    assert (own.best_model_path, own.best_model_score, own.last_model_path) == ("", None, "")
