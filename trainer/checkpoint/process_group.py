@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 import time
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from trainer.checkpoint.disk import WriteError
+from trainer.distributed.process_group import SingleProcess
 from trainer.fault_tolerance.failure import first_failure
 
 T = TypeVar("T")
@@ -17,7 +18,7 @@ _POLL_S = 0.01
 
 
 class ProcessGroup(Protocol):
-    """A group of processes; every `Strategy` is one."""
+    """A group of processes, such as the `processes` of a strategy."""
 
     @property
     def rank(self) -> int:
@@ -34,18 +35,7 @@ class ProcessGroup(Protocol):
         """Return rank 0's `value` on every process."""
 
 
-class _SingleProcess:
-    rank: ClassVar[int] = 0
-    world_size: ClassVar[int] = 1
-
-    def all_gather_object(self, value: T) -> list[T]:
-        return [value]
-
-    def broadcast_object(self, value: T) -> T:
-        return value
-
-
-SINGLE_PROCESS: ProcessGroup = _SingleProcess()
+SINGLE_PROCESS: ProcessGroup = SingleProcess()
 
 
 class StoreProcessGroup:
