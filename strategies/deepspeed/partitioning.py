@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, read_slice
 from trainer.errors import MissingPackageError
-from trainer.model.deferred_init import DeferredInit
+from trainer.model.init_device import InitDevice, initial_values, named_tensors
 
 RENAMED_BY_TORCH = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 """Collectives that DeepSpeed calls by the names they had before torch 2.13."""
@@ -103,36 +103,28 @@ def restore_empty(module: nn.Module) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-@contextmanager
-def zero_init_context(deepspeed: Any, config: Mapping[str, Any], module: nn.Module) -> Iterator[None]:
-    """What is built within it is divided at its end, with rank 0's values.
+def partition_module(deepspeed: Any, config: Mapping[str, Any], module: nn.Module, init_device: InitDevice) -> None:
+    """Partition the parameters, one after the other, with rank 0's values. Collective.
 
-    It is built without memory, and one parameter after the other gets its values and is divided. DeepSpeed's own
-    context divides a layer as soon as it is built, and an outer layer that initializes it again then changes nothing.
+    DeepSpeed's own context around the construction partitions a layer as soon as it is built, and an outer layer that
+    initializes it again then changes nothing.
     """
-    deferred = DeferredInit(module)
-    with deferred:
-        yield
-    divide = deepspeed.zero.Init(config_dict_or_path=dict(config))
-    built = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    owners = list(module.modules())
-
-    def take(name: str, value: torch.Tensor) -> None:
-        former, own = built[name], value.clone()
-        for owner in owners:
-            for key, tensor in owner._buffers.items():
-                if tensor is former:
-                    owner._buffers[key] = own
-        if not isinstance(former, nn.Parameter):
-            return
-        parameter = nn.Parameter(own, requires_grad=former.requires_grad)
-        for owner in owners:
-            for key, held in owner._parameters.items():
-                if held is former:
-                    owner._parameters[key] = parameter
-        divide._convert_to_zero_parameters([parameter])
-
-    deferred.materialize(take)
+    values = initial_values(module, init_device)
+    partition = deepspeed.zero.Init(config_dict_or_path=dict(config))
+    tensors, owners = named_tensors(module), list(module.modules())
+    for name, value in values:
+        tensor = tensors[name]
+        if not tensor.is_meta:
+            tensor.data.copy_(value)
+        else:
+            tensors[name] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            for owner in owners:
+                for key, held in [*owner._parameters.items(), *owner._buffers.items()]:
+                    if held is tensor:
+                        setattr(owner, key, tensors[name])
+        if isinstance(tensor, nn.Parameter):
+            partition._convert_to_zero_parameters([tensors[name]])
+    partition._convert_to_zero_parameters(module.parameters())
 
 
 def in_full_precision(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from trainer.checkpoint.optimizer_state import matching_groups
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import BlockPolicy
+from trainer.model.init_device import InitDevice, build_context, check_init_device
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config import (
@@ -56,10 +57,10 @@ from trainer.strategies.deepspeed.partitioning import (
     is_zero3_partitioned,
     local_rank_env,
     low_precision,
+    partition_module,
     remove_engine_hooks,
     restore_empty,
     stop_gathering,
-    zero_init_context,
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategy import StepConfig
@@ -81,6 +82,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         nvme_path: the folder for "nvme".
         cpu_adam: with offload_optimizer, compute Adam and AdamW by DeepSpeed's CPUAdam, which is compiled at the first
             use, instead of by torch's.
+        init_device: with stage 3, where `configure_model` builds the layers. "cpu": on every process. "mixed": on rank
+            0; on the other processes without memory. "meta": without memory on all; then rank 0 calls `init_weights` or
+            `reset_parameters` of one submodule after the other. All processes get rank 0's values.
         timeout_seconds: after which a collective that does not end raises.
 
     With bf16 and fp16 the engine computes with low-precision weights and keeps master weights in float32, with the
@@ -104,9 +108,12 @@ class DeepSpeedStrategy(DistributedStrategy):
         offload_parameters: Offload | None = None,
         nvme_path: str | Path | None = None,
         cpu_adam: bool = False,
+        init_device: InitDevice = "cpu",
         timeout_seconds: float = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
+        check_init_device(init_device)
+        self.init_device = init_device
         self.given = config
         self.given_stage = self.default_stage if stage is None else stage
         zero = zero_of(config)
@@ -145,6 +152,8 @@ class DeepSpeedStrategy(DistributedStrategy):
                 f"strategy {self.name!r} needs the package 'deepspeed', which is not installed. "
                 'Install it with: pip install "exact-trainer[deepspeed]"',
             ]
+        if self.init_device != "cpu" and self.stage != 3:
+            problems.append(f"init_device={self.init_device!r} needs stage 3, and the stage is {self.stage}.")
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:
             problems += cpu_adam_problems(self.offload_optimizer)
@@ -186,15 +195,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         with local_rank_env(self.processes.local_rank):
             self.deepspeed.init_distributed(auto_mpi_discovery=False, timeout=self.timeout, verbose=False)
 
-    def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> AbstractContextManager[Any]:
-        context = super().init_context(module, will_load_checkpoint)
-        if self.stage != 3 or not module.overrides("configure_model"):
-            return context
-        stack = ExitStack()
-        stack.enter_context(local_rank_env(self.processes.local_rank))
-        stack.enter_context(zero_init_context(self.deepspeed, in_full_precision(self._resolve(module)), module))
-        stack.enter_context(context)
-        return stack
+    @contextmanager
+    def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> Iterator[None]:
+        with self.precision.init_context(), build_context(self.init_device):
+            yield
+        if self.stage == 3 and module.overrides("configure_model"):
+            with local_rank_env(self.processes.local_rank):
+                partition_module(self.deepspeed, in_full_precision(self._resolve(module)), module, self.init_device)
 
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None

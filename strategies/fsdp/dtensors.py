@@ -47,6 +47,15 @@ def as_shards(value: Any, known: dict[int, Shard] | None = None) -> Any:
     return value
 
 
+def set_values(tensor: torch.Tensor, value: Loadable) -> None:
+    """Set a tensor from a full one, of which only this process's part is read if the tensor is distributed."""
+    if isinstance(tensor, DTensor):
+        local: torch.Tensor = tensor.to_local().detach()
+        local.copy_(read_slice(value, local_slice(tensor)).view(local.shape))
+    else:
+        tensor.copy_(materialize(value))
+
+
 def load_sharded(module: nn.Module, state: Mapping[str, Loadable], strict: bool) -> None:
     """Load weights and buffers by name, reading of distributed ones only this process's part.
 
@@ -59,8 +68,7 @@ def load_sharded(module: nn.Module, state: Mapping[str, Loadable], strict: bool)
     for name, value in state.items():
         target = own.get(name)
         if isinstance(target, DTensor):
-            local: torch.Tensor = target.to_local().detach()
-            local.copy_(read_slice(value, local_slice(target)).view(local.shape))
+            set_values(target, value)
         elif name in own:
             rest[name] = materialize(value) if isinstance(target, torch.Tensor) else value
     module.load_state_dict(rest, strict=False)

@@ -19,10 +19,9 @@ from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, blocks_in_words, exclude_tied_weights, find_blocks
-from trainer.model.deferred_init import DeferredInit
+from trainer.model.init_device import InitDevice, build_context, check_init_device, initial_values, named_tensors
 from trainer.module import TrainModule
 from trainer.precision import Precision
-from trainer.seed import rng_state, set_rng_state
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategy import StepConfig, wrapping_problems
 
@@ -52,11 +51,13 @@ class FSDPStrategy(DistributedStrategy):
         accumulate_unsharded: with accumulation, keep whole gradients on each process until the last micro-batch, and
             communicate once. False: reduce after every micro-batch, which needs less memory.
         reduce_dtype: dtype in which gradients are summed over processes, e.g. "bfloat16"; default: float32.
+        init_device: where `configure_model` builds the layers. "cpu": on every process. "mixed": on rank 0; on the
+            other processes without memory. "meta": without memory on all; then rank 0 calls `init_weights` or
+            `reset_parameters` of one submodule after the other. All processes get rank 0's values.
         timeout_seconds: after which a collective that does not end raises.
 
-    A module that `configure_model` builds never exists whole: it is built without memory, and each process computes the
-    initial values, the same as on one process, of its own shards. The module keeps its shards after the run;
-    checkpoints have the weights, and `trainer.full_state_dict()` gathers them.
+    The module keeps its shards after the run; checkpoints have the weights, and `trainer.full_state_dict()` gathers
+    them.
 
     Mixed precision computes under autocast with parameters gathered in the low precision; the shards are float32.
     """
@@ -75,9 +76,11 @@ class FSDPStrategy(DistributedStrategy):
         cpu_offload: bool = False,
         accumulate_unsharded: bool = True,
         reduce_dtype: str | None = None,
+        init_device: InitDevice = "cpu",
         timeout_seconds: float = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
+        check_init_device(init_device)
         if sharding_strategy not in SHARDING:
             raise unknown_name_error("sharding_strategy", sharding_strategy, SHARDING)
         if reduce_dtype not in (None, "float32", "bfloat16", "float16"):
@@ -89,12 +92,12 @@ class FSDPStrategy(DistributedStrategy):
         self.cpu_offload = cpu_offload
         self.accumulate_unsharded = accumulate_unsharded
         self.reduce_dtype: torch.dtype = getattr(torch, reduce_dtype or "float32")
+        self.init_device = init_device
         self.wrapped: Any = None
         self.wrapped_blocks = ""
         """The units beside the module itself, in words."""
         self._mesh: DeviceMesh | None = None
-        self._deferred: DeferredInit | None = None
-        self._values_follow = False
+        self._will_load_checkpoint = False
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
@@ -132,7 +135,9 @@ class FSDPStrategy(DistributedStrategy):
         from torch.distributed.tensor import DTensor
 
         self.setup_environment("cpu", precision)
-        self.setup_module(module, for_training=True)
+        self._refuse(module)
+        precision.convert_module(module)
+        self._shard(module)
         assert self._mesh is not None
         *replicas, shards = self._mesh.shape
         tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
@@ -166,20 +171,15 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> Iterator[None]:
-        """Layers are built on the meta device; `setup_module` gives each process its part."""
-        self._values_follow = will_load_checkpoint
-        own = rng_state(self.device)
-        # All processes compute rank 0's values.
-        set_rng_state(self.processes.broadcast_object(own), self.device)
-        self._deferred = DeferredInit(module)
-        with self.precision.init_context(), self._deferred:
+        self._will_load_checkpoint = will_load_checkpoint
+        with self.precision.init_context(), build_context(self.init_device):
             yield
-        if not self.processes.is_global_zero:
-            set_rng_state(own, self.device)
 
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
+        from trainer.strategies.fsdp.dtensors import set_values
+
         self.module = module
         if activation_checkpointing is not None:
             enable_activation_checkpointing(module, activation_checkpointing)
@@ -188,13 +188,15 @@ class FSDPStrategy(DistributedStrategy):
             return
         self._refuse(module)
         self.precision.convert_module(module)
-        there = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
-        # Before they are cut: all processes begin with rank 0's values.
-        self.processes.broadcast([t for t in there if t.numel()])
+        loaded = module.state_dict(keep_vars=True).keys() if self._will_load_checkpoint else ()
+        values = initial_values(module, self.init_device, loaded, self.device)
         self.wrapped = self._shard(module)
         # Not as a submodule: the module's own keys stay as they are.
         module.__dict__["_wrapper"] = self.wrapped
-        self._materialize(module)
+        self._allocate(module)
+        tensors = named_tensors(module)
+        for name, value in values:
+            set_values(tensors[name].detach(), value)
 
     def _refuse(self, module: TrainModule) -> None:
         raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
@@ -251,32 +253,13 @@ class FSDPStrategy(DistributedStrategy):
             param_dtype=self.precision.autocast, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
         )
 
-    def _materialize(self, module: TrainModule) -> None:
-        """Memory for what `configure_model` has built, and the part of the initial values that belongs there."""
-        from torch.distributed.tensor import DTensor
-
-        from trainer.strategies.fsdp.dtensors import local_slice
-
+    def _allocate(self, module: TrainModule) -> None:
+        """Memory for the shards of what is on the meta device, and the buffers' place."""
         place = torch.device("cpu") if self.cpu_offload else self.device
         self.wrapped._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
         for buffer in module.buffers():
             if buffer.device != self.device:
                 buffer.data = buffer.data.to(self.device)
-        deferred, self._deferred = self._deferred, None
-        if deferred is None:
-            return
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-        def take(name: str, value: torch.Tensor) -> None:
-            target = own[name].detach()
-            if isinstance(target, DTensor):
-                local: torch.Tensor = target.to_local()
-                local.copy_(local_slice(target).take(value).view(local.shape))
-            else:
-                target.copy_(value)
-
-        saved = module.state_dict(keep_vars=True).keys() if self._values_follow else ()
-        deferred.materialize(take, only=lambda name: name not in saved, advance=self.processes.is_global_zero)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,135 @@
+"""Where layers are built: what initializes itself has the values of its construction, and what cannot is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import ConfigError
+from trainer.model.init_device import build_context, initialize, units_of
+from trainer.strategies import FSDPStrategy
+from trainer.strategies.deepspeed.strategy import DeepSpeedStage3Strategy, DeepSpeedStrategy
+
+ENCODER = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": True}
+
+
+class Rotary(nn.Module):
+    """Its table is in no checkpoint, and is made anew by `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.table(), persistent=False)
+        self.register_buffer("mask", torch.ones(3, 3).tril().bool(), persistent=False)
+
+    @staticmethod
+    def table() -> torch.Tensor:
+        return 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+
+    def reset_parameters(self) -> None:
+        self.inv_freq = self.table()
+        self.mask.copy_(torch.ones(3, 3).tril())
+
+
+class Block(nn.Module):
+    """Initializes its layers again when all of them are there, and two of them with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.rotary = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Rotary()
+        self.second.weight = self.first.weight
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        nn.init.trunc_normal_(self.first.weight, std=0.02)
+        self.first.bias.data.fill_(0.5)
+
+
+ZOO: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(40, 30),
+    "convolutions": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose1d(2, 3, 3, bias=False)),
+    "embeddings": lambda: nn.Sequential(nn.Embedding(9, 4, padding_idx=1), nn.EmbeddingBag(5, 3)),
+    "LSTM": lambda: nn.LSTM(3, 5, num_layers=2, bidirectional=True, proj_size=2),
+    "attention": lambda: nn.MultiheadAttention(8, 2, kdim=6, add_bias_kv=True),
+    "encoder": lambda: nn.ModuleList([nn.TransformerEncoderLayer(**ENCODER), nn.TransformerEncoderLayer(**ENCODER)]),
+    "transformer": lambda: nn.Transformer(num_encoder_layers=1, num_decoder_layers=1, **ENCODER),
+    "norms": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.RMSNorm(4)),
+    "blocks": lambda: nn.Sequential(Block(), nn.Linear(3, 3, dtype=torch.bfloat16), Block()),
+    "nothing to initialize": lambda: nn.Sequential(nn.ReLU()),
+}
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with build_context("meta"):
+        return make()
+
+
+def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_modules_that_initialize_themselves_have_the_values_of_their_construction(name: str) -> None:
+    torch.manual_seed(3)
+    expected, after = values_of(ZOO[name]()), torch.get_rng_state()
+    module = on_meta(ZOO[name])
+    torch.manual_seed(3)
+    found = {}
+    for prefix, unit in units_of(module).items():
+        values = initialize(unit, {name: tensor.to("meta") for name, tensor in values_of(unit).items()})
+        found |= {prefix + name: value for name, value in values.items()}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype
+        assert torch.equal(found[key], value), key
+    assert torch.equal(torch.get_rng_state(), after)
+    assert all(tensor.is_meta for tensor in values_of(module).values())
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.ones(2), torch.arange(2), torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.complex64)],
+    ids=lambda buffer: str(buffer.dtype),
+)
+def test_a_buffer_without_values_is_refused(buffer: torch.Tensor) -> None:
+    class Forgetful(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("table", buffer.clone(), persistent=False)
+
+    module = on_meta(Forgetful).to("meta")
+    with pytest.raises(ConfigError, match=r"reset_parameters of Forgetful leaves table without values.*mixed"):
+        initialize(module, values_of(module))
+
+
+def from_pretrained() -> nn.Module:
+    """As that of transformers, which cannot read weights into tensors without memory."""
+    if torch.get_default_device() == torch.device("meta"):
+        raise RuntimeError("You are using `from_pretrained` with a meta device context manager.\nDo not.")
+    return nn.Linear(2, 2)
+
+
+def test_what_cannot_be_built_on_the_meta_device_is_told() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"init_device='meta': configure_model .*`from_pretrained`.*\. Give init_dev"),
+        build_context("meta"),
+    ):
+        from_pretrained()
+    with build_context("cpu"):
+        assert not from_pretrained().weight.is_meta
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
+def test_an_unknown_init_device_is_refused_at_once(strategy: type) -> None:
+    with pytest.raises(ConfigError, match=r"unknown init_device 'mta'\. Did you mean 'meta'\? Known: cpu, meta, mixed"):
+        strategy(init_device="mta")
+
+
+def test_deepspeed_needs_stage_3_for_it() -> None:
+    from trainer.precision import PRECISIONS
+
+    said = DeepSpeedStrategy(stage=2, init_device="mixed").problems(PRECISIONS["32-true"], "cpu", 2)
+    assert said == ["init_device='mixed' needs stage 3, and the stage is 2."]
+    assert DeepSpeedStage3Strategy(init_device="mixed").problems(PRECISIONS["32-true"], "cpu", 2) == []

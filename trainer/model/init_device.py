@@ -1,0 +1,234 @@
+"""Where `configure_model` builds layers that are to be sharded, and how every process gets rank 0's initial values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+from trainer.errors import ConfigError, raise_problems, unknown_name_error
+
+InitDevice = Literal["cpu", "mixed", "meta"]
+INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
+"""The methods, without arguments, by which modules initialize themselves. The last one is that of torch's attention."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def check_init_device(value: str) -> None:
+    """Raise ConfigError for an `init_device` that there is not."""
+    if value not in get_args(InitDevice):
+        raise unknown_name_error("init_device", value, get_args(InitDevice))
+
+
+@contextmanager
+def build_context(init_device: InitDevice) -> Iterator[None]:
+    """The context of `configure_model`: on the meta device where this process builds no values.
+
+    Raises:
+        ConfigError: something cannot be built without values.
+    """
+    if _builds_values(init_device):
+        yield
+        return
+    try:
+        with torch.device("meta"):
+            yield
+    except RuntimeError as error:
+        raise ConfigError(
+            f"init_device={init_device!r}: configure_model cannot be called on the meta device: "
+            f"{str(error).splitlines()[0]} Give init_device='cpu'."
+        ) from error
+
+
+def _builds_values(init_device: InitDevice) -> bool:
+    return init_device == "cpu" or (init_device == "mixed" and dist.get_rank() == 0)
+
+
+def named_tensors(module: nn.Module) -> Tensors:
+    """Return parameters and buffers by name; what is shared has its first name only."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def initial_values(
+    module: nn.Module, init_device: InitDevice, loaded: Collection[str] = (), device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Give all processes rank 0's initial values of what `configure_model` has built. Collective.
+
+    With "cpu" the module has them at once. Otherwise they are yielded on every process, full and on `device`: one at a
+    time, so that a process which keeps only its shard of each never holds more than one. The module may be sharded
+    before the first one is taken.
+
+    Args:
+        loaded: names whose values come from a checkpoint, and are left out.
+
+    Raises:
+        ConfigError: the processes have built different modules, or nothing gives a tensor its values.
+    """
+    tensors = named_tensors(module)
+    wanted = {name: tensor for name, tensor in tensors.items() if name not in loaded}
+    absent = {name for name, tensor in wanted.items() if tensor.is_meta}
+    units = units_of(module) if init_device == "meta" else {}
+    # With a shared weight, too, the second module draws its random numbers, as in its construction.
+    needed = {id(wanted[name]) for name in absent}
+    units = {key: unit for key, unit in units.items() if any(id(t) in needed for t in named_tensors(unit).values())}
+    if init_device == "mixed" and dist.get_rank() > 0:
+        absent = set()  # rank 0 has built them
+    given = {prefix + name for prefix, unit in units.items() for name in named_tensors(unit)}
+    _check_built(module, init_device, absent - given)
+    if init_device == "cpu":
+        for tensor in wanted.values():
+            _broadcast(tensor.detach())
+        return iter(())
+    built = {name: tensor.detach() for name, tensor in wanted.items() if name not in absent}
+    shapes = {prefix: {n: t.to("meta") for n, t in named_tensors(unit).items()} for prefix, unit in units.items()}
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in list(built):
+            yield name, _from_rank_0(built.pop(name), device)
+        for prefix, unit in units.items():
+            values = initialize(unit, shapes[prefix]) if dist.get_rank() == 0 else shapes[prefix]
+            for name in list(values):
+                value = values.pop(name)
+                if prefix + name in absent:
+                    absent.remove(prefix + name)
+                    yield prefix + name, _from_rank_0(value, device)
+
+    return values()
+
+
+def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
+    """Raise ConfigError, on all processes, if one has built another module or tensors that will have no values."""
+    tensors = named_tensors(module)
+    shapes = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+    plain = _plain_meta_tensors(module) if init_device != "cpu" else []
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (shapes, sorted(without), plain))
+    problems = []
+    for rank, (others, _, _) in enumerate(found):
+        different = sorted(name for name, _ in others.items() ^ found[0][0].items())
+        if different:
+            problems.append(
+                f"configure_model has built another module on rank {rank} than on rank 0: {different[0]} is "
+                f"{others.get(different[0], 'missing')} there and {found[0][0].get(different[0], 'missing')} on rank 0."
+            )
+    if names := sorted({name for _, without, _ in found for name in without}):
+        problems.append(
+            f"{', '.join(names)}: no init_weights or reset_parameters gives them values. Define one in the module that "
+            "has them, or give init_device='mixed' or 'cpu'."
+            if init_device == "meta"
+            else f"{', '.join(names)}: on the meta device, without values. Give init_device='meta'."
+        )
+    if names := sorted({name for _, _, plain in found for name in plain}):
+        problems.append(
+            f"{', '.join(names)}: a plain tensor gets no values with init_device={init_device!r}. Make it a buffer "
+            "(register_buffer), or give init_device='cpu'."
+        )
+    raise_problems(problems, type(module).__name__)
+
+
+def _plain_meta_tensors(module: nn.Module) -> list[str]:
+    """Return the names of attributes that are or hold tensors on the meta device, but no parameters or buffers."""
+    known = {id(tensor) for tensor in named_tensors(module).values()}
+    found = []
+    for prefix, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                held = (
+                    value.values()
+                    if isinstance(value, dict)
+                    else value
+                    if isinstance(value, (list, tuple))
+                    else [value]
+                )
+                if any(isinstance(one, torch.Tensor) and one.is_meta and id(one) not in known for one in held):
+                    found.append(f"{prefix}.{name}".removeprefix("."))
+    return found
+
+
+def _from_rank_0(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    value = tensor.to(device) if dist.get_rank() == 0 else torch.empty_like(tensor, device=device)
+    _broadcast(value)
+    return value
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    """Overwrite a tensor of any dtype and layout with rank 0's values."""
+    if tensor.numel() and dist.get_world_size() > 1:
+        dense = tensor.contiguous()
+        dist.broadcast(dense.view(-1).view(torch.uint8), src=0)
+        if dist.get_rank() > 0 and dense.data_ptr() != tensor.data_ptr():
+            tensor.copy_(dense)
+
+
+# -- modules that initialize themselves --------------------------------------------------------------------------------
+
+
+def _initializer(module: nn.Module) -> str | None:
+    return next((name for name in INITIALIZERS if callable(getattr(module, name, None))), None)
+
+
+def units_of(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the outermost submodules that have an initializer, by the prefix of their tensors' names."""
+    if _initializer(module) is not None:
+        return {prefix: module}
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        found |= units_of(child, f"{prefix}{name}.")
+    return found
+
+
+class _Initialize(nn.Module):
+    """Has a module initialize itself in the order of its construction, inner modules first."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def forward(self) -> None:
+        self.call(self.unit)
+
+    def call(self, module: nn.Module) -> None:
+        for child in module.children():
+            self.call(child)
+        initializer = _initializer(module)
+        if initializer is not None:
+            getattr(module, initializer)()
+
+
+def initialize(unit: nn.Module, shapes: Tensors) -> Tensors:
+    """Return the values on the CPU that a module gives its parameters and buffers; they are not put into it.
+
+    `shapes`: its tensors, on the meta device, by their names in it.
+
+    Raises:
+        ConfigError: it leaves some without values.
+    """
+    values = {f"unit.{name}": _unset(shape) for name, shape in shapes.items()}
+    before = {name: (value, value._version) for name, value in values.items()}
+    with torch.no_grad():
+        functional_call(_Initialize(unit), values, ())
+    left = [name.removeprefix("unit.") for name, value in values.items() if _is_unset(value, *before[name])]
+    if left:
+        raise ConfigError(
+            f"init_device='meta': {_initializer(unit)} of {type(unit).__name__} leaves {', '.join(left)} without "
+            "values. Set them there, or give init_device='mixed' or 'cpu'."
+        )
+    return {name.removeprefix("unit."): value.detach() for name, value in values.items()}
+
+
+def _unset(shape: torch.Tensor) -> torch.Tensor:
+    mark = math.nan if shape.is_floating_point() or shape.is_complex() else 0
+    return torch.full(shape.shape, mark, dtype=shape.dtype, device="cpu")
+
+
+def _is_unset(value: torch.Tensor, before: torch.Tensor, version: int) -> bool:
+    if value.is_floating_point() or value.is_complex():
+        return bool(value.isnan().any())
+    return value is before and value._version == version and not value.any()
