@@ -99,8 +99,8 @@ class TrainModule(nn.Module):
 
     def configure_model(self) -> None:
         """Build layers here instead of in `__init__` to have them created in the right dtype and, for sharded
-        strategies, without ever holding the whole model. Called once per process before a run, and by
-        `load_from_checkpoint`; it must do nothing when the layers exist already."""
+        strategies, where `init_device` says. Called once per process before a run, and by `load_from_checkpoint`; it
+        must do nothing when the layers exist already."""
 
     def configure_callbacks(self) -> list[Callback]:
         """Callbacks that belong to this module; asked for before `configure_model`. One of a class that the trainer has

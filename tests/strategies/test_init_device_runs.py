@@ -83,7 +83,8 @@ def without_initializer(module: Any) -> None:
 
 
 def plain_tensor(module: Any) -> None:
-    module.net = nn.Linear(2, 2)
+    module.net = Rotary()
+    module.net.original = module.net.inv_freq
     module.tables = {"slopes": torch.arange(4.0)}
 
 
@@ -229,8 +230,8 @@ def test_a_resumed_run_has_the_weights_of_the_checkpoint_and_the_tables_of_the_c
 REFUSALS = {
     "without_initializer, meta": "weight: no init_weights or reset_parameters gives them values. Define one in the "
     "module that has them, or give init_device='mixed' or 'cpu'.",
-    "plain_tensor, mixed": "tables: a plain tensor gets no values with init_device='mixed'. Make it a buffer "
-    "(register_buffer), or give init_device='cpu'.",
+    "plain_tensor, mixed": "net.original, tables: a plain tensor gets no values with init_device='mixed'. Make it a "
+    "buffer (register_buffer), or give init_device='cpu'.",
     **{
         f"other_shape, {init_device}": "configure_model has built another module on rank 1 than on rank 0: net.bias is "
         "(3,) torch.float32 there and (2,) torch.float32 on rank 0."

@@ -134,21 +134,16 @@ def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) 
 
 
 def _plain_meta_tensors(module: nn.Module) -> list[str]:
-    """Return the names of attributes that are or hold tensors on the meta device, but no parameters or buffers."""
-    known = {id(tensor) for tensor in named_tensors(module).values()}
+    """Return the names of attributes that are, or directly hold, tensors on the meta device, but no parameters."""
+    parameters = {id(parameter) for parameter in module.parameters()}
     found = []
     for prefix, owner in module.named_modules():
         for name, value in vars(owner).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                held = (
-                    value.values()
-                    if isinstance(value, dict)
-                    else value
-                    if isinstance(value, (list, tuple))
-                    else [value]
-                )
-                if any(isinstance(one, torch.Tensor) and one.is_meta and id(one) not in known for one in held):
-                    found.append(f"{prefix}.{name}".removeprefix("."))
+            values = value.values() if isinstance(value, dict) else value
+            held = values if isinstance(value, (dict, list, tuple)) else (value,)
+            plain = [one for one in held if isinstance(one, torch.Tensor) and id(one) not in parameters]
+            if name not in ("_parameters", "_buffers") and any(one.is_meta for one in plain):
+                found.append(f"{prefix}.{name}".removeprefix("."))
     return found
 
 
