@@ -270,7 +270,7 @@ def _fsdp(report: MigrationReport, given: Given) -> Rules:
         "use_orig_params": Rule(NOT_NEEDED, "FSDP2 always keeps your parameters and their names"),
         "state_dict_type": Rule(NOT_NEEDED, f"{state}, and trainer checkpoint export writes one file"),
         "cpu_ram_efficient_loading": Rule(
-            NOT_NEEDED, "build the layers in configure_model: the strategy decides where they are made"
+            NOT_NEEDED, "build the layers in configure_model, and give the strategy init_device: mixed"
         ),
         "sync_module_states": Rule(NOT_NEEDED, "all processes begin with rank 0's values"),
         "limit_all_gathers": Rule(NOT_NEEDED, "FSDP2 limits them by itself"),
@@ -348,7 +348,7 @@ def _deepspeed(report: MigrationReport, given: Given) -> Rules:
         ),
         "gradient_accumulation_steps": auto if str(window).lower() in ("auto", "none") else window_rule(window),
         "gradient_clipping": auto if str(clipping).lower() in ("auto", "none") else clipping_rule(clipping),
-        "zero3_init_flag": Rule(NOT_NEEDED, "layers that configure_model builds are sharded as they are made"),
+        "zero3_init_flag": Rule(NOT_NEEDED, "layers that configure_model builds are partitioned when it has ended"),
         "zero3_save_16bit_model": Rule(
             NOT_NEEDED, "checkpoints hold the full weights: trainer checkpoint export --dtype bfloat16"
         ),
