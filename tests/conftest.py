@@ -26,7 +26,7 @@ SLOW = (
     "callbacks/test_straggler_monitor.py",
     "callbacks/test_two_processes.py",
     "cli/test_cli.py",
-    "cli/test_doctor_verb.py",
+    "cli/test_doctor_command.py",
     "examples/",
     "faults/",
     "distributed/test_others_variables.py",

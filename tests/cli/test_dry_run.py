@@ -17,7 +17,7 @@ from torch import nn
 from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from trainer import Strategy, TrainModule
-from trainer.cli.doctor.verdicts import gib
+from trainer.cli.doctor.results import gib
 from trainer.distributed.fake_process_group import fake_process_group
 from trainer.distributed.process_group import SingleProcess
 from trainer.model.memory import LAYOUTS, layout_of

@@ -6,13 +6,13 @@ import json
 
 from tests.helpers.processes import run_python
 from trainer.cli import main
-from trainer.cli.checkpoint.command import VERBS as OF_CHECKPOINT
+from trainer.cli.checkpoint.command import SUBCOMMANDS as OF_CHECKPOINT
 
 COMMANDS = [
     [],
-    *([verb] for verb in main.COMMANDS),
+    *([name] for name in main.COMMANDS),
     ["fit", "--dry-run"],
-    *(["checkpoint", verb] for verb in OF_CHECKPOINT),
+    *(["checkpoint", name] for name in OF_CHECKPOINT),
 ]
 ALL = f"""\
 import contextlib, io, json, sys, time

@@ -12,8 +12,8 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.doctor.verdicts import CheckResult, as_json, failed, gib, summary
-from trainer.cli.main import usage_error
+from trainer.cli.doctor.results import CheckResult, as_json, failed, gib, summary
+from trainer.cli.main import reject_unknown, usage_error
 from trainer.cli.options import ErrorParser, overrides_of
 
 if TYPE_CHECKING:
@@ -84,15 +84,12 @@ def _parser() -> argparse.ArgumentParser:
 def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]:
     """The options, the checked configuration, and the accelerator that it asks for, which need not be here."""
     from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
-    from trainer.errors import ConfigError, did_you_mean
+    from trainer.errors import ConfigError
 
     findings = Diagnostics()
     overrides, fixed = overrides_of(arguments, findings)
     given, rest = parser.parse_known_args(fixed)
-    if rest:
-        options = [option for action in parser._actions for option in action.option_strings]
-        word = rest[0].partition("=")[0]
-        raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See trainer fit --dry-run --help.")
+    reject_unknown(parser, rest, "trainer fit --dry-run")
     given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
     if not given.config and not overrides:
         raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")

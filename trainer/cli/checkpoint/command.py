@@ -10,7 +10,7 @@ import sys
 from trainer.cli.main import usage_error
 from trainer.cli.options import ErrorParser
 
-VERBS = {
+SUBCOMMANDS = {
     "ls": "list the checkpoints of a run",
     "show": "show what is in a checkpoint",
     "verify": "read checkpoints whole and compare every file with its checksum",
@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
         return 2
     try:
         options = parser.parse_args(arguments)
-        code: int = {"ls": _ls, "show": _show, "verify": _verify, "export": _export}[options.verb](options)
+        code: int = {"ls": _ls, "show": _show, "verify": _verify, "export": _export}[options.name](options)
     except SystemExit as end:  # of --help
         return int(end.code or 0)
     except ConfigError as error:
@@ -70,27 +70,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = ErrorParser(
         prog="trainer checkpoint",
         description="Look into checkpoints, without the code that wrote them.",
-        epilog=f"examples:\n{''.join(EXAMPLES[verb].splitlines(keepends=True)[0] for verb in VERBS)}",
+        epilog=f"examples:\n{''.join(EXAMPLES[name].splitlines(keepends=True)[0] for name in SUBCOMMANDS)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True, parser_class=ErrorParser)
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=ErrorParser)
     of: dict[str, argparse.ArgumentParser] = {}
-    for verb, summary in VERBS.items():
-        of[verb] = commands.add_parser(
-            verb,
+    for name, summary in SUBCOMMANDS.items():
+        of[name] = commands.add_parser(
+            name,
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
-            epilog=f"examples:\n{EXAMPLES[verb]}",
+            epilog=f"examples:\n{EXAMPLES[name]}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        of[verb].add_argument("path", metavar="PATH", help=PATH_HELP)
-    for verb in ("show", "verify", "export"):
-        default = "all of them" if verb == "verify" else "last"
-        of[verb].add_argument("--ckpt", metavar="NAME", help=f"last, best, or a name, of a run (default: {default})")
-    for verb in ("ls", "show"):
-        of[verb].add_argument("--json", action="store_true", help="print JSON")
+        of[name].add_argument("path", metavar="PATH", help=PATH_HELP)
+    for name in ("show", "verify", "export"):
+        default = "all of them" if name == "verify" else "last"
+        of[name].add_argument("--ckpt", metavar="NAME", help=f"last, best, or a name, of a run (default: {default})")
+    for name in ("ls", "show"):
+        of[name].add_argument("--json", action="store_true", help="print JSON")
     of["ls"].add_argument("--metric", metavar="NAME", action="append", default=[], help="show this logged value")
     of["ls"].add_argument("--verify", action="store_true", help="read the files whole; else only sizes are compared")
     of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")

@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from trainer.cli.doctor.verdicts import CheckResult
+from trainer.cli.doctor.results import CheckResult
 
 MEGABYTES = 16
 REPEATS = 3

@@ -11,8 +11,8 @@ from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.doctor.verdicts import CheckResult, as_json, failed, summary
-from trainer.cli.main import COMMANDS, usage_error
+from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
+from trainer.cli.main import COMMANDS, reject_unknown, usage_error
 from trainer.cli.options import ErrorParser, overrides_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help(), end="")
         return 0
-    verdicts = []
+    results = []
     # JSON stands alone on stdout, whatever the user's files print.
     with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
         try:
@@ -48,16 +48,16 @@ def run(arguments: list[str]) -> int:
             place = detect_environment()
         except ConfigError as error:
             return usage_error(str(error))
-        for verdict in _checks(given, configuration, arguments, place.local_rank == 0):
-            verdicts.append(verdict)
+        for result in _checks(given, configuration, arguments, place.local_rank == 0):
+            results.append(result)
             # Of several processes the first one speaks, the others only where something is wrong with them.
             if not given.json and place.rank == 0:
-                print(verdict.line(), flush=True)
-            elif not given.json and verdict.status != "OK":
-                print(f"rank {place.rank}: {verdict.line()}", flush=True)
+                print(result.line(), flush=True)
+            elif not given.json and result.status != "OK":
+                print(f"rank {place.rank}: {result.line()}", flush=True)
     if place.rank == 0:
-        print(as_json(verdicts) if given.json else f"\n{summary(verdicts)}", flush=True)
-    return int(failed(verdicts))
+        print(as_json(results) if given.json else f"\n{summary(results)}", flush=True)
+    return int(failed(results))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,16 +83,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
     from trainer.config.tree import Diagnostics
-    from trainer.errors import ConfigError, did_you_mean
+    from trainer.errors import ConfigError
 
     findings = Diagnostics()
     overrides, fixed = overrides_of(arguments, findings)
     given, rest = parser.parse_known_args(fixed)
     findings.report()
-    if rest:
-        options = [option for action in parser._actions for option in action.option_strings]
-        word = rest[0].partition("=")[0]
-        raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See trainer doctor --help.")
+    reject_unknown(parser, rest, "trainer doctor")
     if given.devices < 1:
         raise ConfigError(f"--devices {given.devices}: give a number of processes from 1.")
     return given, overrides

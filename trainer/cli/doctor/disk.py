@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.cli.doctor.verdicts import CheckResult, gib
+from trainer.cli.doctor.results import CheckResult, gib
 
 ENOUGH_DISK = 10 * 2**30
 SAMPLE = 32 * 2**20

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from trainer.cli.doctor.verdicts import CheckResult, gib
+from trainer.cli.doctor.results import CheckResult, gib
 from trainer.distributed.rendezvous import free_port
 from trainer.launchers.launcher import usable_cores
 

@@ -8,9 +8,9 @@ import re
 from typing import Any
 
 from trainer.cli.estimate.report import EstimateInput, ModuleSize, as_data, report, zero_report
-from trainer.cli.main import COMMANDS, usage_error
+from trainer.cli.main import COMMANDS, reject_unknown, usage_error
 from trainer.cli.options import ErrorParser, overrides_of
-from trainer.errors import ConfigError, did_you_mean, unknown_name_error
+from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.memory import (
     ADAMW,
     LAYOUTS,
@@ -53,10 +53,7 @@ def _report(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
     findings = Diagnostics()
     overrides, fixed = overrides_of(arguments, findings)
     given, rest = parser.parse_known_args(fixed)
-    if rest:
-        options = [option for action in parser._actions for option in action.option_strings]
-        word = rest[0].partition("=")[0]
-        raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See trainer estimate --help.")
+    reject_unknown(parser, rest, "trainer estimate")
     if bool(given.config or overrides) == (given.params is not None):
         raise ConfigError(
             "give either a configuration, trainer estimate --config run.yaml, or a number of parameters, "

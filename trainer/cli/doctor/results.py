@@ -1,4 +1,4 @@
-"""Verdicts: what a check has found, as one line for people and as JSON for programs."""
+"""Results of checks, as one line for people and as JSON for programs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.helpers.project import Command
 from trainer.cli.doctor import collectives as doctor_ranks
 from trainer.cli.doctor import disk as doctor_disk
 from trainer.cli.doctor import machine as doctor_machine
-from trainer.cli.doctor.verdicts import CheckResult
+from trainer.cli.doctor.results import CheckResult
 
 DIGITS = str(ROOT / "examples" / "digits" / "config.yaml")
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.helpers.processes import run_python
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.writing import write_checkpoint
-from trainer.cli.checkpoint.command import EXAMPLES, VERBS
+from trainer.cli.checkpoint.command import EXAMPLES, SUBCOMMANDS
 from trainer.cli.main import main
 from trainer.testing import flip_byte, largest_file, truncate
 
@@ -262,17 +262,17 @@ def test_export_in_another_dtype(checkpoint, run: Path, tmp_path: Path) -> None:
 # -- help and mistakes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", [None, *VERBS])
-def test_help_has_examples_and_does_not_import_torch(verb: str | None) -> None:
+@pytest.mark.parametrize("name", [None, *SUBCOMMANDS])
+def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
     result = run_python(
         "import sys\n"
         "sys.modules['torch'] = None\n"
         "from trainer.__main__ import main\n"
         "sys.exit(main(['checkpoint', *sys.argv[1:]]))\n",
-        *([verb] if verb else []),
+        *([name] if name else []),
         "--help",
     ).check()
-    assert (EXAMPLES[verb] if verb else "export") in result.stdout
+    assert (EXAMPLES[name] if name else "export") in result.stdout
 
 
 @pytest.mark.parametrize(

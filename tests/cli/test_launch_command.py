@@ -155,10 +155,10 @@ def test_a_meeting_place_that_is_taken_is_told(project: Path) -> None:
 
 
 def test_help_has_examples_and_needs_no_torch(command: Command) -> None:
-    for verb in ("launch", "env"):
-        code, out, _ = command(verb, "--help")
+    for name in ("launch", "env"):
+        code, out, _ = command(name, "--help")
         assert code == 0
-        assert f"examples:\n  trainer {verb}" in out
+        assert f"examples:\n  trainer {name}" in out
     code = (
         "import sys\nfrom trainer.cli.main import main\nmain(['launch', '--help'])\nassert 'torch' not in sys.modules\n"
     )
