@@ -286,7 +286,7 @@ class ModelCheckpoint(Checkpoint):
     def _notify_saved(self, trainer: Trainer, path: str) -> None:
         if self.verbose:
             trainer.print(f"step {trainer.global_step}: saved {path}")
-        trainer.hooks.on_checkpoint_saved(trainer, trainer.module, path)
+        trainer.hooks.on_checkpoint_saved(path)
 
     def _in_folder(self, name: str) -> StoragePath:
         assert self._folder is not None

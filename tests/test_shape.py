@@ -26,7 +26,7 @@ import trainer.callbacks
 import trainer.strategies
 from tests.helpers.processes import run_python
 from trainer import Trainer, TrainModule
-from trainer.callback import HOOKS
+from trainer.callback import HOOKS, Callback, CallbackList, parameters_of
 from trainer.strategies import STRATEGIES
 from trainer.strategy import Strategy
 
@@ -203,6 +203,81 @@ def test_telling_strategies_apart_is_found() -> None:
     assert telling_apart("isinstance(strategy, strategies.DDPStrategy)")
     assert telling_apart("from trainer.strategies.ddp import anything")
     assert not telling_apart('"""Like "ddp" in a docstring."""')
+
+
+# -- one object, complete when made ------------------------------------------------------------------------------------
+
+
+SETTERS = {"accumulate_grad_batches"}
+"""Attributes of the trainer that a callback may set."""
+
+
+def assignments_to_the_trainer(source: str) -> list[str]:
+    """Return statements that assign to an attribute of a trainer that is not their own object."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        for target in [inner for outer in targets for inner in ast.walk(outer)]:
+            if not isinstance(target, ast.Attribute) or not isinstance(target.ctx, ast.Store):
+                continue
+            owner = target.value
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            if name.lstrip("_") == "trainer" and target.attr not in SETTERS:
+                found.append(f"line {target.lineno}: {ast.unparse(target)}")
+    return found
+
+
+def functions_of_the_trainer(source: str) -> list[str]:
+    """Return functions that take the Trainer first, other than hooks and `attach`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or node.name in {*HOOKS, "attach"}:
+            continue
+        given = [argument for argument in [*node.args.posonlyargs, *node.args.args] if argument.arg != "self"]
+        if given and (given[0].arg == "trainer" or ast.unparse(given[0].annotation or given[0]) == "Trainer"):
+            found.append(f"line {node.lineno}: {node.name}")
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nobody_assigns_to_the_trainer(name: str) -> None:
+    assert assignments_to_the_trainer(FILES[name].read_text()) == []
+
+
+BELOW_TRAINER = [name for name in FILES if name and (row_of(name) or 0) < (row_of("trainer") or 0)]
+
+
+@pytest.mark.parametrize("name", BELOW_TRAINER)
+def test_rooms_below_the_trainer_do_not_take_it(name: str) -> None:
+    adapter = ["call"] if name == "callback" else []  # the module's hook as that of a callback
+    found = functions_of_the_trainer(FILES[name].read_text())
+    assert [text.split()[-1] for text in found] == adapter
+
+
+def test_a_function_of_the_trainer_and_an_assignment_are_found() -> None:
+    assert functions_of_the_trainer("def help(trainer, x): ...")
+    assert functions_of_the_trainer("class A:\n    def help(self, owner: Trainer): ...")
+    assert not functions_of_the_trainer("def on_fit_start(self, trainer: Trainer, module): ...")
+    assert assignments_to_the_trainer("trainer.x = 1")
+    assert assignments_to_the_trainer("self._trainer.x += 1")
+    assert assignments_to_the_trainer("a, trainer.x = 1, 2")
+    assert not assignments_to_the_trainer("trainer.accumulate_grad_batches = 4\ntrainer.x.y = trainer.z")
+
+
+def test_the_trainer_is_no_subclass_and_loop_helpers_do_not_know_it() -> None:
+    assert Trainer.__bases__ == (object,)
+    for name in FILES:
+        if name.startswith("loop."):
+            assert "trainer.trainer" not in FILES[name].read_text()
+
+
+def test_hooks_with_the_trainer_bound_are_declared_one_by_one() -> None:
+    assert set(CallbackList.__annotations__) == set(HOOKS)
+    for hook, annotation in CallbackList.__annotations__.items():
+        given = ast.parse(annotation, mode="eval").body.slice.elts[0].elts  # type: ignore[attr-defined]
+        assert len(given) == len(parameters_of(getattr(Callback, hook))) - 2, hook
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------

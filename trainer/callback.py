@@ -82,7 +82,8 @@ With manual optimization a window is one batch, and between `on_train_batch_star
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
@@ -303,30 +304,76 @@ def callback_problems(callback: Callback) -> list[str]:
     return problems
 
 
-class CallbackList(Callback):
-    """The callbacks of a run as one callback: each hook calls, in order, the callbacks that override it.
+class CallbackList:
+    """The callbacks of a run as one: each hook calls, in order, those callbacks that override it.
 
-    The calls are bound once, in the constructor, so a hook that nobody uses costs one call of nothing. A hook that is
-    set on an instance (`callback.on_fit_start = f`) counts as overridden. Where profilers listen to `phase`, each call
-    of a hook is a phase.
+    The calls are bound once, in the constructor, so that a hook that nobody uses costs one call of nothing. Trainer and
+    module, which callbacks are given first, are bound too: the loop and its helpers call `hooks.on_train_start()`, need
+    no Trainer for it, and could serve a loop of the user's own. A hook that is set on an instance
+    (`callback.on_fit_start = f`) counts as overridden. Where profilers listen to `phase`, each call of a hook is a
+    phase.
+
+    Args:
+        callbacks: in the order in which they are called.
+        trainer, module: the first arguments of every hook.
+        phase: the run's phases.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], phase: Phase = unheard) -> None:
+    setup: Callable[[str], None]
+    teardown: Callable[[str], None]
+    on_exception: Callable[[BaseException], None]
+    on_save_checkpoint: Callable[[dict[str, Any]], None]
+    on_checkpoint_saved: Callable[[str], None]
+    on_load_checkpoint: Callable[[dict[str, Any]], None]
+    on_fit_start: Callable[[], None]
+    on_fit_end: Callable[[], None]
+    on_sanity_check_start: Callable[[], None]
+    on_sanity_check_end: Callable[[], None]
+    on_train_start: Callable[[], None]
+    on_train_end: Callable[[], None]
+    on_train_epoch_start: Callable[[], None]
+    on_train_epoch_end: Callable[[], None]
+    on_train_step_end: Callable[[], None]
+    on_train_batch_start: Callable[[Any, int], None]
+    on_train_batch_end: Callable[[Any, Any, int], None]
+    on_before_zero_grad: Callable[[torch.optim.Optimizer], None]
+    on_before_backward: Callable[[torch.Tensor], None]
+    on_after_backward: Callable[[], None]
+    on_before_optimizer_step: Callable[[torch.optim.Optimizer], None]
+    on_validation_start: Callable[[], None]
+    on_validation_end: Callable[[], None]
+    on_validation_epoch_start: Callable[[], None]
+    on_validation_epoch_end: Callable[[], None]
+    on_validation_batch_start: Callable[[Any, int, int], None]
+    on_validation_batch_end: Callable[[Any, Any, int, int], None]
+    on_test_start: Callable[[], None]
+    on_test_end: Callable[[], None]
+    on_test_epoch_start: Callable[[], None]
+    on_test_epoch_end: Callable[[], None]
+    on_test_batch_start: Callable[[Any, int, int], None]
+    on_test_batch_end: Callable[[Any, Any, int, int], None]
+    on_predict_start: Callable[[], None]
+    on_predict_end: Callable[[], None]
+    on_predict_epoch_start: Callable[[], None]
+    on_predict_epoch_end: Callable[[], None]
+    on_predict_batch_start: Callable[[Any, int, int], None]
+    on_predict_batch_end: Callable[[Any, Any, int, int], None]
+
+    def __init__(
+        self, callbacks: Iterable[Callback], trainer: object = None, module: object = None, phase: Phase = unheard
+    ) -> None:
         self.callbacks = list(callbacks)
         for hook in HOOKS:
             used_by = [callback for callback in self.callbacks if _overrides(callback, hook)]
-            setattr(self, hook, _call_each([_bind(callback, hook, phase) for callback in used_by]))
-
-    def uses(self, hook: str) -> bool:
-        """Whether any callback overrides this hook."""
-        return any(_overrides(callback, hook) for callback in self.callbacks)
+            calls = [_with_phase(callback, hook, phase) for callback in used_by]
+            setattr(self, hook, _call_each([partial(call, trainer, module) for call in calls]))
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
 
 
-def _bind(callback: Callback, hook: str, phase: Phase) -> Callable[..., None]:
+def _with_phase(callback: Callback, hook: str, phase: Phase) -> Callable[..., None]:
     method: Callable[..., None] = getattr(callback, hook)
     if phase is unheard:
         return method
@@ -339,7 +386,7 @@ def _bind(callback: Callback, hook: str, phase: Phase) -> Callable[..., None]:
     return call
 
 
-def _call_each(methods: list[Callable[..., None]]) -> Callable[..., None]:
+def _call_each(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
     if not methods:
         return _nothing
     if len(methods) == 1:
@@ -377,12 +424,20 @@ def _without_trainer_and_module(method: Any) -> Any:
     return call
 
 
-def build_callback_list(callbacks: list[Callback], module: TrainModule, phase: Phase = unheard) -> CallbackList:
-    """Return the callbacks, then the module's hooks, then the callbacks that read what was logged."""
+def build_callback_list(
+    callbacks: list[Callback], trainer: object, module: TrainModule, phase: Phase = unheard
+) -> CallbackList:
+    """Return the callbacks in calling order: callbacks, the module's hooks, then those that read what was logged."""
     raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
     first = [callback for callback in callbacks if not callback.runs_last]
     last = [callback for callback in callbacks if callback.runs_last]
-    return CallbackList([*first, ModuleCallback(module), *last], phase)
+    return CallbackList([*first, ModuleCallback(module), *last], trainer, module, phase)
+
+
+def print_text(callbacks: Iterable[Callback], text: str, file: TextIO | None = None, flush: bool = True) -> None:
+    """Print, through the first of the callbacks that draws on the terminal itself, if there is one."""
+    if not any(callback.print_text(text, file) for callback in callbacks):
+        print(text, end="", file=file, flush=flush)
 
 
 PROFILERS = {"simple": "SimpleProfiler", "torch": "TorchProfiler"}

@@ -19,6 +19,10 @@ class ConfigError(TrainerError, ValueError):
         """Each of the problems that the message lists."""
 
 
+class NotRunningError(ConfigError, AttributeError):
+    """An attribute of the trainer that is there only from the first run on; `hasattr` is False until then."""
+
+
 class CheckpointError(TrainerError):
     """A checkpoint cannot be written or read: names the file or field."""
 

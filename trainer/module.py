@@ -24,7 +24,7 @@ from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
     from trainer.callback import Callback, Logger
-    from trainer.optimizers import ManualOptimizer
+    from trainer.loop.manual import ManualOptimizer
     from trainer.trainer import Trainer
 
 Reduction = Literal["mean", "sum", "min", "max"]

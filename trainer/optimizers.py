@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
 
 @dataclass
@@ -196,39 +192,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step` cannot be called without a closure, as of LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-class ManualOptimizer:
-    """An optimizer in the hands of `training_step`, with `automatic_optimization = False`.
-
-    Stepping it goes through the strategy (loss scaling, sharding); everything else is the torch optimizer's.
-    """
-
-    def __init__(self, optimizer: Optimizer, trainer: Trainer) -> None:
-        self.optimizer = optimizer
-        self._trainer = trainer
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update this optimizer's parameters."""
-        self._trainer.manual_step(self.optimizer, closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget this optimizer's gradients."""
-        self._trainer.hooks.on_before_zero_grad(self._trainer, self._trainer.module, self.optimizer)
-        self.optimizer.zero_grad(set_to_none)
-
-    @contextmanager
-    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Within the block only this optimizer's parameters require gradients.
-
-        `sync_grad=False`: gradients are not yet summed over processes, because more micro-batches follow.
-        """
-        module = self._trainer.module
-        with module.toggled_optimizer(self), self._trainer.strategy.gradient_sync(last=sync_grad):
-            yield
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
 
 
 def _describe(value: Any) -> str:

@@ -261,6 +261,28 @@ def synchronize_buffers(strategy: Strategy) -> None:
     strategy.processes.broadcast([buffer for buffer in strategy.module.buffers() if buffer.numel()])
 
 
+def full_state_dict(strategy: Strategy, everywhere: bool) -> dict[str, torch.Tensor]:
+    """Return the full weights and buffers in the CPU's memory; see `Trainer.full_state_dict`. Collective.
+
+    One tensor after the other travels, so that only the result takes memory.
+    """
+    wanted = everywhere or strategy.processes.is_global_zero
+    state: dict[str, torch.Tensor] = {}
+    known: dict[int, torch.Tensor] = {}
+    for name, value in strategy.module_state().items():
+        if not isinstance(value, Shard):
+            state[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            continue
+        if id(value) not in known:
+            parts = strategy.processes.all_gather_object((value.extent, value.local.detach().reshape(-1).cpu()))
+            known[id(value)] = whole = torch.empty(value.shape if wanted else 0, dtype=value.local.dtype)
+            for extent, part in parts if wanted else ():
+                if extent.numel:
+                    extent.view_in(whole).copy_(part.view(extent.count, extent.length))
+        state[name] = known[id(value)]
+    return state if wanted else {}
+
+
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Put the module in eval mode, and give each submodule its own former mode back afterwards."""

@@ -4,50 +4,48 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 from torch.optim import Optimizer
 from typing_extensions import Never
 
-from trainer.callback import Callback, Logger
+from trainer.callback import Callback, CallbackList, Checkpoint, Logger, print_text
+from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
-from trainer.data.loader import Batch
-from trainer.errors import ConfigError, raise_problems
+from trainer.data.loader import Batch, BatchLoader
+from trainer.errors import ConfigError, NotRunningError, raise_problems, unknown_name_error
 from trainer.fault_tolerance.stop import exit_code
 from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors
 from trainer.loop.describe import describe
-from trainer.loop.evaluation import (
-    evaluate,
-    no_gradients,
-    predict,
-    sanity_check,
-    test_moments,
-    validate_during_fit,
-    validation_moments,
-)
-from trainer.loop.manual import manual_step
-from trainer.loop.resolved_config import settings_problems
-from trainer.loop.run import RunState
-from trainer.loop.setup import running
+from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
+from trainer.loop.manual import ManualOptimizer, manual_backward, manual_training_step
+from trainer.loop.resolved_config import resolve_config, settings_problems
+from trainer.loop.run import Run, Session
+from trainer.loop.setup import start_run
 from trainer.loop.training_state import save_state
-from trainer.metrics.metric_log import MetricScope
+from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.module import TrainModule
-from trainer.optimizers import monitored_value, zero_grad_fast
+from trainer.optimizers import SchedulerConfig, monitored_value, zero_grad_fast
 from trainer.precision import Precision
 from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, each_wait
+from trainer.progress import Progress
 from trainer.seed import seed_everything
 from trainer.settings import ARGUMENTS, Settings, wrong_names
-from trainer.strategy import Strategy
+from trainer.strategy import Strategy, full_state_dict
 
 log = logging.getLogger("trainer")
 
+_WRITE_TIMEOUT_S = 1800.0
+"""How long a process that has written its part of a checkpoint waits for the others."""
 
-class Trainer(RunState):
+
+class Trainer:
     """Runs a `TrainModule`: `Trainer(max_epochs=3).fit(module, train_loader, val_loader)`.
 
     `trainer.settings.Settings` explains the arguments, and so does `trainer fit --help`. The loop has no branch on
@@ -108,7 +106,10 @@ class Trainer(RunState):
         settings = Settings(**{name: arguments[name] for name in ARGUMENTS})
         problems = [*wrong_names(positional, unknown), *settings_problems(settings)]
         raise_problems(problems, "the Trainer's arguments")
-        super().__init__(settings)
+        self.settings = settings
+        self.config = resolve_config(settings)
+        self._session = Session(settings)
+        self._run: Run | None = None
         if settings.seed is not None:
             seed_everything(settings.seed)
 
@@ -138,11 +139,11 @@ class Trainer(RunState):
                 finished and saved (not in a REPL or notebook).
         """
         data = {"train": train_dataloaders, "val": val_dataloaders}
-        with running(self, "fit", module, data, datamodule, ckpt_path):
-            self._start_training()
-            while not self._finished():
-                self._train_epoch()
-            self._end_training()
+        with self._start("fit", module, data, datamodule, ckpt_path) as run:
+            self._start_training(run)
+            while not self._finished(run):
+                self._train_epoch(run)
+            self._end_training(run)
 
     def validate(
         self,
@@ -156,9 +157,8 @@ class Trainer(RunState):
         Every sample counts exactly once, on any number of processes. `ckpt_path` as in `fit`; None: the weights as they
         are.
         """
-        with running(self, "validate", module, {"val": dataloaders}, datamodule, ckpt_path):
-            self.validating = True
-            return evaluate(self, validation_moments(self), self.val_loaders, no_gradients(self))
+        with self._start("validate", module, {"val": dataloaders}, datamodule, ckpt_path) as run:
+            return run_validation(run)
 
     def test(
         self,
@@ -168,8 +168,8 @@ class Trainer(RunState):
         ckpt_path: str | Path | None = None,
     ) -> dict[str, float]:
         """As `validate`, with `test_step` and the test loaders."""
-        with running(self, "test", module, {"test": dataloaders}, datamodule, ckpt_path):
-            return evaluate(self, test_moments(self), self.test_loaders, no_gradients(self))
+        with self._start("test", module, {"test": dataloaders}, datamodule, ckpt_path) as run:
+            return run_test(run)
 
     def predict(
         self,
@@ -184,8 +184,8 @@ class Trainer(RunState):
         Results go to callbacks such as PredictionWriter, batch by batch, and are kept in memory only with
         `return_predictions`: then this process's outputs come back in order.
         """
-        with running(self, "predict", module, {"predict": dataloaders}, datamodule, ckpt_path):
-            outputs = predict(self, self.predict_loaders)
+        with self._start("predict", module, {"predict": dataloaders}, datamodule, ckpt_path) as run:
+            outputs = run_prediction(run)
             if return_predictions:
                 return list(outputs)
             for _ in outputs:
@@ -201,8 +201,8 @@ class Trainer(RunState):
         epochs_done = self.progress.epoch + int(self.progress.batch == self.num_training_batches)
         if self.progress.step < least_steps or epochs_done < least_epochs:
             log.info("not stopping yet (%s): min_steps=%s, min_epochs=%s", reason, least_steps, least_epochs)
-            return
-        self.stop_coordinator.request(reason)
+        elif self._run is not None:
+            self._run.stop_coordinator.request(reason)
 
     def save_checkpoint(self, path: str | Path, info: dict[str, Any] | None = None) -> None:
         """Write a checkpoint folder at `path`, or at a URL such as s3://bucket/name.
@@ -212,215 +212,242 @@ class Trainer(RunState):
         Raises:
             CheckpointError: it could not be written; nothing is left at `path` then.
         """
-        if "module" not in vars(self):
-            raise ConfigError("save_checkpoint: nothing has run yet, so there is nothing to save: call fit first.")
-        self.meet("save_checkpoint")
+        run = self._begun("save_checkpoint")
+        run.check_all_ranks_call("save_checkpoint")
         if self.stage == "fit":
             # What was logged until now belongs to this step, not to the one after a resume.
-            self.read_metrics()
-        self.save_with(
-            lambda state, about: write_checkpoint(path, state, info=about, process_group=self.checkpoint_group),
-            info or {},
-        )
+            run.read_metrics()
+        group = run.checkpoint_group
+        self.save_with(lambda state, about: write_checkpoint(path, state, info=about, process_group=group), info or {})
         if self.is_global_zero:
-            self.hooks.on_checkpoint_saved(self, self.module, str(path))
+            run.hooks.on_checkpoint_saved(str(path))
 
     def save_with(self, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
-        """Give the whole state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.
+        """Give the state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.
 
-        Where the state is divided (`strategy.shards_state`), each process's `write` gets its part, to write it together
+        Where the state is sharded (`strategy.shards_state`), each process's `write` gets its part, to write it together
         with `self.checkpoint_group`. An error that `write` raises is raised on every process.
         """
-        save_state(self, write, info)
+        run = self._begun("save_with")
+        run.check_all_ranks_call(f"save_with at step {self.global_step}")
+        save_state(run, write, info)
+
+    def full_state_dict(self, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """Return the module's full weights and buffers, in the CPU's memory, under the keys of the plain module.
+
+        On rank 0, and on the other processes an empty dict; with `everywhere` on all of them. Collective: every process
+        calls it, during a run or after it. For files rather than memory: `trainer checkpoint export`.
+
+        Raises:
+            ConfigError: nothing has run yet.
+        """
+        run = self._begun("full_state_dict")
+        run.check_all_ranks_call("full_state_dict")
+        return full_state_dict(run.strategy, everywhere)
 
     def describe(self) -> str:
-        """The run in words: what was chosen and why, and the loop with the callbacks in place. Also printed."""
-        text = describe(self)
+        """Return the run in words, and print it: what was chosen and why, and the loop with the callbacks in place."""
+        micro_batch = self.train_loader.batch_size if self.train_loader is not None else None
+        text = describe(self.config, self.callbacks, self.accumulate_grad_batches, micro_batch, self.run_dir)
         self.print(text)
         return text
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def _start_training(self) -> None:
-        self.has_fit = True
-        for logger in self.loggers if self.is_global_zero else ():
-            logger.log_hyperparameters(self.hyperparameters())
-        self.hooks.on_fit_start(self, self.module)
-        if self.progress.step == 0:
-            sanity_check(self)
-        self.weights_loss_by_items = self.module.overrides("num_items")
-        self.module.train()
-        self.training = True
-        self.hooks.on_train_start(self, self.module)
+    def _start(
+        self,
+        stage: str,
+        module: TrainModule,
+        data: dict[str, Any],
+        datamodule: DataModule | None,
+        ckpt_path: str | Path | None,
+    ) -> AbstractContextManager[Run]:
+        return start_run(self.config, self._session, stage, module, data, datamodule, ckpt_path, self.adopt)
 
-    def _train_epoch(self) -> None:
-        self._start_epoch()
-        if self.validation_due() and self.progress.validated_step != self.progress.step:
-            validate_during_fit(self)
-        for window in self._windows():
-            with self.metrics.recording(self.metrics.train):
-                if self.closure_needed:
-                    outputs, data, _ = self._step_with_closure(window)
+    def adopt(self, run: Run) -> Trainer:
+        """Answer for `run` from now on, to its module and data module; return what its hooks are given first."""
+        self._run, self._session, self.config = run, run.session, run.config
+        run.module.attach(self)
+        if run.datamodule is not None:
+            run.datamodule.attach(self)
+        return self
+
+    def _start_training(self, run: Run) -> None:
+        run.session.has_fit = True
+        for logger in run.loggers if self.is_global_zero else ():
+            logger.log_hyperparameters(run.hyperparameters())
+        run.hooks.on_fit_start()
+        if run.progress.step == 0:
+            sanity_check(run)
+        run.weights_loss_by_items = run.module.overrides("num_items")
+        run.module.train()
+        run.training = True
+        run.hooks.on_train_start()
+
+    def _train_epoch(self, run: Run) -> None:
+        self._start_epoch(run)
+        if self.validation_due() and run.progress.validated_step != run.progress.step:
+            validate_during_fit(run)
+        for window in self._windows(run):
+            with run.metrics.recording(run.metrics.train):
+                if run.closure_needed:
+                    outputs, data, _ = self._step_with_closure(run, window)
                 else:
-                    outputs, data, _ = self._train_step(window)
-                    self._update()
-                self._count(window)
-                self.hooks.on_train_batch_end(self, self.module, outputs, data, self.progress.batch - 1)
-            self._end_step()
-            if self.val_loaders and self.validation_due():
-                validate_during_fit(self)
-            if self._stopped_inside_epoch():
+                    outputs, data, _ = self._train_step(run, window)
+                    self._update(run)
+                self._count(run, window)
+                run.hooks.on_train_batch_end(outputs, data, run.progress.batch - 1)
+            self._end_step(run)
+            if run.val_loaders and self.validation_due():
+                validate_during_fit(run)
+            if self._stopped_inside_epoch(run):
                 return
-        self._end_epoch()
+        self._end_epoch(run)
 
-    def _start_epoch(self) -> None:
-        """The first hook of an epoch; also where a resumed run goes on with its random numbers."""
-        resumed = self.progress.batch > 0
+    def _start_epoch(self, run: Run) -> None:
+        """Call the first hook of an epoch; also where a resumed run goes on with its random numbers."""
+        resumed = run.progress.batch > 0
         if not resumed:
-            self.restore_rng()
+            run.restore_rng()
         # In the middle of an epoch the hook is called a second time: what it logs and draws has been done before.
-        scope = MetricScope(batches=False, steps=False) if resumed else self.metrics.hook_metrics
-        with self.metrics.recording(scope):
-            self.hooks.on_train_epoch_start(self, self.module)
-        self.restore_rng()
+        scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
+        with run.metrics.recording(scope):
+            run.hooks.on_train_epoch_start()
+        run.restore_rng()
 
-    def _windows(self) -> Iterator[list[Batch]]:
-        """The epoch's batches, a step's worth at a time; shorter at the end. All processes get the same number."""
-        assert self.train_loader is not None
-        batches = each_wait(self.phase, DATA, self.train_loader.iterate(self.progress.epoch, self.progress.batch))
-        uneven = self.world_size > 1 and self.train_loader.samples_per_epoch is None
+    def _windows(self, run: Run) -> Iterator[list[Batch]]:
+        """Yield the epoch's batches, a step's worth at a time; fewer at the end. All processes get the same number."""
+        assert run.train_loader is not None
+        batches = each_wait(run.phase, DATA, run.train_loader.iterate(run.progress.epoch, run.progress.batch))
+        uneven = run.strategy.processes.world_size > 1 and run.train_loader.samples_per_epoch is None
         while True:
             window = list(islice(batches, self.accumulate_grad_batches))
             if uneven:
-                window = window[: min(self.strategy.processes.all_gather_object(len(window)))]
+                window = window[: min(run.strategy.processes.all_gather_object(len(window)))]
             if not window:
                 return
             yield window
 
-    def _train_step(self, window: list[Batch]) -> StepOutputs:
+    def _train_step(self, run: Run, window: list[Batch]) -> StepOutputs:
         """Forward and backward of each micro-batch; the gradients are complete after it."""
-        module, hooks, strategy, metrics, phase = self.module, self.hooks, self.strategy, self.metrics, self.phase
+        module, hooks, strategy, metrics, phase = run.module, run.hooks, run.strategy, run.metrics, run.phase
         metrics.start_window()
         if not module.automatic_optimization:
-            return manual_step(self, window)
-        for optimizer in self.optimizers:
-            hooks.on_before_zero_grad(self, module, optimizer)
+            return manual_training_step(run, window)
+        for optimizer in run.optimizers:
+            hooks.on_before_zero_grad(optimizer)
             zero_grad_fast(optimizer)
         losses: list[torch.Tensor] = []
         last = len(window) - 1
-        for position, divisor in enumerate(loss_divisors(window, module, strategy, self.weights_loss_by_items)):
-            data, batch_idx = self.transfer(window[position].data, 0), self.progress.batch + position
+        for position, divisor in enumerate(loss_divisors(window, module, strategy, run.weights_loss_by_items)):
+            data, batch_idx = run.transfer(window[position].data, 0), run.progress.batch + position
             metrics.start_batch(data, window[position].samples)
-            hooks.on_train_batch_start(self, module, data, batch_idx)
+            hooks.on_train_batch_start(data, batch_idx)
             with strategy.gradient_sync(last=position == last):
                 with phase(FORWARD):
                     outputs = strategy.call("training_step", data, batch_idx)
-                self.watchdog.heartbeats += 1  # here: in the backward, processes wait for those that are not there yet
-                loss = checked_loss(outputs, module, self.settings.detect_anomaly)
+                run.watchdog.heartbeats += 1  # here: in the backward, processes wait for those that are not there yet
+                loss = checked_loss(outputs, module, run.settings.detect_anomaly)
                 if divisor is not None:
                     loss = loss / divisor
-                hooks.on_before_backward(self, module, loss)
+                hooks.on_before_backward(loss)
                 with phase(BACKWARD):
                     strategy.backward(loss)
-                hooks.on_after_backward(self, module)
+                hooks.on_after_backward()
             losses.append(loss)
             if position < last:
-                hooks.on_train_batch_end(self, module, outputs, data, batch_idx)
+                hooks.on_train_batch_end(outputs, data, batch_idx)
         return outputs, data, losses
 
-    def _update(self) -> None:
+    def _update(self, run: Run) -> None:
         """Clip and step every optimizer."""
-        if not self.module.automatic_optimization:
+        if not run.module.automatic_optimization:
             return
-        for optimizer in self.optimizers:
-            self._before_optimizer_step(optimizer)
-            with self.phase(OPTIMIZER):
-                self.strategy.step(optimizer)
-        self.strategy.end_step()
+        for optimizer in run.optimizers:
+            self._before_optimizer_step(run, optimizer)
+            with run.phase(OPTIMIZER):
+                run.strategy.step(optimizer)
+        run.strategy.end_step()
 
-    def _before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.strategy.unscale(optimizer)
-        self.hooks.on_before_optimizer_step(self, self.module, optimizer)
-        if self.clips:
-            settings = self.settings
-            self.module.configure_gradient_clipping(
-                optimizer, settings.gradient_clip_val, settings.gradient_clip_algorithm
-            )
+    def _before_optimizer_step(self, run: Run, optimizer: Optimizer) -> None:
+        run.strategy.unscale(optimizer)
+        run.hooks.on_before_optimizer_step(optimizer)
+        if run.clips_gradients:
+            value, algorithm = run.settings.gradient_clip_val, run.settings.gradient_clip_algorithm
+            run.module.configure_gradient_clipping(optimizer, value, algorithm)
 
-    def _step_with_closure(self, window: list[Batch]) -> StepOutputs:
-        """For optimizers that evaluate the loss several times a step (LBFGS)."""
+    def _step_with_closure(self, run: Run, window: list[Batch]) -> StepOutputs:
+        """Step an optimizer that evaluates the loss several times a step (LBFGS)."""
         evaluations: list[StepOutputs] = []
 
         def closure() -> torch.Tensor:
-            evaluations.append(self._train_step(window))
-            self._before_optimizer_step(self.optimizers[0])
+            evaluations.append(self._train_step(run, window))
+            self._before_optimizer_step(run, run.optimizers[0])
             return torch.stack([loss.detach() for loss in evaluations[-1][2]]).sum()
 
-        with self.phase(OPTIMIZER):
-            self.strategy.step(self.optimizers[0], closure)
+        with run.phase(OPTIMIZER):
+            run.strategy.step(run.optimizers[0], closure)
         return evaluations[-1]
 
-    def _count(self, window: list[Batch]) -> None:
+    def _count(self, run: Run, window: list[Batch]) -> None:
         """Count the step as done, and step the schedulers that go by steps."""
-        progress = self.progress
-        self.watchdog.heartbeats += 1
-        self.watchdog.allow_slow = False
+        progress = run.progress
+        run.watchdog.heartbeats += 1
+        run.watchdog.allow_slow = False
         progress.step += 1
         progress.batch += len(window)
         for batch in window:
             progress.samples += batch.total or 0
-        if self.scheduler_configs and self.module.automatic_optimization:
-            self._step_schedulers("step", progress.step)
+        if run.scheduler_configs and run.module.automatic_optimization:
+            self._step_schedulers(run, "step", progress.step)
 
-    def _end_step(self) -> None:
-        """Flush the log if it is time, and call the hook after which the step is wholly done."""
-        if self.progress.step % self.settings.log_every_n_steps == 0:
+    def _end_step(self, run: Run) -> None:
+        """Flush the log if it is time, and call the hook after which the step is done in every respect."""
+        if run.progress.step % run.settings.log_every_n_steps == 0:
             # Before a checkpoint of this step is written: a resumed run does not log the step again.
-            self.log_to_loggers(self.metrics.read_step())
-        self.hooks.on_train_step_end(self, self.module)
+            run.log_to_loggers(run.metrics.read_step())
+        run.hooks.on_train_step_end()
 
-    def _end_epoch(self) -> None:
-        progress = self.progress
+    def _end_epoch(self, run: Run) -> None:
+        progress, metrics = run.progress, run.metrics
         if progress.batch == 0 and self.max_epochs is None:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
-        if not self.module.automatic_optimization and self.manual_steps == 0:
+        if not run.module.automatic_optimization and run.manual_steps == 0:
             log.warning("training_step stepped no optimizer in a whole epoch: call self.optimizers().step() in it")
         if self._epoch_validates() and progress.validated_step != progress.step:
-            validate_during_fit(self)
-        if self.module.automatic_optimization:
-            self._step_schedulers("epoch", progress.epoch + 1)
+            validate_during_fit(run)
+        if run.module.automatic_optimization:
+            self._step_schedulers(run, "epoch", progress.epoch + 1)
         # A value logged by step only is known to callbacks, too: that of the last step.
-        self.update_metrics(self.metrics.read_step())
-        self.log_to_loggers(self.metrics.read_epoch(self.metrics.train))
+        run.update_metrics(metrics.read_step())
+        run.log_to_loggers(metrics.read_epoch(metrics.train))
         progress.epoch_ended = True
-        self.hooks.on_train_epoch_end(self, self.module)
-        self.log_to_loggers(self.metrics.read_epoch(self.metrics.hook_metrics))
+        run.hooks.on_train_epoch_end()
+        run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         progress.next_epoch()
 
-    def _end_training(self) -> None:
-        self.stop_reason = self.stop_reason or self.stop_coordinator.finish(self.progress.step)
+    def _end_training(self, run: Run) -> None:
+        run.stop_reason = run.stop_reason or run.stop_coordinator.finish(run.progress.step)
         # Not among the values of an unfinished epoch, which a resumed run goes on with.
         closing = MetricScope(batches=False, steps=False)
-        with self.metrics.recording(closing):
-            self.hooks.on_train_end(self, self.module)
-            self.log_to_loggers(self.metrics.read_epoch(closing))
-            self.training = False
-            self.hooks.on_fit_end(self, self.module)
+        with run.metrics.recording(closing):
+            run.hooks.on_train_end()
+            run.log_to_loggers(run.metrics.read_epoch(closing))
+            run.training = False
+            run.hooks.on_fit_end()
 
     # -- when ----------------------------------------------------------------------------------------------------------
 
-    def _finished(self) -> bool:
+    def _finished(self, run: Run) -> bool:
         """Whether the run is at its end, between two epochs."""
-        self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
-        out_of_epochs = self.max_epochs is not None and self.progress.epoch >= self.max_epochs
-        return self.stop_reason is not None or out_of_epochs or self._out_of_steps()
+        stops = run.stops()
+        return stops or (self.max_epochs is not None and run.progress.epoch >= self.max_epochs) or self._out_of_steps()
 
-    def _stopped_inside_epoch(self) -> bool:
+    def _stopped_inside_epoch(self, run: Run) -> bool:
         """Whether to leave the epoch unfinished. After its last batch only a signal does that."""
-        self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
-        if self.stop_reason is None and not self._out_of_steps():
+        if not run.stops() and not self._out_of_steps():
             return False
-        return exit_code(self.stop_reason) != 0 if self.progress.batch == self.num_training_batches else True
+        return exit_code(run.stop_reason) != 0 if run.progress.batch == run.num_training_batches else True
 
     def _out_of_steps(self) -> bool:
         last = self.settings.max_steps
@@ -446,13 +473,354 @@ class Trainer(RunState):
         every = 1 if self.settings.fast_dev_run else self.settings.check_val_every_n_epoch
         return (self.progress.epoch + 1) % every == 0
 
-    def _step_schedulers(self, interval: str, count: int) -> None:
-        for config in self.scheduler_configs:
+    def _step_schedulers(self, run: Run, interval: str, count: int) -> None:
+        for config in run.scheduler_configs:
             if not config.is_due(interval, count):
                 continue
             value = None
             if config.reduce_on_plateau:
-                value = monitored_value(self.read_metrics(), config)
+                value = monitored_value(run.read_metrics(), config)
                 if value is None:
                     continue
-            self.module.lr_scheduler_step(config.scheduler, value)
+            run.module.lr_scheduler_step(config.scheduler, value)
+
+    # -- what modules and callbacks ask for ----------------------------------------------------------------------------
+
+    def print(
+        self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True
+    ) -> None:
+        """`print` on rank 0, above the progress bar if there is one."""
+        if self.is_global_zero:
+            print_text(self.callbacks, sep.join(map(str, args)) + end, file, flush)
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """Record a value, for callbacks: the same as `TrainModule.log`."""
+        self.module.log(name, value, **options)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Return everything logged that can be known now, reduced over processes. Collective: every process calls it.
+
+        At the end of an epoch or an evaluation that is final, and goes to the loggers. In the middle of an epoch it is
+        looked at only: the epoch's value does not depend on who has looked, when.
+        """
+        self.run.check_all_ranks_call("read_metrics")
+        return self.run.read_metrics()
+
+    def clip_gradients(
+        self, optimizer: Optimizer | ManualOptimizer, value: float, algorithm: str
+    ) -> torch.Tensor | None:
+        """Clip the gradients of an optimizer; see `TrainModule.clip_gradients`."""
+        inner = optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer
+        if algorithm not in ("norm", "value"):
+            raise unknown_name_error("gradient_clip_algorithm", algorithm, ("norm", "value"))
+        if not self.module.automatic_optimization:
+            self.strategy.unscale(inner)
+        return self.strategy.clip_gradients(inner, value, algorithm)
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        """Call backward in manual optimization; see `TrainModule.manual_backward`."""
+        manual_backward(self.run, loss)
+
+    def background_checkpoint_group(self, name: str) -> ProcessGroup:
+        """Return `checkpoint_group` for a thread beside the training. `name`: of what they write, not used before."""
+        store: Any = self.run.stop_coordinator.store  # torch's stubs do not know `clone`
+        if not self.strategy.shards_state or store is None:
+            return SINGLE_PROCESS
+        return StoreProcessGroup(store.clone(), self.rank, self.world_size, name, timeout=_WRITE_TIMEOUT_S)
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return what module and data module were built with."""
+        return self.run.hyperparameters()
+
+    def record_config(self, text: str) -> None:
+        """Keep the configuration, as YAML, in the run directory of each `fit` and in its checkpoints."""
+        self._session.config_text = text
+
+    # -- the run in progress, or the last one --------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The run in progress, or the last one.
+
+        Raises:
+            NotRunningError: nothing has run yet.
+        """
+        if self._run is None:
+            raise NotRunningError("nothing has run yet: call fit or another stage first.")
+        return self._run
+
+    def _begun(self, method: str) -> Run:
+        if self._run is None:
+            raise ConfigError(f"{method}: nothing has run yet, so there is nothing to give: call fit first.")
+        return self._run
+
+    @property
+    def stage(self) -> str | None:
+        """The stage in progress: "fit", "validate", "test" or "predict"; None: nothing runs."""
+        return self._session.stage
+
+    @property
+    def module(self) -> TrainModule:
+        """The module of the run."""
+        return self.run.module
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the run, if it has one."""
+        return None if self._run is None else self._run.datamodule
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The trainer's callbacks and loggers, and those of the module."""
+        return self.config.callbacks if self._run is None else self._run.callbacks
+
+    @property
+    def hooks(self) -> CallbackList:
+        """The hooks of the run, in calling order, with the trainer and the module bound."""
+        return CallbackList(self.callbacks, self) if self._run is None else self._run.hooks
+
+    @property
+    def metrics(self) -> MetricLog:
+        """The values logged and not read yet."""
+        return self.run.metrics
+
+    @property
+    def training(self) -> bool:
+        """Whether `fit` is training, not validating."""
+        return self._run is not None and self._run.training
+
+    @property
+    def validating(self) -> bool:
+        """Whether validation is in progress, inside `fit` or by itself."""
+        return self._run is not None and self._run.validating
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation batches before training are in progress."""
+        return self._run is not None and self._run.sanity_checking
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or test is in progress."""
+        return self.validating or self.stage == "test"
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run is stopping, or was stopped; None: it is not, or it has come to its end."""
+        return None if self._run is None else self._run.stop_reason
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run is stopping. To stop it, call `stop(reason)`."""
+        return self.stop_reason is not None
+
+    @should_stop.setter
+    def should_stop(self, value: object) -> None:
+        raise ConfigError("trainer.should_stop cannot be set: call trainer.stop('why'), and give the reason.")
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of `fit`, as the strategy has them."""
+        return [] if self._run is None else self._run.optimizers
+
+    @property
+    def manual_optimizers(self) -> list[ManualOptimizer]:
+        """The optimizers in the hands of `training_step`."""
+        return [] if self._run is None else self._run.manual_optimizers
+
+    @property
+    def scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers of `fit`, and when each one steps."""
+        return [] if self._run is None else self._run.scheduler_configs
+
+    @property
+    def train_loader(self) -> BatchLoader | None:
+        """The batches of training; None outside of `fit`."""
+        return None if self._run is None else self._run.train_loader
+
+    @property
+    def val_loaders(self) -> dict[str, BatchLoader]:
+        """The validation loaders by name."""
+        return {} if self._run is None else self._run.val_loaders
+
+    @property
+    def test_loaders(self) -> dict[str, BatchLoader]:
+        """The test loaders by name."""
+        return {} if self._run is None else self._run.test_loaders
+
+    @property
+    def predict_loaders(self) -> dict[str, BatchLoader]:
+        """The prediction loaders by name."""
+        return {} if self._run is None else self._run.predict_loaders
+
+    @property
+    def dataloader_names(self) -> list[str]:
+        """The loaders of the evaluation in progress, by name."""
+        return [] if self._run is None else self._run.dataloader_names
+
+    # -- how far -------------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """The counters of the run."""
+        return self._session.progress
+
+    @property
+    def global_step(self) -> int:
+        """Steps done: one per window, however many optimizers there are."""
+        return self._session.progress.step
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch in progress, from 0."""
+        return self._session.progress.epoch
+
+    @property
+    def has_fit(self) -> bool:
+        """Whether this trainer has begun to train."""
+        return self._session.has_fit
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Epochs to train; None: no limit."""
+        return self.config.max_epochs
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps to train; None: no limit."""
+        return self.config.max_steps
+
+    @property
+    def val_check_interval(self) -> int | float:
+        """Batches (int) or share of an epoch (float) from validation to validation; a fast_dev_run ends with one."""
+        return self.config.val_check_interval
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of a step. Callbacks may set it between two steps; it takes effect in the next window."""
+        return self._session.accumulate_grad_batches
+
+    @accumulate_grad_batches.setter
+    def accumulate_grad_batches(self, micro_batches: int) -> None:
+        self._session.accumulate_grad_batches = micro_batches
+
+    @property
+    def num_training_batches(self) -> int | None:
+        """Micro-batches of one epoch on this process; None: the loader does not tell."""
+        return None if self._run is None else self._run.num_training_batches
+
+    @property
+    def num_val_batches(self) -> list[int | None]:
+        """Batches of each validation loader on this process; None: it does not tell."""
+        return [loader.length for loader in self.val_loaders.values()]
+
+    @property
+    def num_test_batches(self) -> list[int | None]:
+        """Batches of each test loader on this process; None: it does not tell."""
+        return [loader.length for loader in self.test_loaders.values()]
+
+    @property
+    def num_predict_batches(self) -> list[int | None]:
+        """Batches of each prediction loader on this process; None: it does not tell."""
+        return [loader.length for loader in self.predict_loaders.values()]
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Steps of the whole `fit`, for schedules; `math.inf` if there is no end in sight."""
+        return self.run.estimated_stepping_batches
+
+    # -- what was logged -----------------------------------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, float]:
+        """The latest value of everything logged, as of the last flush: what `monitor=` looks at."""
+        return self._session.callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """The latest values that went to the loggers."""
+        return self._session.logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The latest values that the progress bar shows."""
+        return self._session.progress_bar_metrics
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers."""
+        return self.config.loggers
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return next(iter(self.loggers), None)
+
+    # -- where ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the run happens."""
+        return self.config.strategy
+
+    @property
+    def precision(self) -> Precision:
+        """The numbers that the run computes with."""
+        return self.config.precision
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.strategy.device
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        return self.strategy.processes.rank
+
+    global_rank = rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its machine."""
+        return self.strategy.processes.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self.strategy.processes.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.strategy.processes.is_global_zero
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run writes."""
+        return self._session.run_dir
+
+    @property
+    def seed(self) -> int:
+        """The seed that everything random follows from."""
+        return self._session.seed
+
+    @property
+    def resolved_config(self) -> str | None:
+        """The configuration as YAML, if `record_config` was given one."""
+        return self._session.config_text
+
+    @property
+    def checkpoint_group(self) -> ProcessGroup:
+        """The processes that write a checkpoint together: all of them where the state is sharded, else rank 0 alone."""
+        return self.strategy.processes if self.strategy.shards_state else SINGLE_PROCESS
+
+    @property
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
+        """The callbacks that write checkpoints."""
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def checkpoint_callback(self) -> Checkpoint | None:
+        """The first callback that writes checkpoints."""
+        return next(iter(self.checkpoint_callbacks), None)

@@ -225,13 +225,13 @@ def test_a_run_without_a_listener_notifies_nobody() -> None:
 
     class Look(Callback):
         def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-            seen.append(trainer.phase)
+            seen.append(trainer.run.phase)
 
     look = Look()
     quiet(max_epochs=1, callbacks=[look]).fit(Toy(), loader(2))
     assert seen == [unheard]
     assert unheard(FORWARD) is unheard(BACKWARD)
-    assert CallbackList([look]).on_fit_start == look.on_fit_start
+    assert CallbackList([look]).on_fit_start.func == look.on_fit_start
     batches = iter([1, 2])
     assert each_wait(unheard, DATA, batches) is batches
 

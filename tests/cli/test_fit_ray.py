@@ -11,7 +11,7 @@ from tests.helpers.project import Command
 from trainer.cli.ray import RayOptions, read_ray
 from trainer.config.tree import Diagnostics
 from trainer.errors import ConfigError
-from trainer.loop.resolved_config import make_plan
+from trainer.loop.resolved_config import resolve_config
 from trainer.settings import Settings
 
 FIT = ("fit", "--module", "mymodel.py:Net", "--data", "mymodel.py:Data")
@@ -74,5 +74,5 @@ def test_a_relative_folder_is_refused_in_a_worker(tmp_path: Path, monkeypatch: p
     for name, value in WORKER.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="default_root_dir='runs' is relative"):
-        make_plan(Settings(accelerator="cpu"))
-    assert make_plan(Settings(accelerator="cpu", default_root_dir=tmp_path)).num_processes == 2
+        resolve_config(Settings(accelerator="cpu"))
+    assert resolve_config(Settings(accelerator="cpu", default_root_dir=tmp_path)).num_processes == 2

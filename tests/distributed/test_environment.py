@@ -297,4 +297,4 @@ def test_the_number_of_machines_has_to_be_that_of_the_environment(monkeypatch: p
     message = "num_nodes=3, but the number of machines on which torchrun started processes is 2: leave num_nodes out"
     with pytest.raises(ConfigError, match=message):
         Trainer(accelerator="cpu", num_nodes=3)
-    assert [Trainer(accelerator="cpu", num_nodes=given).plan.num_processes for given in (1, 2)] == [8, 8]
+    assert [Trainer(accelerator="cpu", num_nodes=given).config.num_processes for given in (1, 2)] == [8, 8]

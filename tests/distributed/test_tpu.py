@@ -58,8 +58,8 @@ def test_torch_xla_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert choose_tpu_stack() == ("xla", f"torch_xla {minor}.0, because torch_tpu is not installed")
     trainer = Trainer(accelerator="tpu", logger=False, enable_checkpointing=False)
     assert trainer.strategy.name == "xla"
-    assert trainer.plan.reasons["strategy"] == "auto: torch_xla's devices"
-    assert trainer.plan.reasons["device"] == f"tpu: torch_xla {minor}.0, because torch_tpu is not installed"
+    assert trainer.config.reasons["strategy"] == "auto: torch_xla's devices"
+    assert trainer.config.reasons["device"] == f"tpu: torch_xla {minor}.0, because torch_tpu is not installed"
     with pytest.raises(ConfigError, match="strategy 'ddp' does not run on torch_xla's devices"):
         Trainer(accelerator="tpu", strategy="ddp")
     assert "torch_xla" not in sys.modules
@@ -115,8 +115,8 @@ def test_where_torch_knows_the_device_the_ordinary_strategies_take_it(tmp_path: 
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_tpu\nVersion: 0.2.0\n")
     script = """
 for accelerator, strategy in [("tpu", "auto"), ("auto", "auto"), ("tpu", "fsdp")]:
-    plan = Trainer(accelerator=accelerator, strategy=strategy, seed=5, **QUIET).plan
-    print(plan.device_type, plan.num_processes, plan.strategy.name, plan.reasons["device"], sep="; ")
+    config = Trainer(accelerator=accelerator, strategy=strategy, seed=5, **QUIET).config
+    print(config.device_type, config.num_processes, config.strategy.name, config.reasons["device"], sep="; ")
 print(touched)  # or the processes that are started could not have the chips
 strategy = Trainer(accelerator="tpu", devices=1, **QUIET).strategy
 strategy.processes = SingleProcess(local_rank=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.loop.setup import performance_hints
+from trainer.loop.describe import performance_hints
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 WEIGHTS = [torch.nn.Parameter(torch.zeros(2))]

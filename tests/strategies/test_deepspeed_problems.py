@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.compare import QUIET
 from tests.helpers.deepspeed_runs import ENGINES, Net
 from trainer import ConfigError, Trainer
-from trainer.loop.setup import check
+from trainer.loop.checks import check_call
 from trainer.precision import PRECISIONS
 from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage1Strategy,
@@ -105,7 +105,7 @@ def test_a_loader_of_the_users_own_is_not_compared() -> None:
 
     config = {"train_micro_batch_size_per_gpu": 4}
     trainer = Trainer(strategy=DeepSpeedStrategy(config), accelerator="cpu", devices=1, max_steps=1, **QUIET)
-    check(trainer, "fit", Net(), {"train": Own()}, None, None)
+    check_call(trainer.config, None, "fit", Net(), {"train": Own()}, None, None)
 
 
 def test_a_clipping_of_0_in_the_json_means_none() -> None:

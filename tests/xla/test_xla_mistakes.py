@@ -96,7 +96,7 @@ def test_several_processes_are_refused(name: str, monkeypatch: pytest.MonkeyPatc
 def test_numbers_of_devices_that_mean_one_process_are_taken() -> None:
     for devices in ("auto", 1, -1, "-1"):
         trainer = Trainer(strategy="xla", devices=devices, **QUIET)
-        assert trainer.plan.num_processes == 1
+        assert trainer.config.num_processes == 1
 
 
 def test_the_accelerator_chooses_the_strategy_and_says_why() -> None:

@@ -19,6 +19,7 @@ from trainer.cli.options import ErrorParser, overrides_of
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
     from trainer.data.loader import BatchLoader
+    from trainer.loop.resolved_config import ResolvedConfig
     from trainer.strategy import Strategy
     from trainer.trainer import Trainer
 
@@ -173,15 +174,15 @@ def _checks(
     except (ConfigError, ValueError) as error:
         yield CheckResult("FAIL", "trainer", str(error))
         return
+    config = trainer.config
     if problems:
-        # They have been told: what follows is asked of one process's strategy.
-        trainer.strategy.processes = strategy.processes
+        # They are reported: what follows is asked of one process's strategy.
+        config.strategy.processes = strategy.processes
     else:
-        trainer.strategy = strategy
-        trainer.plan = replace(trainer.plan, strategy=strategy, device_type=device_type, num_processes=world)
+        config = replace(config, strategy=strategy, device_type=device_type, num_processes=world)
         yield CheckResult("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
-        yield from _layout(configuration, trainer, world, per_machine)
-    yield from _data(configuration, trainer, look=not given.no_data)
+        yield from _layout(configuration, config, world, per_machine)
+    yield from _data(configuration, trainer, config, look=not given.no_data)
     yield from _memory(given, configuration, strategy, per_machine)
 
 
@@ -196,7 +197,9 @@ def _trainer(configuration: Configuration) -> Trainer:
     return Trainer(**{**arguments, **here})
 
 
-def _layout(configuration: Configuration, trainer: Trainer, world: int, per_machine: int) -> Iterator[CheckResult]:
+def _layout(
+    configuration: Configuration, config: ResolvedConfig, world: int, per_machine: int
+) -> Iterator[CheckResult]:
     """What the strategy does with the module among so many processes."""
     from trainer.cli.estimate.module import build_without_memory
     from trainer.distributed.fake_process_group import fake_process_group
@@ -208,10 +211,10 @@ def _layout(configuration: Configuration, trainer: Trainer, world: int, per_mach
     notes: list[str] = []
     try:
         module = build_without_memory(configuration.module, precision, notes)
-        if trainer.settings.activation_checkpointing is not None:
-            enable_activation_checkpointing(module, trainer.settings.activation_checkpointing)
+        if config.settings.activation_checkpointing is not None:
+            enable_activation_checkpointing(module, config.settings.activation_checkpointing)
         with fake_process_group(world, per_machine):
-            lines = trainer.strategy.dry_run(module, precision)
+            lines = config.strategy.dry_run(module, precision)
     except ConfigError as error:
         yield CheckResult("FAIL", "layout", str(error))
     # The user's constructor, or torch's wrapping of his module: whatever it raises.
@@ -222,37 +225,36 @@ def _layout(configuration: Configuration, trainer: Trainer, world: int, per_mach
     yield from (CheckResult("OK", "module", note) for note in notes)
 
 
-def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterator[CheckResult]:
+def _data(configuration: Configuration, trainer: Trainer, config: ResolvedConfig, look: bool) -> Iterator[CheckResult]:
     """What `fit` refuses; and, if `look`, how the samples are divided into steps."""
     from trainer.config.check import instantiate
     from trainer.errors import ConfigError, raise_problems
+    from trainer.loop.checks import check_call
     from trainer.loop.loaders import make_loaders
     from trainer.loop.resolved_config import step_config
-    from trainer.loop.setup import check
+    from trainer.loop.run import Run, Session
     from trainer.precision import default_dtype
 
     subject = "module"
     try:
-        with default_dtype(trainer.precision.weights):
-            trainer.module = instantiate(configuration.module) if configuration.data is None else _bare(configuration)
-        trainer.datamodule = instantiate(configuration.data) if look and configuration.data is not None else None
-        check(trainer, "fit", trainer.module, {}, trainer.datamodule, None)
+        with default_dtype(config.precision.weights):
+            module = instantiate(configuration.module) if configuration.data is None else _bare(configuration)
+        datamodule = instantiate(configuration.data) if look and configuration.data is not None else None
+        check_call(config, None, "fit", module, {}, datamodule, None)
         if not look:
             return
-        subject = "data"
-        trainer.module.attach(trainer)
-        trainer.stage = "fit"
-        if trainer.datamodule is not None:
-            trainer.datamodule.attach(trainer)
-            trainer.datamodule.setup("fit")
-        make_loaders(trainer, {"train": None, "val": None})
-        assert trainer.train_loader is not None
-        settings, subject = trainer.settings, "strategy"
-        plan, known = trainer.plan, step_config(settings, micro_batch_size=trainer.train_loader.batch_size)
-        raise_problems(
-            trainer.strategy.problems(trainer.precision, plan.device_type, plan.num_processes, known, trainer.module),
-            "fit",
-        )
+        subject, session = "data", Session(config.settings)
+        session.stage = "fit"
+        run = Run(config, session, "fit", module, datamodule)
+        trainer.adopt(run)
+        if datamodule is not None:
+            datamodule.setup("fit")
+        make_loaders(run, {"train": None, "val": None})
+        assert run.train_loader is not None
+        settings, subject = config.settings, "strategy"
+        known = step_config(settings, micro_batch_size=run.train_loader.batch_size)
+        where = config.precision, config.device_type, config.num_processes
+        raise_problems(config.strategy.problems(*where, known, module), "fit")
     except ConfigError as error:
         yield CheckResult("FAIL", subject, str(error))
         return
@@ -261,8 +263,8 @@ def _data(configuration: Configuration, trainer: Trainer, look: bool) -> Iterato
         found = f"it cannot be looked at here: {type(error).__name__}: {error}."
         yield CheckResult("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
         return
-    yield from steps(trainer.train_loader, trainer.accumulate_grad_batches, trainer.world_size)
-    total = trainer.estimated_stepping_batches
+    yield from steps(run.train_loader, settings.accumulate_grad_batches, config.strategy.processes.world_size)
+    total = run.estimated_stepping_batches
     yield CheckResult("OK", "steps", "no end is given" if math.isinf(total) else f"{total:,} in all")
 
 

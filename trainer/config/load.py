@@ -79,7 +79,7 @@ class Configuration:
             found.problems += with_source(error.problems, self.sources)
             found.report()
             raise
-        trainer.resolved_config = self.resolved
+        trainer.record_config(self.resolved)
         # After the trainer, whose seed the weights are drawn from.
         module, data = _try(self.module, found), _try(self.data, found)
         found.report()

@@ -1,17 +1,24 @@
-"""What can be known to be wrong with a module or data module before a run: names and parameters of its methods."""
+"""Check a call of `fit` and the like before any process starts: module, data and checkpoint."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from trainer.callback import HOOKS, NOT_ON_MODULES, Callback, check_hooks, check_signature, parameters_of
+from trainer.checkpoint.storage import as_storage_path
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.hyperparameters import Hyperparameters, check_data
+from trainer.loop.loaders import micro_batch_of
+from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.module import TrainModule
+from trainer.settings import Settings
+from trainer.strategy import wrapping_problems
 
 MODULE_HOOKS = [hook for hook in HOOKS if hook not in NOT_ON_MODULES] + [
     name for name in vars(TrainModule) if name.startswith("on_")
@@ -19,7 +26,7 @@ MODULE_HOOKS = [hook for hook in HOOKS if hook not in NOT_ON_MODULES] + [
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
-CALLED = (
+METHODS = (
     *STEPS.values(),
     "configure_optimizers",
     "configure_model",
@@ -36,7 +43,13 @@ CALLED = (
 )
 """The methods that the trainer calls, beside the hooks."""
 
-CALLED_ON_DATA = ("setup", "teardown", "state_dict", "load_state_dict", *(name for name in CALLED if "data" in name))
+DATAMODULE_METHODS = (
+    "setup",
+    "teardown",
+    "state_dict",
+    "load_state_dict",
+    *(name for name in METHODS if "data" in name),
+)
 
 LIGHTNING_EQUIVALENTS = {
     "training_epoch_end": "on_train_epoch_end",
@@ -51,6 +64,98 @@ LIGHTNING_EQUIVALENTS = {
 """Methods of Lightning's modules that would never be called here, and what to define instead."""
 
 
+def check_call(
+    config: ResolvedConfig,
+    running: str | None,
+    stage: str,
+    module: Any,
+    data: dict[str, Any],
+    datamodule: Any,
+    ckpt_path: Any,
+) -> None:
+    """Find everything that can be known to be wrong with a call of `fit` and the like before a process is started.
+
+    Args:
+        config: what was chosen from the settings.
+        running: the stage in progress; None: there is none.
+        stage: the one that is called.
+        module, datamodule, ckpt_path: as given by the user.
+        data: the loaders given by the user, by stage.
+
+    Raises:
+        ConfigError: listing all of it.
+    """
+    if running is not None:
+        raise ConfigError(f"{stage}() was called while {running}() runs: make another Trainer for it.")
+    if isinstance(module, type):
+        raise ConfigError(f"{stage}() got the class {module.__name__}; give it an object: {module.__name__}(...).")
+    if not isinstance(module, TrainModule):
+        raise ConfigError(
+            f"{stage}() takes a trainer.TrainModule as its first argument, and got a {type(module).__name__}. "
+            "Subclass TrainModule, or hold your model as an attribute of one."
+        )
+    problems = module_problems(module, stage) or wrapping_problems(module, config.strategy)
+    problems += _wrong_data(stage, data, datamodule)
+    if stage == "fit":
+        settings = config.settings
+        steps = step_config(settings, micro_batch_size=micro_batch_of(data.get("train")))
+        problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
+        if not module.automatic_optimization:
+            problems += _not_with_manual_optimization(settings)
+    if not isinstance(ckpt_path, (str, Path, type(None))):
+        problems.append(f"ckpt_path={ckpt_path!r}: give 'last', 'best' or the path of a checkpoint folder.")
+    elif not checkpoint_may_exist(ckpt_path):
+        guess = did_you_mean(str(ckpt_path), ["last", "best"])
+        problems.append(
+            f"ckpt_path={str(ckpt_path)!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder."
+        )
+    raise_problems(problems, f"{stage}({type(module).__name__})")
+
+
+def checkpoint_may_exist(ckpt_path: Any) -> bool:
+    """Whether there can be such a checkpoint; `.../last` and `.../best` are looked for later."""
+    if ckpt_path in (None, "last", "best"):
+        return True
+    place = as_storage_path(ckpt_path)
+    return place.exists() or (place.name in ("last", "best") and place.parent.exists())
+
+
+def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
+    """Data modules where loaders are expected, and the other way round."""
+    problems = []
+    for loaders in data.values():
+        if isinstance(loaders, DataModule):
+            problems.append(
+                f"{stage}() got the data module {type(loaders).__name__} as a loader: give it as datamodule=."
+            )
+        elif isinstance(loaders, type):
+            problems.append(f"{stage}() got the class {loaders.__name__} in the place of a loader: give an object.")
+    if isinstance(datamodule, type):
+        problems.append(f"datamodule= got the class {datamodule.__name__}; give an object: {datamodule.__name__}(...).")
+    elif isinstance(datamodule, DataModule):
+        problems += datamodule_problems(datamodule)
+        if any(loaders is not None for loaders in data.values()):
+            problems.append(f"{stage}() got loaders and a datamodule, which gives loaders too: pass only one of them.")
+    elif datamodule is not None:
+        problems.append(f"datamodule= takes a trainer.DataModule, and got a {type(datamodule).__name__}.")
+    return problems
+
+
+def _not_with_manual_optimization(settings: Settings) -> list[str]:
+    problems = []
+    if settings.accumulate_grad_batches != 1:
+        problems.append(
+            "accumulate_grad_batches needs automatic optimization: with automatic_optimization = False your "
+            "training_step decides when to step."
+        )
+    if settings.gradient_clip_val is not None:
+        problems.append(
+            "gradient_clip_val needs automatic optimization: with automatic_optimization = False call "
+            "self.clip_gradients(optimizer, value) in training_step."
+        )
+    return problems
+
+
 def module_problems(module: TrainModule, stage: str) -> list[str]:
     """One sentence for everything that cannot work, naming the fix."""
     name = type(module).__name__
@@ -62,7 +167,7 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
         for method, instead in LIGHTNING_EQUIVALENTS.items()
         if callable(getattr(type(module), method, None))
     ]
-    misspelt = _misspelt(module, TrainModule, CALLED)
+    misspelt = _misspelt(module, TrainModule, METHODS)
     problems += misspelt.values()
     needed = [STEPS[stage], *(["configure_optimizers"] if stage == "fit" else [])]
     for method in needed:
@@ -78,7 +183,7 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
         f"{name}.{method} is of type {type(value).__name__}, but TrainModule has a method of that name: call yours "
         f"something else, such as self.my_{method}."
         for method, value in vars(module).items()
-        if callable(getattr(TrainModule, method, None)) and not callable(value) and method not in CALLED
+        if callable(getattr(TrainModule, method, None)) and not callable(value) and method not in METHODS
     ]
     return problems + _wrong_hyperparameters(module)
 
@@ -87,10 +192,10 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
     """As `module_problems`."""
     wrong = [
         check_signature(datamodule, method, parameters_of(getattr(DataModule, method)))
-        for method in CALLED_ON_DATA
+        for method in DATAMODULE_METHODS
         if hasattr(DataModule, method) and datamodule.overrides(method)
     ]
-    known = tuple(method for method in CALLED_ON_DATA if hasattr(DataModule, method))
+    known = tuple(method for method in DATAMODULE_METHODS if hasattr(DataModule, method))
     return [*_misspelt(datamodule, DataModule, known).values(), *filter(None, wrong)]
 
 
@@ -137,7 +242,7 @@ def _check_signatures(module: TrainModule) -> list[str]:
             on_module = name in vars(TrainModule)
             expected = parameters_of(getattr(TrainModule if on_module else Callback, name))
             problems.append(check_signature(module, name, expected if on_module else expected[2:]))
-    for name in CALLED:
+    for name in METHODS:
         if module.overrides(name):
             expected, least = parameters_of(getattr(TrainModule, name)), None
             if name in STEPS.values() and name != "training_step":

@@ -1,62 +1,74 @@
-"""A run in words."""
+"""Describe a run in words: what was chosen and why, and what would make it faster."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainer.callback import HOOKS, Callback, Logger
+from trainer.loop.resolved_config import ResolvedConfig
+from trainer.settings import Settings
 
-if TYPE_CHECKING:
-    from trainer.loop.run import RunState
 
+def describe(
+    config: ResolvedConfig, callbacks: list[Callback], window: int, micro_batch: int | None, run_dir: Path
+) -> str:
+    """Return what was chosen and why, the effective batch, and the loop with the callbacks in place.
 
-def describe(run: RunState) -> str:
-    """What was chosen and why, the effective batch, and the loop with the callbacks in place."""
-    plan, settings = run.plan, run.settings
+    Args:
+        config: what was chosen.
+        callbacks: the trainer's, and the module's if there is one by now.
+        window: micro-batches of a step.
+        micro_batch: samples of one on one process; None: not known.
+        run_dir: where the run writes.
+    """
+    settings = config.settings
     lines = [
-        f"device      {plan.device_type} ({plan.reasons['device']})",
-        f"processes   {plan.num_processes} ({plan.reasons['devices']})",
-        f"strategy    {plan.strategy} ({plan.reasons['strategy']})",
-        f"precision   {plan.precision.name} ({plan.reasons['precision']})",
-        *([f"compile     {plan.compilation.describe()}"] if plan.compilation is not None else []),
-        f"step        {run.accumulate_grad_batches} micro-batch(es) on {plan.num_processes} process(es)"
-        + _global_batch(run),
-        f"length      {_length(run)}",
-        f"clipping    {_clipping(run)}",
-        f"log         every {settings.log_every_n_steps} steps to {_names(run.loggers) or 'no logger'}",
-        f"run dir     {run.run_dir}",
+        f"device      {config.device_type} ({config.reasons['device']})",
+        f"processes   {config.num_processes} ({config.reasons['devices']})",
+        f"strategy    {config.strategy} ({config.reasons['strategy']})",
+        f"precision   {config.precision.name} ({config.reasons['precision']})",
+        *([f"compile     {config.compilation.describe()}"] if config.compilation is not None else []),
+        f"step        {window} micro-batch(es) on {config.num_processes} process(es)"
+        + _global_batch(config, window, micro_batch),
+        f"length      {_length(config)}",
+        f"clipping    {_clipping(settings)}",
+        f"log         every {settings.log_every_n_steps} steps to {_names(config.loggers) or 'no logger'}",
+        f"run dir     {run_dir}",
         "",
         "fit",
-        *_moments(run, "  ", ("setup", "on_fit_start", "on_train_start")),
+        *_hooks(callbacks, "  ", ("setup", "on_fit_start", "on_train_start")),
         "  for each epoch:",
-        *_moments(run, "    ", ("on_train_epoch_start",)),
-        f"    for each window of {run.accumulate_grad_batches} micro-batch(es):",
-        *_moments(run, "      ", ("on_train_batch_start",)),
+        *_hooks(callbacks, "    ", ("on_train_epoch_start",)),
+        f"    for each window of {window} micro-batch(es):",
+        *_hooks(callbacks, "      ", ("on_train_batch_start",)),
         "      training_step, backward",
-        *_moments(run, "      ", ("on_after_backward", "on_before_optimizer_step")),
+        *_hooks(callbacks, "      ", ("on_after_backward", "on_before_optimizer_step")),
         "      optimizer step",
-        *_moments(run, "      ", ("on_train_batch_end", "on_train_step_end")),
-        f"    validation: {_validation(run)}",
-        *_moments(run, "      ", ("on_validation_start", "on_validation_batch_end", "on_validation_epoch_end")),
-        *_moments(run, "      ", ("on_validation_end",)),
-        *_moments(run, "    ", ("on_train_epoch_end",)),
-        *_moments(run, "  ", ("on_train_end", "on_fit_end", "teardown")),
+        *_hooks(callbacks, "      ", ("on_train_batch_end", "on_train_step_end")),
+        f"    validation: {_validation(settings)}",
+        *_hooks(callbacks, "      ", ("on_validation_start", "on_validation_batch_end", "on_validation_epoch_end")),
+        *_hooks(callbacks, "      ", ("on_validation_end",)),
+        *_hooks(callbacks, "    ", ("on_train_epoch_end",)),
+        *_hooks(callbacks, "  ", ("on_train_end", "on_fit_end", "teardown")),
     ]
     return "\n".join(lines)
 
 
-def start_line(run: RunState) -> str:
-    """What was chosen, in one line."""
-    plan = run.plan
-    processes = f"{plan.num_processes} process{'' if plan.num_processes == 1 else 'es'}"
-    device = f"{plan.device_type} ({plan.reasons['device']})"
-    return f"{run.stage}: {device}, {processes}, strategy {plan.strategy}, precision {plan.precision.name}"
+def start_line(config: ResolvedConfig, stage: str) -> str:
+    """Return what was chosen, in one line."""
+    processes = f"{config.num_processes} process{'' if config.num_processes == 1 else 'es'}"
+    device = f"{config.device_type} ({config.reasons['device']})"
+    return f"{stage}: {device}, {processes}, strategy {config.strategy}, precision {config.precision.name}"
 
 
-def _moments(run: RunState, indent: str, hooks: tuple[str, ...]) -> list[str]:
-    """A line for each moment that somebody uses."""
+def _hooks(callbacks: list[Callback], indent: str, hooks: tuple[str, ...]) -> list[str]:
+    """Return a line for each hook that some callback uses."""
     assert set(hooks) <= set(HOOKS)
-    ordered = sorted(run.callbacks, key=lambda callback: callback.runs_last)
+    ordered = sorted(callbacks, key=lambda callback: callback.runs_last)
     used = {hook: [c for c in ordered if getattr(type(c), hook) is not getattr(Callback, hook)] for hook in hooks}
     return [f"{indent}{hook}: {_names(callbacks)}" for hook, callbacks in used.items() if callbacks]
 
@@ -65,36 +77,56 @@ def _names(callbacks: list[Callback] | list[Logger]) -> str:
     return ", ".join(type(callback).__name__ for callback in callbacks)
 
 
-def _global_batch(run: RunState) -> str:
-    size = run.train_loader.batch_size if run.train_loader is not None else None
-    if size is None:
+def _global_batch(config: ResolvedConfig, window: int, micro_batch: int | None) -> str:
+    if micro_batch is None:
         return ""
-    total = size * run.accumulate_grad_batches * run.plan.num_processes
-    return f" x {size} samples = global batch {total}"
+    total = micro_batch * window * config.num_processes
+    return f" x {micro_batch} samples = global batch {total}"
 
 
-def _length(run: RunState) -> str:
+def _length(config: ResolvedConfig) -> str:
     limits = [
-        f"{run.max_epochs} epochs" if run.max_epochs is not None else "",
-        f"{run.max_steps} steps" if run.max_steps is not None else "",
-        f"{run.settings.max_time}" if run.settings.max_time is not None else "",
+        f"{config.max_epochs} epochs" if config.max_epochs is not None else "",
+        f"{config.max_steps} steps" if config.max_steps is not None else "",
+        f"{config.settings.max_time}" if config.settings.max_time is not None else "",
     ]
     return ", or ".join(limit for limit in limits if limit) or "no limit"
 
 
-def _clipping(run: RunState) -> str:
-    settings = run.settings
-    return (
-        "none"
-        if settings.gradient_clip_val is None
-        else (f"by {settings.gradient_clip_algorithm} at {settings.gradient_clip_val}")
-    )
+def _clipping(settings: Settings) -> str:
+    if settings.gradient_clip_val is None:
+        return "none"
+    return f"by {settings.gradient_clip_algorithm} at {settings.gradient_clip_val}"
 
 
-def _validation(run: RunState) -> str:
-    settings = run.settings
+def _validation(settings: Settings) -> str:
     interval = settings.val_check_interval
     epochs = "epoch" if settings.check_val_every_n_epoch == 1 else f"{settings.check_val_every_n_epoch} epochs"
     if isinstance(interval, int):
         return f"every {interval} batches"
     return f"after every {epochs}" if interval == 1.0 else f"{1 / interval:.3g} times per epoch, every {epochs}"
+
+
+HAVE_FUSED = (Adam, AdamW, SGD)
+"""Optimizers that torch can run as one kernel on CUDA, and does not unless it is asked to."""
+
+
+def performance_hints(device: torch.device, pinned: bool | None, optimizers: Iterable[Optimizer]) -> list[str]:
+    """Return what would make the training faster, one sentence each; nothing for devices other than CUDA.
+
+    Args:
+        device: the one that trains.
+        pinned: whether the training loader gives batches in pinned memory; None: it is no DataLoader.
+        optimizers: as the user made them.
+    """
+    if device.type != "cuda":
+        return []
+    hints = []
+    if pinned is False:
+        hints.append("DataLoader(pin_memory=True) lets batches be copied to the GPU beside the computation")
+    for optimizer in optimizers:
+        if type(optimizer) in HAVE_FUSED and not any(
+            group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+        ):
+            hints.append(f"{type(optimizer).__name__}(fused=True) updates all parameters in one kernel")
+    return hints

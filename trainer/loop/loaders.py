@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -14,9 +14,8 @@ from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run import Run
+from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
 
@@ -43,55 +42,57 @@ def refuse_data(loaders: Any, stage: str) -> None:
 
 
 def micro_batch_of(loader: Any) -> int | None:
-    """Samples of a micro-batch on one process, if the loader is one that is divided among them; None: not known."""
+    """Return the samples of a micro-batch on one process, if they are known before the run; else None."""
     return loader.batch_size if is_plain(loader) else None
 
 
-def make_loaders(trainer: Trainer, given: dict[str, Any]) -> None:
-    """Make the feeds of the stage: training and validation for fit, else the stage's own.
+def make_loaders(run: Run, given: dict[str, Any]) -> None:
+    """Make the loaders of the stage: training and validation for fit, else the stage's own.
 
     Raises:
         ConfigError: there is no loader, or an empty one.
     """
-    settings, module = trainer.settings, trainer.module
-    trainer.train_loader, trainer.val_loaders, trainer.test_loaders, trainer.predict_loaders = None, {}, {}, {}
-    source = trainer.datamodule if trainer.datamodule is not None else module
-    if trainer.stage == "fit":
+    settings, source = run.settings, run.datamodule if run.datamodule is not None else run.module
+    if run.stage == "fit":
         train = given["train"] if given["train"] is not None else source.train_dataloader()
         if train is None:
-            raise _no_loader(trainer, "train_dataloaders", "train_dataloader")
-        trainer.train_loader = _train_feed(trainer, train)
+            raise _no_loader(run, "train_dataloaders", "train_dataloader")
+        run.train_loader = _train_loader(run, train)
         val = given["val"] if given["val"] is not None else source.val_dataloader()
         refuse_data(val, "fit")
-        if settings.overfit_batches:
-            val = train if module.overrides("validation_step") else None
-        if module.overrides("validation_step"):
-            limit = _limit(trainer, settings.overfit_batches or settings.limit_val_batches)
-            trainer.val_loaders = _evaluation_feeds(trainer, val, limit)
-        elif val is not None:
-            log.warning("%s has no validation_step: the validation loader is not used", type(module).__name__)
-    elif trainer.stage == "validate":
+        run.val_loaders = _val_loaders_of_fit(run, train, val)
+    elif run.stage == "validate":
         loaders = given["val"] if given["val"] is not None else source.val_dataloader()
-        trainer.val_loaders = _needed(trainer, loaders, settings.limit_val_batches, "val_dataloader")
-    elif trainer.stage == "test":
+        run.val_loaders = _needed(run, loaders, settings.limit_val_batches, "val_dataloader")
+    elif run.stage == "test":
         loaders = given["test"] if given["test"] is not None else source.test_dataloader()
-        trainer.test_loaders = _needed(trainer, loaders, settings.limit_test_batches, "test_dataloader")
+        run.test_loaders = _needed(run, loaders, settings.limit_test_batches, "test_dataloader")
     else:
         loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
-        trainer.predict_loaders = _needed(trainer, loaders, settings.limit_predict_batches, "predict_dataloader")
+        run.predict_loaders = _needed(run, loaders, settings.limit_predict_batches, "predict_dataloader")
 
 
-def check_same_everywhere(trainer: Trainer) -> None:
-    """Collective: every process has loaders over the same samples, of which each gets its part.
+def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader]:
+    settings = run.settings
+    if not run.module.overrides("validation_step"):
+        if val is not None and not settings.overfit_batches:
+            log.warning("%s has no validation_step: the validation loader is not used", type(run.module).__name__)
+        return {}
+    limit = _limit(settings, settings.overfit_batches or settings.limit_val_batches)
+    return _evaluation_loaders(run, train if settings.overfit_batches else val, limit)
+
+
+def check_same_everywhere(run: Run) -> None:
+    """Check that all processes have loaders over the same samples, of which each gets its part. Collective.
 
     Raises:
         ConfigError: they differ; processes would wait for each other in the middle of an epoch.
     """
-    feeds = {**trainer.val_loaders, **trainer.test_loaders, **trainer.predict_loaders}
+    feeds = {**run.val_loaders, **run.test_loaders, **run.predict_loaders}
     counts = {f"evaluation loader {name!r}": feed.samples_per_epoch for name, feed in feeds.items()}
-    if trainer.train_loader is not None:
-        counts["training loader"] = trainer.train_loader.samples_per_epoch
-    there = trainer.strategy.processes.all_gather_object(counts)
+    if run.train_loader is not None:
+        counts["training loader"] = run.train_loader.samples_per_epoch
+    there = run.strategy.processes.all_gather_object(counts)
     rank = next((rank for rank, theirs in enumerate(there) if theirs != there[0]), None)
     if rank is None:
         return
@@ -103,34 +104,34 @@ def check_same_everywhere(trainer: Trainer) -> None:
     )
 
 
-def _train_feed(trainer: Trainer, loader: Any) -> BatchLoader:
-    settings = trainer.settings
+def _train_loader(run: Run, loader: Any) -> BatchLoader:
+    settings = run.settings
     refuse_data(loader, "fit")
     if settings.limit_train_batches == 0:
         raise ConfigError("limit_train_batches=0 leaves fit() nothing to train on: give a number above 0.")
     feed = make_batch_loader(
         loader,
-        rank=trainer.rank,
-        world_size=trainer.world_size,
-        seed=trainer.seed,
+        rank=run.strategy.processes.rank,
+        world_size=run.strategy.processes.world_size,
+        seed=run.session.seed,
         training=True,
-        limit=_limit(trainer, settings.overfit_batches or settings.limit_train_batches),
+        limit=_limit(settings, settings.overfit_batches or settings.limit_train_batches),
         shuffle=False if settings.overfit_batches else None,
         seed_per_sample=settings.seed_per_sample,
     )
     if feed.note is not None:
         log.info("%s", feed.note)
-    if feed.one_shot and trainer.max_epochs not in (0, 1) and trainer.max_steps is None:
+    if feed.one_shot and run.config.max_epochs not in (0, 1) and run.config.max_steps is None:
         raise ConfigError(
             "the training loader can be iterated only once, but max_epochs allows more than one epoch: pass something "
             "that can be iterated again (a list, a DataLoader), or set max_epochs=1."
         )
-    _check_intervals(trainer, feed)
+    _check_intervals(run, feed)
     return feed
 
 
-def _check_intervals(trainer: Trainer, feed: BatchLoader) -> None:
-    interval, length = trainer.val_check_interval, feed.length
+def _check_intervals(run: Run, feed: BatchLoader) -> None:
+    interval, length = run.config.val_check_interval, feed.length
     if length is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
             f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not tell its "
@@ -143,39 +144,39 @@ def _check_intervals(trainer: Trainer, feed: BatchLoader) -> None:
         )
 
 
-def _evaluation_feeds(trainer: Trainer, loaders: Any, limit: int | float) -> dict[str, BatchLoader]:
+def _evaluation_loaders(run: Run, loaders: Any, limit: int | float) -> dict[str, BatchLoader]:
     if limit == 0:
         return {}
     return {
         name: make_batch_loader(
             loader,
             name=name,
-            rank=trainer.rank,
-            world_size=trainer.world_size,
-            seed=trainer.seed,
+            rank=run.strategy.processes.rank,
+            world_size=run.strategy.processes.world_size,
+            seed=run.session.seed,
             training=False,
             limit=limit,
-            shuffle=False if trainer.settings.overfit_batches else None,
-            seed_per_sample=trainer.settings.seed_per_sample,
-            pad=trainer.strategy.collective_forward,
+            shuffle=False if run.settings.overfit_batches else None,
+            seed_per_sample=run.settings.seed_per_sample,
+            pad=run.strategy.collective_forward,
         )
         for name, loader in named_loaders(loaders).items()
     }
 
 
-def _needed(trainer: Trainer, loaders: Any, limit: int | float, method: str) -> dict[str, BatchLoader]:
+def _needed(run: Run, loaders: Any, limit: int | float, method: str) -> dict[str, BatchLoader]:
     if loaders is None:
-        raise _no_loader(trainer, "dataloaders", method)
-    refuse_data(loaders, str(trainer.stage))
-    return _evaluation_feeds(trainer, loaders, _limit(trainer, limit))
+        raise _no_loader(run, "dataloaders", method)
+    refuse_data(loaders, str(run.stage))
+    return _evaluation_loaders(run, loaders, _limit(run.settings, limit))
 
 
-def _limit(trainer: Trainer, limit: int | float) -> int | float:
-    return int(trainer.settings.fast_dev_run) or limit
+def _limit(settings: Settings, limit: int | float) -> int | float:
+    return int(settings.fast_dev_run) or limit
 
 
-def _no_loader(trainer: Trainer, argument: str, method: str) -> ConfigError:
-    stage, source = trainer.stage, trainer.datamodule if trainer.datamodule is not None else trainer.module
+def _no_loader(run: Run, argument: str, method: str) -> ConfigError:
+    stage, source = run.stage, run.datamodule if run.datamodule is not None else run.module
     return ConfigError(
         f"{stage}() has nothing to run on: pass {argument}=, or define {method} in {type(source).__name__} "
         f"(or pass datamodule=)."

@@ -2,25 +2,99 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 from trainer.data.loader import Batch
-from trainer.loop.accumulation import StepOutputs, loss_divisors
-from trainer.profiling import FORWARD
+from trainer.errors import ConfigError
+from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors
+from trainer.loop.run import Run
+from trainer.profiling import BACKWARD, FORWARD, OPTIMIZER
 
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
 
-
-def manual_step(trainer: Trainer, window: list[Batch]) -> StepOutputs:
-    """Call `training_step` with the window's one batch; what it calls comes back through the trainer."""
-    batch, batch_idx = window[0], trainer.progress.batch
-    data = trainer.transfer(batch.data, 0)
-    trainer.metrics.start_batch(data, batch.samples)
-    (trainer.manual_loss_divisor,) = loss_divisors(
-        window, trainer.module, trainer.strategy, trainer.weights_loss_by_items
-    )
-    trainer.hooks.on_train_batch_start(trainer, trainer.module, data, batch_idx)
-    with trainer.phase(FORWARD):
-        outputs = trainer.strategy.call("training_step", data, batch_idx)
+def manual_training_step(run: Run, window: list[Batch]) -> StepOutputs:
+    """Call `training_step` with the window's one batch; the module's calls come back to the functions below."""
+    batch, batch_idx = window[0], run.progress.batch
+    data = run.transfer(batch.data, 0)
+    run.metrics.start_batch(data, batch.samples)
+    (run.manual_loss_divisor,) = loss_divisors(window, run.module, run.strategy, run.weights_loss_by_items)
+    run.hooks.on_train_batch_start(data, batch_idx)
+    with run.phase(FORWARD):
+        outputs = run.strategy.call("training_step", data, batch_idx)
     return outputs, data, []
+
+
+def manual_backward(run: Run, loss: torch.Tensor) -> None:
+    """See `TrainModule.manual_backward`."""
+    if run.module.automatic_optimization:
+        raise ConfigError(
+            "manual_backward is for automatic_optimization = False: set that in the module's __init__, or return "
+            "the loss from training_step and let the trainer do the rest."
+        )
+    checked_loss(loss, run.module, run.settings.detect_anomaly, "manual_backward got")
+    run.manual_backwards += 1
+    if run.manual_loss_divisor is not None:
+        loss = loss / run.manual_loss_divisor
+    run.hooks.on_before_backward(loss)
+    with run.phase(BACKWARD):
+        run.strategy.backward(loss)
+    run.hooks.on_after_backward()
+
+
+class ManualOptimizer:
+    """An optimizer in the hands of `training_step`, with `automatic_optimization = False`.
+
+    Stepping it goes through the strategy (loss scaling, sharding); everything else is the torch optimizer's.
+    """
+
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        self.optimizer = optimizer
+        self._run = run
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Update this optimizer's parameters."""
+        run = self._run
+        if run.manual_backwards == 0 and closure is None:
+            self._check_first_step()
+        run.manual_steps += 1
+        run.hooks.on_before_optimizer_step(self.optimizer)
+        with run.phase(OPTIMIZER):
+            run.strategy.step(self.optimizer, closure)
+        run.strategy.end_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget this optimizer's gradients."""
+        self._run.hooks.on_before_zero_grad(self.optimizer)
+        self.optimizer.zero_grad(set_to_none)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Within the block only this optimizer's parameters require gradients.
+
+        `sync_grad=False`: gradients are not yet summed over processes, because more micro-batches follow.
+        """
+        with self._run.module.toggled_optimizer(self), self._run.strategy.gradient_sync(last=sync_grad):
+            yield
+
+    def _check_first_step(self) -> None:
+        """Refuse a step before any `manual_backward`: there are no gradients, or not those of all processes."""
+        run, kind = self._run, type(self.optimizer).__name__
+        if run.module.automatic_optimization:
+            raise ConfigError(
+                f"{kind}.step() was called, but the trainer steps too: leave it out of training_step, or set "
+                "automatic_optimization = False."
+            )
+        if not any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
+            raise ConfigError(f"{kind}.step() found no gradient: call self.manual_backward(loss) before it.")
+        if run.strategy.processes.world_size > 1 or run.strategy.scaler is not None:
+            raise ConfigError(
+                "loss.backward() leaves the gradients unscaled, and different on every process: call "
+                "self.manual_backward(loss) instead."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)

@@ -1,4 +1,4 @@
-"""Plan: what a run will use, and why. Made from the settings before any process is started."""
+"""ResolvedConfig: what a run will use, and why. Made from the settings before any process is started."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from trainer.distributed.tpu import sharing_problems
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
-from trainer.settings import Settings
+from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
 from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy
 
 
 @dataclass
-class Plan:
+class ResolvedConfig:
     """The objects of a run, and the reasons for each choice."""
 
+    settings: Settings
     device_type: str
     devices: int
     """Processes on this machine."""
@@ -37,7 +38,27 @@ class Plan:
     compilation: Compilation | None
     """What torch.compile is to do."""
     reasons: dict[str, str]
-    """What was chosen, in words: "device", "devices", "strategy", "precision"."""
+    """Why it was chosen, in words: "device", "devices", "strategy", "precision"."""
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Epochs to train; None: no limit."""
+        settings = self.settings
+        if settings.fast_dev_run:
+            return 1
+        if settings.max_epochs is None:
+            return DEFAULT_MAX_EPOCHS if self.max_steps is None and settings.max_time is None else None
+        return None if settings.max_epochs == -1 else settings.max_epochs
+
+    @property
+    def max_steps(self) -> int | None:
+        """Steps to train; None: no limit."""
+        return None if self.settings.max_steps == -1 else self.settings.max_steps
+
+    @property
+    def val_check_interval(self) -> int | float:
+        """Batches (int) or share of an epoch (float) from validation to validation; a fast_dev_run ends with one."""
+        return 1.0 if self.settings.fast_dev_run else self.settings.val_check_interval
 
 
 def settings_problems(settings: Settings) -> list[str]:
@@ -90,7 +111,7 @@ def _wrong_callbacks(settings: Settings) -> list[str]:
     return problems
 
 
-def make_plan(settings: Settings) -> Plan:
+def resolve_config(settings: Settings) -> ResolvedConfig:
     """Choose device, processes, strategy, precision, callbacks and loggers.
 
     Raises:
@@ -143,18 +164,8 @@ def make_plan(settings: Settings) -> Plan:
         "strategy": strategy_reason,
         "precision": "the default" if settings.precision == "32-true" else "given",
     }
-    return Plan(
-        device_type,
-        devices,
-        device_ids,
-        devices * num_nodes,
-        strategy,
-        precision,
-        callbacks,
-        loggers,
-        compilation,
-        reasons,
-    )
+    where = device_type, devices, device_ids, devices * num_nodes
+    return ResolvedConfig(settings, *where, strategy, precision, callbacks, loggers, compilation, reasons)
 
 
 def step_config(settings: Settings, **known: Any) -> StepConfig:

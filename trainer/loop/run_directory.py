@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainer.checkpoint.directory import CheckpointDirectory, locate
 from trainer.checkpoint.format import read_metadata
 from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
-
-if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+from trainer.loop.run import Run
 
 CHECKPOINTS = "checkpoints"
 
@@ -28,8 +27,8 @@ def versions(root: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
-def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> StoragePath | None:
-    """The checkpoint meant by `ckpt_path`; None for none, and for "last" in `fit` when there is none yet.
+def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | None:
+    """Return the checkpoint meant by `ckpt_path`; None for none, and for "last" in `fit` when there is none yet.
 
     "last" and "best" are looked for in this trainer's own run directory or its ModelCheckpoint's `dirpath`; in a new
     process in the newest run directory below `default_root_dir` that has one.
@@ -49,7 +48,7 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> StoragePa
                 f"{', '.join(known) or 'there is none'}."
             )
         return locate(given)
-    folders = _places(trainer)
+    folders = checkpoint_dirs(run)
     for folder in folders:
         try:
             return CheckpointDirectory(folder).resolve(ckpt_path)
@@ -60,9 +59,9 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> StoragePa
                     f"ckpt_path='last': {error}, but there was one: {'; '.join(corruption_report)}. "
                     "To start anew, leave out ckpt_path or remove that folder."
                 ) from None
-    if ckpt_path == "last" and trainer.stage == "fit":
+    if ckpt_path == "last" and run.stage == "fit":
         return None
-    looked = [str(folder) for folder in folders] or [str(trainer.settings.default_root_dir)]
+    looked = [str(folder) for folder in folders] or [str(run.settings.default_root_dir)]
     more = f" and {len(looked) - 3} more" if len(looked) > 3 else ""
     which = " Which one is the best, only ModelCheckpoint(monitor=...) says." if ckpt_path == "best" else ""
     raise CheckpointError(
@@ -71,9 +70,9 @@ def find_checkpoint(trainer: Trainer, ckpt_path: str | Path | None) -> StoragePa
     )
 
 
-def find_after_restart(trainer: Trainer, former: str) -> StoragePath | None:
-    """The newest checkpoint that a former attempt at this very run wrote, in the run directory `former`, if it did."""
-    folders = [as_storage_path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+def find_after_restart(run: Run, former: str) -> StoragePath | None:
+    """Return the newest checkpoint that a former attempt at this run wrote, in its run directory `former`; or None."""
+    folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
     for folder in [*folders, Path(former) / CHECKPOINTS]:
         try:
             found = CheckpointDirectory(folder).resolve("last")
@@ -85,28 +84,29 @@ def find_after_restart(trainer: Trainer, former: str) -> StoragePath | None:
     return None
 
 
-def _places(trainer: Trainer) -> list[StoragePath]:
-    """Where checkpoints of this run may be, the likeliest first."""
-    places = [as_storage_path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
-    if trainer.has_fit:
-        return [*places, trainer.run_dir / CHECKPOINTS]
-    return [*places, *(run / CHECKPOINTS for run in reversed(versions(Path(trainer.settings.default_root_dir))))]
+def checkpoint_dirs(run: Run) -> list[StoragePath]:
+    """Return the folders where checkpoints of this run may be, the likeliest first."""
+    own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
+    if run.session.has_fit:
+        return [*own, run.session.run_dir / CHECKPOINTS]
+    return [*own, *(run / CHECKPOINTS for run in reversed(versions(Path(run.settings.default_root_dir))))]
 
 
-def choose_run_dir(trainer: Trainer, ckpt_path: str | Path | None, checkpoint: StoragePath | None) -> Path:
-    """Where this run writes: training that goes on from "last" goes on in its directory, any other gets a new one.
+def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePath | None) -> Path:
+    """Return the folder that this run writes into.
 
+    Training that goes on from "last" goes on in its directory, any other gets a new one.
     Validate, test and predict write beside the checkpoint that they look at, or where this trainer's `fit` did.
     """
-    goes_on = checkpoint is not None and (ckpt_path == "last" or trainer.stage != "fit")
+    goes_on = checkpoint is not None and (ckpt_path == "last" or run.stage != "fit")
     if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint)) is not None:
         return known
-    if trainer.has_fit and trainer.stage != "fit":
-        return trainer.run_dir
-    root = Path(trainer.settings.default_root_dir)
+    if run.session.has_fit and run.stage != "fit":
+        return run.session.run_dir
+    root = Path(run.settings.default_root_dir)
     taken = versions(root)
     number = int(taken[-1].name.removeprefix("version_")) + 1 if taken else 0
-    if trainer.settings.fast_dev_run or not trainer.is_global_zero or trainer.stage != "fit":
+    if run.settings.fast_dev_run or not run.strategy.processes.is_global_zero or run.stage != "fit":
         return root / f"version_{number}"
     while True:
         path = root / f"version_{number}"
@@ -135,27 +135,38 @@ def _run_dir_of(checkpoint: StoragePath) -> Path | None:
     return path if path is not None and path in versions(path.parent) and path.is_dir() else None
 
 
-def lock_folders(trainer: Trainer) -> None:
-    """For training: take the run directory, and the folders of checkpoints outside of it, for this run alone.
+@contextmanager
+def locked_folders(run: Run) -> Iterator[None]:
+    """Take the run directory, and the folders of checkpoints outside of it, for this training alone, until the end.
 
-    Rank 0 holds the locks; all processes call this. They end with `release_folders`, or with the process.
+    Rank 0 holds the locks; all processes call this.
 
     Raises:
         ConfigError: another run has one of them; says which process, where, since when.
     """
-    problem = None
-    if trainer.is_global_zero and trainer.stage == "fit" and not trainer.settings.fast_dev_run:
-        places = [as_storage_path(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
-        folders = [trainer.run_dir, *(place for place in places if isinstance(place, Path))]
-        for folder in {folder.absolute(): folder for folder in folders}.values():
-            problem = problem or _lock(trainer, folder)
-    problem = trainer.strategy.processes.broadcast_object(problem)
-    if problem is not None:
-        raise ConfigError(problem)
+    trains = run.strategy.processes.is_global_zero and run.stage == "fit"
+    try:
+        with ExitStack() as locks:
+            problem = None
+            if trains and not run.settings.fast_dev_run:
+                own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
+                folders = [run.session.run_dir, *(folder for folder in own if isinstance(folder, Path))]
+                for folder in {folder.absolute(): folder for folder in folders}.values():
+                    problem = problem or _lock(folder, locks)
+            problem = run.strategy.processes.broadcast_object(problem)
+            if problem is not None:
+                raise ConfigError(problem)
+            yield
+    except BaseException:
+        if trains and run.progress.step == 0:
+            # A run that failed before it wrote anything leaves no directory, nor changes which one is the newest.
+            with suppress(OSError):
+                run.session.run_dir.rmdir()
+        raise
 
 
-def _lock(trainer: Trainer, folder: Path) -> str | None:
-    """What is wrong, or None."""
+def _lock(folder: Path, locks: ExitStack) -> str | None:
+    """Lock a folder until `locks` are closed; return what is wrong, or None."""
     lock = FolderLock(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,16 +176,10 @@ def _lock(trainer: Trainer, folder: Path) -> str | None:
     except OSError as error:
         return f"{folder} cannot be written to ({error.strerror}). Give another folder: default_root_dir=, or dirpath=."
     if holder is None:
-        trainer.locks.append(lock)
+        locks.callback(lock.release)
         return None
     return (
         f"{folder} is in use: {holder} is training there, and two runs in one folder would delete each other's "
         "checkpoints. Wait for it, or end it (kill PID, on that host); or let this run write elsewhere: leave "
         "ckpt_path='last' out, or give another default_root_dir (dirpath, if ModelCheckpoint has one)."
     )
-
-
-def release_folders(trainer: Trainer) -> None:
-    """Give the locks back, if there are any."""
-    while trainer.locks:
-        trainer.locks.pop().release()

@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.errors import did_you_mean, raise_problems
 from trainer.model.blocks import BlockPolicy, find_blocks
-
-if TYPE_CHECKING:
-    from trainer.loop.run import RunState
 
 log = logging.getLogger("trainer")
 
@@ -170,14 +167,21 @@ def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
     return problems
 
 
-def start_compiling(run: RunState, compilation: Compilation) -> Callable[[], None]:
-    """Compile the run's module as its strategy needs it, and watch for recompilations. Returns the undo."""
-    module = run.module
+def start_compiling(
+    module: nn.Module,
+    compilation: Compilation,
+    steps_done: Callable[[], int] | None = None,
+) -> Callable[[], None]:
+    """Compile the module, and watch for recompilations. Return a function that undoes it.
+
+    Args:
+        steps_done: gives the steps of training so far; None: the run does not train.
+    """
     changed = compile_in_place(module, compilation)
     leaves_graphs = compilation.reuses_memory or any(part is module for part in changed)
     undo_methods = keep_outside_of_graphs(module, compilation.reuses_memory) if leaves_graphs else None
     watch = RecompilationMonitor()
-    before = run.global_step
+    before = steps_done() if steps_done is not None else 0
 
     def undo() -> None:
         watch.close()
@@ -185,7 +189,7 @@ def start_compiling(run: RunState, compilation: Compilation) -> Callable[[], Non
             vars(part).pop("_compiled_call_impl", None)
         if undo_methods is not None:
             undo_methods()
-        if changed and run.stage == "fit" and run.global_step > before and watch.compilations == 0:
+        if changed and steps_done is not None and steps_done() > before and watch.compilations == 0:
             log.warning(
                 "compile= had no effect: the steps of %s called none of what it compiles, which is forward, as in "
                 "self.net(x). Other methods, such as self.net.encode(x), are not compiled.",

@@ -1,0 +1,100 @@
+"""The run: what its trainer answers before, during and after it, and what its set-up leaves when it fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, Trainer, TrainModule
+from trainer.errors import ConfigError
+from trainer.loop.run import Run, Session
+from trainer.loop.setup import start_run
+
+SETTINGS = ("settings", "config", "strategy", "precision", "callbacks", "loggers", "logger", "hooks", "resolved_config")
+LIMITS = ("max_epochs", "max_steps", "val_check_interval", "accumulate_grad_batches")
+COUNTS = ("progress", "global_step", "current_epoch", "num_training_batches", "num_val_batches", "num_test_batches")
+STATE = ("stage", "training", "validating", "sanity_checking", "evaluating", "has_fit", "stop_reason", "should_stop")
+OBJECTS = ("datamodule", "optimizers", "manual_optimizers", "scheduler_configs", "dataloader_names")
+LOADERS = ("train_loader", "val_loaders", "test_loaders", "predict_loaders", "num_predict_batches")
+METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+PLACE = ("seed", "run_dir", "rank", "global_rank", "local_rank", "world_size", "is_global_zero")
+CHECKPOINTS = ("checkpoint_group", "checkpoint_callbacks", "checkpoint_callback")
+ALWAYS = (*SETTINGS, *LIMITS, *COUNTS, *STATE, *OBJECTS, *LOADERS, *METRICS, *PLACE, *CHECKPOINTS)
+FROM_THE_FIRST_RUN_ON = ("module", "metrics", "device", "estimated_stepping_batches", "run")
+
+
+class Reader(Callback):
+    """Reads everything in each hook of the set-up and of the training."""
+
+    def __init__(self) -> None:
+        self.read: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.on_train_start(trainer, module)
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.read.append({name: getattr(trainer, name) for name in (*ALWAYS, *FROM_THE_FIRST_RUN_ON)})
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.on_train_start(trainer, module)
+
+
+def test_attributes_are_there_before_during_and_after_a_run() -> None:
+    reader = Reader()
+    trainer = quiet(max_epochs=1, callbacks=[reader])
+    before = {name: getattr(trainer, name) for name in ALWAYS}
+    assert (before["global_step"], before["stage"], before["optimizers"], before["train_loader"]) == (0, None, [], None)
+    assert not any(hasattr(trainer, name) for name in FROM_THE_FIRST_RUN_ON)
+    with pytest.raises(ConfigError, match="nothing has run yet"):
+        _ = trainer.module
+    trainer.fit(Toy(), loader(3))
+    early, begun, late = reader.read
+    assert (early["stage"], early["optimizers"], early["num_training_batches"]) == ("fit", [], None)
+    assert (begun["stage"], begun["training"], begun["num_training_batches"]) == ("fit", True, 3)
+    assert len(begun["optimizers"]) == 1
+    assert late["global_step"] == 3
+    after = {name: getattr(trainer, name) for name in (*ALWAYS, *FROM_THE_FIRST_RUN_ON)}
+    assert (after["stage"], after["training"], after["global_step"], after["has_fit"]) == (None, False, 3, True)
+    assert after["run"] is begun["run"]
+
+
+def test_the_next_run_goes_on_with_the_session_and_nothing_else() -> None:
+    trainer = quiet(max_epochs=1)
+    trainer.fit(Toy(), loader(3))
+    fit = trainer.run
+    trainer.validate(Toy(), loader(1))
+    assert trainer.run is not fit
+    assert (trainer.optimizers, trainer.train_loader) == ([], None)
+    assert trainer.global_step == 3
+    trainer.fit(Toy(), loader(2))
+    assert trainer.global_step == 2
+
+
+def test_a_run_needs_no_trainer() -> None:
+    config = quiet(max_epochs=1).config
+    adopted: list[Run] = []
+    data = {"train": loader(3), "val": None}
+    module = Toy()
+    with start_run(config, Session(config.settings), "fit", module, data, None, None, adopted.append) as run:
+        assert adopted == [run]
+        assert run.train_loader is not None
+        assert (run.num_training_batches, len(run.optimizers), run.estimated_stepping_batches) == (3, 1, 3)
+        run.hooks.on_train_start()
+    assert run.session.stage is None
+
+
+def test_what_the_set_up_changed_is_undone_when_it_fails() -> None:
+    class Fails(Toy):
+        def configure_optimizers(self) -> Any:
+            raise RuntimeError("on purpose")
+
+    trainer, module = quiet(max_epochs=1), Fails()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(module, loader(1))
+    assert trainer.stage is None
+    with pytest.raises(ConfigError, match="not attached"):
+        _ = module.trainer
+    trainer.fit(Toy(), loader(1))
+    assert trainer.global_step == 1
