@@ -35,7 +35,7 @@ stopping, then checkpoints).
                     optimizer.step()
                 lr_scheduler_step(scheduler, metric)    module; schedulers with interval="step"
                 on_train_batch_end of the last micro-batch
-                on_train_step_end                       the step is wholly done: checkpoints by step are written here
+                on_train_step_end                       the step is complete: checkpoints by step are written here
                 VALIDATION, if val_check_interval says so
             VALIDATION, if it is due at the end of the epoch
             lr_scheduler_step(scheduler, metric)        module; schedulers with interval="epoch"
@@ -56,7 +56,7 @@ stopping, then checkpoints).
             on_validation_batch_end(outputs, batch, batch_idx, dataloader_idx)
         on_validation_epoch_end                         on_epoch metrics are known
         on_validation_end                               checkpoints by monitored value are written here
-        on_validation_model_train                       module; it has its former mode back
+        on_validation_model_train                       module; its former mode is restored
 
     predict
         on_predict_model_eval                           module
@@ -75,8 +75,8 @@ stopping, then checkpoints).
                                                         points to it; with async_save: at the end of a later step
 
 With manual optimization a window is one batch, and between `on_train_batch_start` and `on_train_batch_end` there is
-`training_step` alone. It calls backward and the optimizers itself; what it calls brings `on_before_backward`,
-`on_after_backward`, `on_before_optimizer_step` and `on_before_zero_grad` with it.
+`training_step` alone. `training_step` calls backward and the optimizers, and those calls run `on_before_backward`,
+`on_after_backward`, `on_before_optimizer_step` and `on_before_zero_grad`.
 """
 
 from __future__ import annotations
@@ -100,29 +100,29 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base of all callbacks: override the hooks you need (the top of this file shows when each one is called).
+    """Base class of callbacks. The top of this file shows when each hook is called.
 
-    `state_dict` and `load_state_dict` let a callback survive a restart; the state is data only (numbers, strings,
+    `state_dict` and `load_state_dict` keep a callback's state in checkpoints; the state is data only (numbers, strings,
     lists, dicts, tensors).
     """
 
     runs_last: ClassVar[bool] = False
-    """Run after the module's own hooks: for callbacks that read what the others logged."""
+    """Run after the module's hooks, for callbacks that read logged values."""
 
     @property
     def state_key(self) -> str:
-        """The name of this callback's state in a checkpoint; two of a kind are numbered by the trainer."""
+        """The name of this callback's state in a checkpoint; the trainer numbers several callbacks with one name."""
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Data to save in a checkpoint; empty: nothing to save."""
+        """Return data to save in a checkpoint; an empty dict saves nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
 
     def print_text(self, text: str, file: TextIO | None = None) -> bool:
-        """Print for `trainer.print` on rank 0, and return True: for callbacks that draw on the terminal themselves."""
+        """Print for `trainer.print` on rank 0 and return True if this callback draws on the terminal; else False."""
         return False
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
@@ -208,34 +208,34 @@ class Callback:
 class Logger(Callback):
     """A callback that receives the metrics. Its methods are called on rank 0 only.
 
-    A logger writes into `trainer.run_dir` between `setup` and `teardown`, and continues its own files after a resume:
-    rows after the resumed step are dropped, so that there is one row per step.
+    A logger writes into `trainer.run_dir` between `setup` and `teardown`, and continues its files after a resume: rows
+    after the resumed step are dropped, so that there is one row per step.
     """
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Record values at `step`, the number of steps done: the only step axis there is."""
+        """Record values at `step`, the number of completed steps and the only step axis."""
 
     def flush(self) -> None:
-        """Write all logged values to the files. Called before a checkpoint is written and at the end."""
+        """Write all logged values to the files. Called before each checkpoint and at the end."""
 
 
 class Checkpoint(Callback):
     """A callback that writes checkpoints, one of `trainer.checkpoint_callbacks`.
 
-    It runs after all other callbacks, whose state it saves, and not in a `fast_dev_run`.
+    Runs after all other callbacks, because a checkpoint contains their state. Not used in a `fast_dev_run`.
     """
 
     runs_last: ClassVar[bool] = True
 
     dirpath: str | Path | None = None
-    """The folder of the checkpoints, or a URL. None: `checkpoints` in the run directory."""
+    """Folder or URL of the checkpoints. None: `checkpoints` in the run directory."""
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint. Empty before the first."""
+        """The path of the best checkpoint; empty before the first."""
         return ""
 
     @property
@@ -245,14 +245,14 @@ class Checkpoint(Callback):
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint. Empty before the first."""
+        """The path of the newest checkpoint; empty before the first."""
         return ""
 
 
 HOOKS: tuple[str, ...] = tuple(
     name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
 )
-"""Every hook, in the order of the class above."""
+"""The names of all hooks, in the order of `Callback`."""
 
 
 LIGHTNING_EQUIVALENTS = {
@@ -268,11 +268,11 @@ LIGHTNING_EQUIVALENTS = {
     "on_pretrain_routine_end": "on_fit_start",
     "on_keyboard_interrupt": "on_exception",
 }
-"""Names that other trainers have, or had, for a hook."""
+"""Names of hooks in other trainers -> the equivalent here."""
 
 
 def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
-    """Return one problem for each method of `plug` that looks like a hook but is none, and would never be called."""
+    """Return a problem for each method of `plug` whose name looks like a hook, but which would never be called."""
     known = set(known)
     problems = []
     for name in dir(type(plug)):
@@ -290,7 +290,7 @@ def check_hooks(plug: object, known: Iterable[str]) -> list[str]:
 
 
 def callback_problems(callback: Callback) -> list[str]:
-    """Return one problem for each misspelt hook, and for each hook with the wrong parameters."""
+    """Return a problem for each misspelt hook and each hook with wrong parameters."""
     wrong = [
         check_signature(callback, hook, parameters_of(getattr(Callback, hook)))
         for hook in HOOKS
@@ -305,16 +305,15 @@ def callback_problems(callback: Callback) -> list[str]:
 
 
 class CallbackList:
-    """The callbacks of a run as one: each hook calls, in order, those callbacks that override it.
+    """Calls the hooks of several callbacks: each hook calls, in order, the callbacks that override it.
 
-    The calls are bound once, in the constructor, so that a hook that nobody uses costs one call of nothing. Trainer and
-    module, which callbacks are given first, are bound too: the loop and its helpers call `hooks.on_train_start()`, need
-    no Trainer for it, and could serve a loop of the user's own. A hook that is set on an instance
-    (`callback.on_fit_start = f`) counts as overridden. Where profilers listen to `phase`, each call of a hook is a
-    phase.
+    The calls are bound in the constructor, so that an unused hook costs one empty call. Trainer and module, the first
+    arguments of every hook, are bound too: the loop calls `hooks.on_train_start()` and needs no Trainer. A hook set on
+    an instance (`callback.on_fit_start = f`) counts as overridden. If profilers listen to `phase`, each call of a hook
+    is a phase.
 
     Args:
-        callbacks: in the order in which they are called.
+        callbacks: the callbacks in calling order.
         trainer, module: the first arguments of every hook.
         phase: the run's phases.
     """
@@ -400,11 +399,11 @@ def _call_each(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 
 def _nothing(*args: Any) -> None:
-    """A hook that nobody uses."""
+    """Do nothing, as a hook that no callback overrides."""
 
 
 class ModuleCallback(Callback):
-    """The module's own hooks as a callback, so that they take their place in the list."""
+    """The module's hooks as a callback, for the list of callbacks."""
 
     def __init__(self, module: TrainModule) -> None:
         if not module.overrides_any(HOOKS):
@@ -427,7 +426,7 @@ def _without_trainer_and_module(method: Any) -> Any:
 def build_callback_list(
     callbacks: list[Callback], trainer: object, module: TrainModule, phase: Phase = unheard
 ) -> CallbackList:
-    """Return the callbacks in calling order: callbacks, the module's hooks, then those that read what was logged."""
+    """Return the hooks in calling order: callbacks, the module, then callbacks with `runs_last`."""
     raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
     first = [callback for callback in callbacks if not callback.runs_last]
     last = [callback for callback in callbacks if callback.runs_last]
@@ -435,13 +434,13 @@ def build_callback_list(
 
 
 def print_text(callbacks: Iterable[Callback], text: str, file: TextIO | None = None, flush: bool = True) -> None:
-    """Print, through the first of the callbacks that draws on the terminal itself, if there is one."""
+    """Print through the first callback that draws on the terminal, else to `file`."""
     if not any(callback.print_text(text, file) for callback in callbacks):
         print(text, end="", file=file, flush=flush)
 
 
 PROFILERS = {"simple": "SimpleProfiler", "torch": "TorchProfiler"}
-"""The callback behind each name that `Trainer(profiler=)` takes."""
+"""Names for `Trainer(profiler=)` -> classes of `trainer.callbacks`."""
 
 
 def available_callbacks() -> Mapping[str, type[Callback]]:
@@ -454,7 +453,7 @@ def callback_named(name: str) -> type[Callback]:
     """Return the class of `trainer.callbacks` of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no class has this name.
     """
     known = available_callbacks()
     if name not in known:
@@ -463,16 +462,16 @@ def callback_named(name: str) -> type[Callback]:
 
 
 def parameters_of(method: Callable[..., Any]) -> list[str]:
-    """Return the parameters of a method as written after `self`: `["batch", "batch_idx"]`, `["dataloader_idx=0"]`."""
+    """Return the parameters of a method after `self`, as source: `["batch", "batch_idx"]`, `["dataloader_idx=0"]`."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
 
 
 def check_signature(owner: object, name: str, expected: list[str], least: int | None = None) -> str | None:
-    """Return the problem of calling the method `name` of `owner` with the arguments `expected`, by position.
+    """Return the problem of calling the method `name` of `owner` with the arguments `expected`, by position; or None.
 
     Args:
-        least: the method may also be called with only this many of them.
+        least: a call with only this many arguments is allowed, too.
     """
     method = getattr(owner, name)
     where = f"{type(owner).__name__}.{name}"

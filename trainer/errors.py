@@ -1,4 +1,4 @@
-"""What goes wrong, in words that name the fix."""
+"""Exceptions whose messages name the fix."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ class TrainerError(Exception):
 
 
 class ConfigError(TrainerError, ValueError):
-    """The user asked for something that cannot be: says what was given, what is allowed, what to type."""
+    """A user error. The message says what was given, what is allowed and what to type."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.problems = list(problems) or [message]
-        """Each of the problems that the message lists."""
+        """The problems that the message lists, one by one."""
 
 
 class NotRunningError(ConfigError, AttributeError):
-    """An attribute of the trainer that is there only from the first run on; `hasattr` is False until then."""
+    """An attribute of the trainer that exists from the first run on; `hasattr` returns False before."""
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint cannot be written or read: names the file or field."""
+    """A checkpoint cannot be written or read. The message names the file or field."""
 
 
 class MissingPackageError(TrainerError, ImportError):
-    """An optional package is needed: names the extra to install."""
+    """An optional package is not installed. The message names the extra to install."""
 
     def __init__(self, package: str, extra: str, needed_for: str) -> None:
         super().__init__(
@@ -46,14 +46,14 @@ RENAMED = {
     "part_bytes": "max_shard_size",
     "warmup_steps": "compile_warmup_steps",
 }
-"""Names of earlier versions, and what they are called now."""
+"""Names of earlier versions -> their current names."""
 
 
 def did_you_mean(name: str, known: Iterable[str], equivalents: Mapping[str, str] | None = None) -> str:
     """Return `" Did you mean 'ddp'?"`, or an empty string when nothing known is close to `name`.
 
     Args:
-        equivalents: names of other trainers, and what to use here: `" Use 'ddp'."`
+        equivalents: names of other trainers -> the text after "Use", as in `" Use 'ddp'."`.
     """
     if equivalents is not None and name in equivalents:
         return f" Use {equivalents[name]}."
@@ -119,11 +119,11 @@ TORCH_ERRORS = {
         "them with device=self.device."
     ),
 }
-"""A part of torch's message -> advice."""
+"""Substring of torch's message -> advice."""
 
 
 def explain_torch_error(error: BaseException) -> ConfigError | None:
-    """The same error with advice, where there is one for it; its cause is the original, which holds the place."""
+    """Return a `ConfigError` with advice, whose cause is `error`; None if there is no advice for `error`."""
     if isinstance(error, TrainerError) or not isinstance(error, (RuntimeError, ValueError)):
         return None
     text = str(error)

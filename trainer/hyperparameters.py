@@ -1,4 +1,4 @@
-"""Hyperparameters: what a module was built with, as data that can be stored and given back to its constructor."""
+"""Record the constructor arguments of a module as data, to store them and to build the module again."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Hyperparameters(dict[str, Any]):
 def collect_hyperparameters(
     frame: FrameType | None, owner: type, names: Collection[str], ignore: Collection[str], values: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `save_hyperparameters(*names, ignore=..., **values)` keeps, called in the `__init__` that runs in `frame`.
+    """Return the hyperparameters for `save_hyperparameters(*names, ignore=..., **values)`, called in `frame`.
 
     Raises:
-        ConfigError: it is not called inside `__init__`, or a value is not data.
+        ConfigError: `frame` does not run `__init__`, or a value is not data.
     """
     if frame is None or frame.f_code.co_name != "__init__":
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
@@ -51,7 +51,7 @@ def collect_hyperparameters(
 
 
 def arguments_of(frame: FrameType, owner: type) -> dict[str, Any]:
-    """The arguments with which `owner.__init__`, running in `frame`, was called; `**kwargs` are spread."""
+    """Return the arguments of the call of `owner.__init__` that runs in `frame`, with `**kwargs` merged in."""
     values = inspect.getargvalues(frame)
     arguments = {name: values.locals[name] for name in values.args[1:]}
     if values.varargs and values.locals[values.varargs]:
@@ -65,10 +65,10 @@ def arguments_of(frame: FrameType, owner: type) -> dict[str, Any]:
 
 
 def check_arguments(owner: type, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Whether `owner` can be built with a checkpoint's hyperparameters and those given by the caller.
+    """Check that `owner` can be built with a checkpoint's hyperparameters and those of the caller.
 
     Raises:
-        CheckpointError: some are missing, or it does not take them.
+        CheckpointError: an argument is missing or unknown.
     """
     try:
         inspect.signature(owner).bind(**{**stored, **given})
@@ -81,10 +81,10 @@ def check_arguments(owner: type, stored: Mapping[str, Any], given: Mapping[str, 
 
 
 def check_data(value: Any, where: str) -> None:
-    """Refuse what is not data: None, bool, int, float, str, and lists, tuples, dicts (with str keys) of them.
+    """Check that a value is data: None, bool, int, float, str, or a list, tuple or dict (with str keys) of data.
 
     Raises:
-        ConfigError: naming the place inside the hyperparameters.
+        ConfigError: the value is not data; the message names its path inside the hyperparameters.
     """
     if value is None or type(value) in (bool, int, float, str):
         return

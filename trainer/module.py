@@ -1,4 +1,4 @@
-"""TrainModule: what is trained. An ordinary `nn.Module` with a training step and optimizers."""
+"""TrainModule: an `nn.Module` with a training step and optimizers, the base class of what is trained."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 Reduction = Literal["mean", "sum", "min", "max"]
 EXCLUDED_FROM_PICKLE = ("_trainer", "_toggled_parameters", "_wrapper", "_compiled_call_impl", *GRAPH_BREAKING_METHODS)
-"""What of a run does not go into copies and pickles of a module."""
+"""Attributes excluded when a module is copied or pickled."""
 READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch")
 
 
 class TrainModule(nn.Module):
-    """Subclass it, define `training_step` and `configure_optimizers`, and give it to `Trainer.fit`.
+    """Base class of what a `Trainer` trains: subclasses define `training_step` and `configure_optimizers`.
 
-    Every other method has a default. The hooks `on_...` that a module may also define, and the order in which
-    everything is called, stand at the top of `trainer/callback.py`.
+    Every other method has a default. The hooks `on_...` that a module may also define, and the order of all calls, are
+    listed at the top of `trainer/callback.py`.
     """
 
     automatic_optimization: bool = True
-    """False: `training_step` itself calls `manual_backward` and steps the optimizers of `optimizers()`."""
+    """With False, `training_step` itself calls `manual_backward` and steps the optimizers of `optimizers()`."""
     _wrapper: nn.Module | None = None
-    """What a strategy that divides the parameters has put around it; it stays there after the run."""
+    """The wrapper of a strategy that shards the parameters; kept after the run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,31 +63,31 @@ class TrainModule(nn.Module):
     # -- what to compute -----------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The loss of one micro-batch: a scalar tensor with a gradient, or a dict with one under `"loss"`.
+        """Return the loss of one micro-batch: a scalar tensor with a gradient, or a dict with one under `"loss"`.
 
-        The loss is the mean over the micro-batch's items (see `num_items`). The trainer divides it for accumulation and
-        processes such that a step's gradient equals that of one big batch.
+        The loss is the mean over the micro-batch's items (see `num_items`). The trainer scales the loss for
+        accumulation and processes such that a step's gradient equals that of one big batch.
         """
         raise ConfigError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx).")
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """One batch of validation; log with `self.log`. May take a third argument `dataloader_idx`."""
+        """Evaluate one batch of validation; log with `self.log`. May take a third argument `dataloader_idx`."""
         raise ConfigError(
             f"{type(self).__name__} has no validation_step: define validation_step(self, batch, batch_idx)."
         )
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """One batch of `trainer.test`. May take a third argument `dataloader_idx`."""
+        """Evaluate one batch of `trainer.test`. May take a third argument `dataloader_idx`."""
         raise ConfigError(f"{type(self).__name__} has no test_step: define test_step(self, batch, batch_idx).")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """One batch of `trainer.predict`; by default `self(batch)`. May take a third argument `dataloader_idx`."""
+        """Return predictions for one batch, by default `self(batch)`. May take a third argument `dataloader_idx`."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """The optimizers, and how their learning rates go.
+        """Return the optimizers and learning-rate schedulers.
 
-        Returns one of: an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); a dict with
+        Allowed are: an optimizer; a list of optimizers; a pair of lists (optimizers, schedulers); a dict with
         `"optimizer"` and optionally `"lr_scheduler"`; a tuple of such dicts. A scheduler is a torch scheduler, or a
         dict with `"scheduler"` and optionally `"interval"` ("epoch" or "step"), `"frequency"`, `"monitor"`, `"strict"`,
         `"name"`.
@@ -98,50 +98,57 @@ class TrainModule(nn.Module):
         )
 
     def configure_model(self) -> None:
-        """Build layers here instead of in `__init__` to have them created in the right dtype and, for sharded
-        strategies, where `init_device` says. Called once per process before a run, and by `load_from_checkpoint`; it
-        must do nothing when the layers exist already."""
+        """Build layers in the dtype of the precision and, for sharded strategies, on the device of `init_device`.
+
+        An alternative to building layers in `__init__`. Called once per process before a run, and by
+        `load_from_checkpoint`; must do nothing when the layers already exist.
+        """
 
     def configure_callbacks(self) -> list[Callback]:
-        """Callbacks that belong to this module; asked for before `configure_model`. One of a class that the trainer has
-        too replaces the trainer's."""
+        """Return callbacks of this module; called before `configure_model`.
+
+        A callback replaces the trainer's callbacks of the same class.
+        """
         return []
 
     def num_items(self, batch: Any) -> int | torch.Tensor | None:
-        """Over how many items (tokens, boxes, ...) the loss of this micro-batch is a mean.
+        """Return the number of items (tokens, boxes, ...) over which the loss of this micro-batch is a mean.
 
-        None, the default: over its samples. With a number, a step's loss is the mean over all items of the window on
-        all processes, however unevenly they are spread. Given the batch before it is moved to the device.
+        None, the default: the mean is over samples. With a number, a step's loss is the mean over all items of the
+        window on all processes, even if their numbers differ. `batch` is on the CPU, before the transfer.
         """
         return None
 
     # -- loaders, when there is no data module -------------------------------------------------------------------------
 
     def prepare_data(self) -> None:
-        """Download and the like: runs once per node, before the processes need it. Set no attributes here."""
+        """Download the data and the like; called once per node, before the loaders are made. Set no attributes here."""
 
     def train_dataloader(self) -> Any:
-        """One DataLoader, or any iterable of batches, for training."""
+        """Return a DataLoader, or any iterable of batches, for training."""
 
     def val_dataloader(self) -> Any:
-        """For validation: one loader, a list of them, or a dict of name to loader."""
+        """Return the validation loaders: one loader, a list of loaders, or a dict of name to loader."""
 
     def test_dataloader(self) -> Any:
-        """For `trainer.test`; as for validation."""
+        """Return the loaders of `trainer.test`, in the forms of `val_dataloader`."""
 
     def predict_dataloader(self) -> Any:
-        """For `trainer.predict`; as for validation."""
+        """Return the loaders of `trainer.predict`, in the forms of `val_dataloader`."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it is moved to the device, for example on the CPU. Returns the batch."""
+        """Return the batch, changed if need be, before the transfer to the device."""
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on the device, for example to augment it there. Returns the batch."""
+        """Return the batch, changed if need be, after the transfer to the device: for augmentation, say."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Override for batches of your own types. The default moves tensors in any nesting of containers."""
+        """Return the batch on `device`; override for batches of your own types.
+
+        The default moves the tensors in nested containers.
+        """
         return self.trainer.strategy.to_device(batch)
 
     # -- logging -------------------------------------------------------------------------------------------------------
@@ -160,19 +167,19 @@ class TrainModule(nn.Module):
         weight: float | torch.Tensor | None = None,
         **unknown: Never,
     ) -> None:
-        """Record a value. It stays on its device; it is reduced over processes and read when the log is flushed.
+        """Record a value, which stays on its device until the log is flushed and is then reduced over processes.
 
         Args:
-            name: what it is called in logs and in `monitor=`. Must not depend on the process.
+            name: of the value in logs and in `monitor=`. Must be the same on every process.
             value: a number, a tensor of one element, or a `torchmetrics.Metric`.
-            prog_bar: show it in the progress bar.
-            logger: send it to the loggers.
+            prog_bar: show the value in the progress bar.
+            logger: send the value to the loggers.
             on_step: log the value of single steps, every `log_every_n_steps`. Default: in training, unless `value` is a
-                metric or this is an epoch hook.
-            on_epoch: log the reduction over the epoch. Default: in validation and test, and for metrics. With both, the
-                two are called `name_step` and `name_epoch`.
-            reduce_fx: how values are combined over batches and processes: "mean" (weighted), "sum", "min" or "max".
-            batch_size: how many samples `value` is a mean over. Default: the samples of this batch.
+                metric or an epoch hook is running.
+            on_epoch: log the reduction over the epoch. Default: in validation and test, and for metrics. With `on_step`
+                and `on_epoch` the names are `name_step` and `name_epoch`.
+            reduce_fx: reduction over batches and processes: "mean" (weighted), "sum", "min" or "max".
+            batch_size: number of samples that `value` is a mean over. Default: the samples of this batch.
             weight: as `batch_size`, for means over other things, such as tokens.
         """
         if unknown:
@@ -181,40 +188,40 @@ class TrainModule(nn.Module):
         self.trainer.metrics.log(name, value, LogOptions(reduce_fx, on_step, on_epoch, prog_bar, logger), weight)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
-        """`log` each entry with the same options."""
+        """Call `log` for each entry, with the same options."""
         if not hasattr(values, "items"):
             raise ConfigError(f"self.log_dict takes a dict of values, and got a {type(values).__name__}.")
         for name, value in values.items():
             self.log(name, value, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on rank 0 only, without breaking the progress bar."""
+        """Print on rank 0 only, without breaking the progress bar."""
         self.trainer.print(*args, **kwargs)
 
     # -- manual optimization -------------------------------------------------------------------------------------------
 
     def optimizers(self) -> Any:
-        """The optimizer, or the list of them when there are several, for manual optimization.
+        """Return the optimizer, or a list of several optimizers, for manual optimization.
 
-        Each has `step`, `zero_grad`, `toggle_model`, and everything of the torch optimizer it stands for.
+        Each has `step`, `zero_grad`, `toggle_model`, and all attributes of the wrapped torch optimizer.
         """
         wrapped: list[ManualOptimizer] = self.trainer.manual_optimizers
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, or the list of them; with manual optimization you call their `step`."""
+        """Return the scheduler, or a list of several; with manual optimization, `training_step` calls their `step`."""
         schedulers = [config.scheduler for config in self.trainer.scheduler_configs]
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
     def manual_backward(self, loss: torch.Tensor) -> None:
-        """Instead of `loss.backward()` in manual optimization: scales the loss and averages gradients over processes.
+        """Run backward in manual optimization: scale the loss, and average the gradients over processes.
 
-        `loss` is a mean over the batch's items (see `num_items`): a process with fewer of them counts less.
+        `loss` is a mean over the batch's items (see `num_items`): a process with fewer items counts less.
         """
         self.trainer.manual_backward(loss)
 
     def toggle_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> None:
-        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        """Disable gradients of the other optimizers' parameters, until `untoggle_optimizer`."""
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for wrapped in self.trainer.manual_optimizers:
             for group in wrapped.param_groups:
@@ -230,7 +237,7 @@ class TrainModule(nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> Iterator[None]:
-        """`toggle_optimizer` for the length of a `with` block."""
+        """Call `toggle_optimizer`, and `untoggle_optimizer` on exit."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -247,7 +254,7 @@ class TrainModule(nn.Module):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: str
     ) -> None:
-        """Called before every optimizer step; by default clips as the trainer's settings say."""
+        """Clip the gradients before an optimizer step, by default with the trainer's settings."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
@@ -256,13 +263,13 @@ class TrainModule(nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str = "norm",
     ) -> torch.Tensor | None:
-        """Clip the gradients of an optimizer, by the true global norm under every strategy. Returns that norm."""
+        """Clip the gradients of an optimizer, by the global norm under every strategy; return that norm."""
         if gradient_clip_val is None:
             return None
         return self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: float | None) -> None:
-        """Step a scheduler that is due; `metric` is the value of its `monitor`, if it has one."""
+        """Step a scheduler; `metric` is the monitored value, if the scheduler has one."""
         if metric is None:
             scheduler.step()
         else:
@@ -271,12 +278,12 @@ class TrainModule(nn.Module):
     # -- hyperparameters and checkpoints -------------------------------------------------------------------------------
 
     def save_hyperparameters(self, *names: str, ignore: Collection[str] = (), **values: Any) -> None:
-        """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
+        """Save the arguments of `__init__` in `self.hparams` and in every checkpoint. Call this inside `__init__`.
 
         Args:
-            names: keep only these arguments.
-            ignore: leave these arguments out.
-            values: keep these instead of what the arguments say.
+            names: save only these arguments.
+            ignore: do not save these arguments.
+            values: save these values instead of those of the arguments.
 
         Raises:
             ConfigError: a value is not data (a module, a function, a path ...): a checkpoint could not store it.
@@ -298,9 +305,9 @@ class TrainModule(nn.Module):
 
         Args:
             path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../checkpoints/best`.
-            map_location: where to put the module; default: the CPU.
+            map_location: device of the module; default: the CPU.
             strict: refuse missing and unexpected weights.
-            hyperparameters: override the stored ones, or give those that were ignored when saving.
+            hyperparameters: override the stored hyperparameters, or pass those that were ignored when saving.
 
         Raises:
             CheckpointError: there is no valid checkpoint at `path`, or its weights do not fit.
@@ -315,12 +322,12 @@ class TrainModule(nn.Module):
         return module.to(map_location) if map_location is not None else module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add data of your own to a checkpoint that is about to be written."""
+        """Add data of your own to `checkpoint` before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take data of your own from a checkpoint, before the weights are loaded."""
+        """Read data of your own from `checkpoint`, before the weights are loaded."""
 
-    # -- the modes of evaluation: called when the trainer has switched to eval mode, and when it has switched back -----
+    # -- called after the switch to eval mode, and after the switch back -----------------------------------------------
 
     def on_validation_model_zero_grad(self) -> None: ...
     def on_validation_model_eval(self) -> None: ...
@@ -337,7 +344,7 @@ class TrainModule(nn.Module):
         """The trainer that runs this module.
 
         Raises:
-            ConfigError: there is none, because the module is not inside `fit`, `validate`, `test` or `predict`.
+            ConfigError: no trainer runs this module now.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
@@ -354,7 +361,7 @@ class TrainModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the module's first parameter or buffer; the CPU when it has none."""
+        """The device of the module's first parameter or buffer; the CPU for a module without tensors."""
         for tensor in (*self.parameters(), *self.buffers()):
             return tensor.device
         return torch.device("cpu")
@@ -375,19 +382,19 @@ class TrainModule(nn.Module):
         return self.trainer.current_epoch if self.__dict__.get("_trainer") else 0
 
     def attach(self, trainer: Trainer | None) -> None:
-        """Tell the module who runs it. Kept out of `nn.Module`'s registries, of copies and of pickles."""
+        """Set the trainer of this module, outside of `nn.Module`'s registries, copies and pickles."""
         self.__dict__["_trainer"] = trainer
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}
 
     def overrides(self, name: str) -> bool:
-        """Whether the subclass (or this instance) defines the method `name` itself."""
+        """Return True if the subclass (or this instance) defines the method `name`."""
         if name in self.__dict__:
             return True
         mine = getattr(type(self), name, None)
         return mine is not None and mine is not getattr(TrainModule, name, None)
 
     def overrides_any(self, names: Collection[str]) -> bool:
-        """Whether it defines one of these methods itself."""
+        """Return True if the subclass (or this instance) defines one of these methods."""
         return any(self.overrides(name) for name in names)

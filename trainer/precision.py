@@ -1,4 +1,4 @@
-"""Which numbers a run computes with: a table of names, and the few things that follow from a name."""
+"""The precisions of a run by name: dtypes, autocast and loss scaling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from trainer.errors import ConfigError, unknown_name_error
 
 NULL_CONTEXT = nullcontext()
-"""The context that does nothing; one for all, because it is entered in every step."""
+"""A context that does nothing. Shared, because every step enters it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Precision:
         return self.autocast is None and self.weights is not torch.float32
 
     def forward_context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context in which step methods run on `device`."""
+        """Return the context in which step methods run on `device`."""
         if self.autocast is not None:
             return torch.autocast(device.type, dtype=self.autocast)
         if self.weights is not torch.float32:
@@ -67,11 +67,11 @@ class Precision:
         return NULL_CONTEXT
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """The context in which `configure_model` builds layers: they are created in the stored dtype."""
+        """Return the context for `configure_model`, in which layers are created in the stored dtype."""
         return default_dtype(self.weights) if self.weights is not torch.float32 else nullcontext()
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """The loss scaler of this precision, or None where none is needed."""
+        """Return the loss scaler of this precision, or None if it needs none."""
         return torch.amp.GradScaler(device.type) if self.loss_scaling else None
 
 
@@ -102,7 +102,7 @@ SHORT_NAMES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16
 
 
 def resolve_precision(precision: str | int | Precision) -> Precision:
-    """The `Precision` for a name of the table, a short name (`16`, `"bf16"`), or an instance.
+    """Return the `Precision` for a name of the table, a short name (`16`, `"bf16"`), or an instance.
 
     Raises:
         ConfigError: the name is not known.

@@ -32,18 +32,18 @@ class PhaseListener(Protocol):
 
 
 def phase_of(callbacks: Iterable[object]) -> Phase:
-    """Return the `phase` of a run, which notifies those of its `callbacks` that are listeners."""
+    """Return the `phase` of a run, which notifies the callbacks that are listeners."""
     listeners = tuple(callback for callback in callbacks if isinstance(callback, PhaseListener))
     return partial(_Notifying, listeners) if listeners else unheard
 
 
 def unheard(name: str) -> AbstractContextManager[None]:
-    """Return a context that notifies nobody, the same one each time."""
+    """Return the context that notifies nobody."""
     return _SILENT
 
 
 def each_wait(phase: Phase, name: str, items: Iterator[Item]) -> Iterator[Item]:
-    """Return `items`, with each wait for the next one as a phase."""
+    """Yield `items`; each wait for the next item is a phase."""
     return items if phase is unheard else _each_wait(phase, name, items)
 
 

@@ -1,4 +1,4 @@
-"""How far a run has come: the one step counter and the cursor in the data."""
+"""The counters of a run: steps, and the cursor in the data."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class Progress:
     """Counters of a run. All are plain integers, saved in every checkpoint."""
 
     step: int = 0
-    """Steps wholly done (`trainer.global_step`): one per window, however many optimizers there are."""
+    """Completed steps (`trainer.global_step`): one per window, for any number of optimizers."""
     epoch: int = 0
     """The epoch in progress, counted from 0."""
     batch: int = 0
     """Micro-batches of this epoch consumed (not merely fetched) by each process."""
     samples: int = 0
-    """Samples consumed by all processes together since the start, where the loader tells their number."""
+    """Samples consumed by all processes together since the start, if the loader knows their number."""
     epoch_ended: bool = False
-    """The epoch's closing work (validation, schedulers, metrics) is done: a resumed run starts the next one."""
+    """True after the end of an epoch (validation, schedulers, metrics): a resumed run starts the next epoch."""
     validated_step: int = -1
-    """The step at which validation last ended: a resumed run does not validate twice at the same step."""
+    """The step of the last validation, so that a resumed run does not validate twice at the same step."""
 
     def next_epoch(self) -> None:
         self.epoch += 1

@@ -1,6 +1,6 @@
 """Random numbers: seed the global generators, derive seeds, save and restore the generators' states.
 
-There are two ways to a seed from parts, and both stay, because the numbers of existing runs depend on them:
+Two functions derive a seed from parts. Both stay, because the random numbers of existing runs depend on them:
 `derive_seed` for the generators of each rank, `mix_seed` for everything in data (order, and the random numbers of each
 batch or sample), whose permutations compute the same hash on arrays.
 """
@@ -30,12 +30,12 @@ def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy (with the lower 32 bits) and `random`.
 
     Raises:
-        ConfigError: not a whole number from 0 to 2**63 - 1.
+        ConfigError: `seed` is not an integer from 0 to 2**63 - 1.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ConfigError(f"seed={seed!r}: allowed is a whole number from 0 to 2**63 - 1.")
     if torch_tpu_is_ready() and detect_environment().source == "single process":
-        # It may yet start others, and a chip belongs to the first process that touches it.
+        # This process may still start others, and a chip belongs to the first process that touches it.
         torch.default_generator.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -52,7 +52,7 @@ def seed_cpu_generators(seed: int) -> None:
 
 
 def seed_accelerator() -> None:
-    """Give the device's generator the seed of the CPU's, which stays as it is."""
+    """Seed the device's generator like the CPU's generator, whose state is kept."""
     state = torch.get_rng_state()
     torch.manual_seed(torch.initial_seed())
     torch.set_rng_state(state)
@@ -86,7 +86,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     """Return the global generators' states as data: tensors on the cpu, numbers, strings, None.
 
     Args:
-        device: also the generator of this device, if it is a cuda, mps or xla one.
+        device: include the generator of this device, if the device is cuda, mps or xla.
     """
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
@@ -110,7 +110,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Restore what `rng_state` returned. A device's part is used only on a device of the same type."""
+    """Restore what `rng_state` returned; a device's generator is restored only on a device of the same type."""
     torch.set_rng_state(state["torch"].cpu())
     if device is not None and device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
@@ -130,11 +130,11 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 @contextmanager
 def isolated_rng(device: torch.device | None = None, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
-    """Restore the global generators on exit; inside they go on from where they are.
+    """Restore the states of the global generators on exit.
 
     Args:
-        device: also the generator of this device, if it is a cuda, mps or xla one.
-        generators: also these.
+        device: include the generator of this device, if the device is cuda, mps or xla.
+        generators: further generators to restore.
     """
     state = rng_state(device)
     states = [generator.get_state() for generator in generators]
@@ -147,10 +147,10 @@ def isolated_rng(device: torch.device | None = None, generators: Sequence[torch.
 
 
 class PrivateRng:
-    """`isolated_rng` for every batch, in a tenth of the time: what runs inside begins with `seed_cpu_generators`.
+    """A faster `isolated_rng` (a tenth of the time) for each batch; the block first calls `seed_cpu_generators`.
 
-    One thing is lost: numpy's old normal distribution (`np.random.normal`) makes numbers in pairs, and the second one
-    of a pair is forgotten on exit. See `drop_cached_normal`.
+    numpy's legacy `np.random.normal` draws numbers in pairs; the second number of a pair is dropped on exit. See
+    `drop_cached_normal`.
     """
 
     def __init__(self) -> None:
@@ -171,24 +171,26 @@ class PrivateRng:
 
 
 def drop_cached_normal() -> None:
-    """Forget the second number of a pair of numpy's old normals, as `PrivateRng` does: for where it is not entered, so
-    that the numbers that follow are the same in both cases."""
+    """Drop the cached second number of numpy's legacy normal distribution, as leaving a `PrivateRng` does.
+
+    Called where no `PrivateRng` is entered, so that the numbers that follow are the same in both cases.
+    """
     set_bit_generator(get_bit_generator())
 
 
 def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) -> Callable[[], None]:
-    """Set deterministic algorithms in torch, and cuDNN's choice of algorithms by timing them.
+    """Set torch's deterministic algorithms and cuDNN's benchmark mode.
 
     Args:
-        deterministic: True (an operation that has no deterministic algorithm raises), `"warn"` (it warns), or
-            False (torch's own setting stays as it is).
-        benchmark: for `torch.backends.cudnn.benchmark`; None leaves it, or switches it off with `deterministic`.
+        deterministic: True (an operation without a deterministic algorithm raises), `"warn"` (such an operation
+            warns), or False (keep torch's setting).
+        benchmark: value of `torch.backends.cudnn.benchmark`; None: False with `deterministic`, else unchanged.
 
     Returns:
         A function that restores torch's settings.
 
     Raises:
-        ConfigError: an unknown value, or both at once.
+        ConfigError: an unknown value, or `deterministic` and `benchmark` together.
     """
     if deterministic not in (True, False, "warn"):
         raise ConfigError(f"deterministic={deterministic!r}. Allowed: True, False, 'warn'.")
@@ -203,7 +205,7 @@ def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) 
         torch.backends.cudnn.benchmark,
     )
     if deterministic:
-        # cuBLAS reads it when it is first used: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+        # cuBLAS reads this variable on first use: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
         torch.backends.cudnn.benchmark = False

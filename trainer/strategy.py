@@ -1,4 +1,4 @@
-"""Strategy: where a run happens. The defaults of every verb are "one process, one device"."""
+"""Strategy: the base class of strategies, whose defaults run one process on one device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.seed import seed_accelerator
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The trainer's settings that strategies may need for a step. None: there is none, or it is not known yet."""
+    """The settings that a strategy may need for a step. None: not set, or not known yet."""
 
     accumulate_grad_batches: int | None = None
     clip_value: float | None = None
@@ -38,42 +38,42 @@ class StepConfig:
     """Samples of a micro-batch on one process."""
     schedulers: Sequence[object] | None = None
     run_dir: Path | None = None
-    """Where a strategy may write what it was configured with; None: nothing is to be written."""
+    """Directory in which a strategy may write its configuration; None: write nothing."""
 
     @property
     def clip_norm(self) -> float | None:
-        """The norm by which gradients are clipped; None: they are not, or by value."""
+        """The norm at which gradients are clipped; None: no clipping by norm."""
         return self.clip_value if self.clip_algorithm == "norm" else None
 
 
 class Strategy:
     """Owns device placement, wrapping, backward, clipping and the optimizer's step.
 
-    The trainer calls the verbs in the order in which they stand here. A new strategy overrides those it does
-    differently; its constructor takes its options and touches no device. `str(strategy)` names it and its options.
+    The methods are listed in the order in which the trainer calls them. A new strategy overrides some of them; its
+    constructor takes its options and touches no device. `str(strategy)` names the strategy and its options.
     """
 
     name: ClassVar[str] = "base"
     multi_process: ClassVar[bool] = False
-    """Whether this strategy runs one process per device, which then have to be started."""
+    """True if the strategy runs one process per device."""
     required_device: ClassVar[str | None] = None
-    """The one type of device it is made for, and which accelerator="auto" then means; None: all but torch_xla's."""
+    """The only type of device that the strategy supports, chosen by accelerator="auto"; None: all but torch_xla's."""
     shards_state: bool = False
-    """Whether a process holds only a part of the state: then all processes write checkpoints, and read their parts."""
+    """True if the state is sharded: every process writes and reads its shards of a checkpoint."""
     collective_forward: bool = False
-    """Whether every forward pass talks to the other processes, so that all have to make the same number of them."""
+    """True if a forward pass contains collectives: all processes must run the same number of forward passes."""
 
     processes: SingleProcess = SingleProcess()
-    """The processes of the run, and this one's rank; complete after `setup_environment`."""
+    """The processes of the run and the rank of this process; complete after `setup_environment`."""
     device: torch.device
     precision: Precision
     module: TrainModule
     scaler: torch.amp.GradScaler | None = None
 
     _keeps_wrapper: bool = False
-    """Whether a module that it has wrapped stays so after the run, for other runs under it."""
+    """True if a module stays wrapped after the run, for later runs with the same strategy."""
 
-    # -- before anything is started ------------------------------------------------------------------------------------
+    # -- checks before the processes start -----------------------------------------------------------------------------
 
     def problems(
         self,
@@ -83,13 +83,13 @@ class Strategy:
         config: StepConfig | None = None,
         module: TrainModule | None = None,
     ) -> list[str]:
-        """Return what cannot work with this strategy, found before any process starts: sentences that name the fix.
+        """Return the problems of a run with this strategy, as sentences that name the fix. No process is started.
 
-        Asked when the trainer is made, and again by `fit`.
+        Called when the trainer is made, and again by `fit`.
 
         Args:
-            config: as far as it is known; None: nothing is.
-            module: as given to `fit`, where `configure_model` has not run; None: not known yet.
+            config: the settings known so far; None: none.
+            module: the argument of `fit`, before `configure_model`; None: not known yet.
         """
         if device_type == "xla":
             return [
@@ -104,11 +104,12 @@ class Strategy:
         return []
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
-        """Return what the set-up would do with `module`, which is on the meta device, one line each. For a dry run,
-        within `fake_process_group.fake_process_group`; neither strategy nor module can be used for training afterwards.
+        """Return lines that describe the set-up of `module`, a module on the meta device.
+
+        Called within `fake_process_group.fake_process_group`. Afterwards neither strategy nor module can be trained.
 
         Raises:
-            ConfigError: what the set-up would refuse.
+            ConfigError: the set-up would raise it.
         """
         return []
 
@@ -123,12 +124,12 @@ class Strategy:
         self.precision = precision
         self.device = self._choose_device(device_type, device_ids)
         self.scaler = precision.make_scaler(self.device)
-        # On a machine without an accelerator every tensor is where it has to be.
+        # On a machine without an accelerator no tensor has to move.
         self._move = make_transfer(self.device)
         self._moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch
 
     def _choose_device(self, device_type: str, device_ids: list[int] | None) -> torch.device:
-        """Return the device of this process; for accelerators the one with the number of the local rank."""
+        """Return the device of this process; accelerators are chosen by local rank."""
         local_rank = self.processes.local_rank
         if device_type == "cuda":
             device = torch.device("cuda", device_ids[local_rank] if device_ids else local_rank)
@@ -136,21 +137,21 @@ class Strategy:
             return device
         if device_type == "tpu":
             seed_accelerator()
-            # TorchTPU gives each process a chip by its local rank, and there it is the only one.
+            # TorchTPU assigns a chip by local rank, and a process sees only that chip.
             return torch.device("tpu", 0)
         return torch.device(device_type)
 
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> AbstractContextManager[Any]:
-        """The context in which `configure_model` builds layers. `will_load_checkpoint`: a checkpoint will be loaded."""
+        """Return the context of `configure_model`. `will_load_checkpoint`: a checkpoint will be loaded afterwards."""
         return self.precision.init_context()
 
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
-        """Cast and place the module, and wrap it where the strategy needs that. Runs before `configure_optimizers`.
+        """Cast, move and wrap the module. Called before `configure_optimizers`.
 
         Args:
-            activation_checkpointing: the blocks whose activations the backward computes again; None: none.
+            activation_checkpointing: the blocks whose activations are recomputed in backward; None: none.
 
         Raises:
             ConfigError: the policy matches nothing.
@@ -162,20 +163,20 @@ class Strategy:
         module.to(self.device)
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
-        """Take the optimizers over. Return those to use from now on."""
+        """Prepare the optimizers; return those that the loop uses."""
         return optimizers
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def to_device(self, batch: Any) -> Any:
-        """The batch on this process's device, floating tensors cast if the precision says so."""
+        """Return the batch on this process's device, floating tensors cast if the precision casts batches."""
         if not self._moves_batches:
             return batch
         batch = self._move(batch)
         return move_to(batch, self.precision.convert_batch) if self.precision.casts_batch else batch
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of one micro-batch's forward and backward; gradients need to be complete only after the `last`."""
+        """Return the context of a micro-batch's forward and backward; gradients may be incomplete until the `last`."""
         return NULL_CONTEXT
 
     def call(self, step: str, *args: Any) -> Any:
@@ -186,19 +187,19 @@ class Strategy:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss`, a scalar on this process's device, to those of the window.
 
-        With manual optimization they are complete afterwards, over all processes.
+        With manual optimization the gradients are reduced over all processes afterwards.
         """
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo the loss scaling in the gradients, before anybody looks at them."""
+        """Undo the loss scaling of the gradients; called before hooks and clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
-        """Clip by the global norm over all parameters of `optimizer` (`"norm"`; returns it), or by `"value"`."""
+        """Clip gradients of `optimizer` by their global norm (`"norm"`; return the norm), or by `"value"`."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if algorithm == "norm":
             return nn.utils.clip_grad_norm_(parameters, value)
@@ -206,7 +207,7 @@ class Strategy:
         return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Update the weights. With loss scaling a step whose gradients are not finite is left out."""
+        """Update the weights. With loss scaling a step with gradients that are not finite is skipped."""
         if closure is not None:
             optimizer.step(closure)
         elif self.scaler is not None:
@@ -215,21 +216,21 @@ class Strategy:
             optimizer.step()
 
     def end_step(self) -> None:
-        """After all optimizers of a step: adapt the loss scale."""
+        """Update the loss scale; called after all optimizers of a step."""
         if self.scaler is not None:
             self.scaler.update()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
-        """Weights and buffers, by the keys of the plain module; of a tensor that is divided, this process's part.
+        """Return weights and buffers by the keys of the plain module; of a sharded tensor, this process's shard.
 
-        Where master weights are kept in another dtype, these.
+        Master weights, if there are any, are returned in place of the weights in low precision.
         """
         return {**self.module.state_dict()}
 
     def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
-        """Take weights from `module_state` of any strategy.
+        """Load what `module_state` of any strategy returned.
 
         Raises:
             CheckpointError: names or shapes differ from the module's.
@@ -237,34 +238,34 @@ class Strategy:
         load_weights(self.module, {name: materialize(value) for name, value in state.items()}, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's `state_dict` by names of parameters, and its kind; see `checkpoint/optimizer_state.py`."""
+        """Return the optimizer's class and `state_dict` by parameter name; see `checkpoint/optimizer_state.py`."""
         return state_by_name(self.module, optimizer, optimizer.state_dict())
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take back what `optimizer_state` of any strategy gave.
+        """Load what `optimizer_state` of any strategy returned.
 
         Raises:
-            CheckpointError: it is that of another kind of optimizer, or of other parameters.
+            CheckpointError: the state is that of another class of optimizer, or of other parameters.
         """
         optimizer.load_state_dict(state_by_position(self.module, optimizer, state))
 
     def teardown(self) -> None:
-        """Let go of the wrapper and leave the other processes. The module keeps its weights, on its device."""
+        """Remove the wrapper and leave the process group. The module keeps its weights, on its device."""
 
     def __str__(self) -> str:
-        """One line: the strategy and its options."""
+        """Return the strategy and its options in one line."""
         return self.name
 
 
 def synchronize_buffers(strategy: Strategy) -> None:
-    """Make replicated buffers equal on every process (rank 0's win): before evaluation and checkpoints."""
+    """Broadcast rank 0's replicated buffers; called before evaluation and checkpoints."""
     strategy.processes.broadcast([buffer for buffer in strategy.module.buffers() if buffer.numel()])
 
 
 def full_state_dict(strategy: Strategy, everywhere: bool) -> dict[str, torch.Tensor]:
-    """Return the full weights and buffers in the CPU's memory; see `Trainer.full_state_dict`. Collective.
+    """Return the full weights and buffers in CPU memory; see `Trainer.full_state_dict`. Collective.
 
-    One tensor after the other travels, so that only the result takes memory.
+    Tensors are gathered one at a time, so that only the result takes memory.
     """
     wanted = everywhere or strategy.processes.is_global_zero
     state: dict[str, torch.Tensor] = {}
@@ -275,17 +276,17 @@ def full_state_dict(strategy: Strategy, everywhere: bool) -> dict[str, torch.Ten
             continue
         if id(value) not in known:
             parts = strategy.processes.all_gather_object((value.extent, value.local.detach().reshape(-1).cpu()))
-            known[id(value)] = whole = torch.empty(value.shape if wanted else 0, dtype=value.local.dtype)
+            known[id(value)] = full = torch.empty(value.shape if wanted else 0, dtype=value.local.dtype)
             for extent, part in parts if wanted else ():
                 if extent.numel:
-                    extent.view_in(whole).copy_(part.view(extent.count, extent.length))
+                    extent.view_in(full).copy_(part.view(extent.count, extent.length))
         state[name] = known[id(value)]
     return state if wanted else {}
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put the module in eval mode, and give each submodule its own former mode back afterwards."""
+    """Put the module in eval mode; restore the mode of each submodule on exit."""
     modes = {submodule: submodule.training for submodule in module.modules()}
     module.eval()
     try:
@@ -304,7 +305,7 @@ LIGHTNING_EQUIVALENTS = {
     "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
     "ddp_find_unused_parameters_false": "'ddp'",
 }
-"""Names of other trainers' strategies, and what to give here."""
+"""Names of other trainers' strategies -> the equivalent here."""
 
 
 def available_strategies() -> Mapping[str, type[Strategy]]:
@@ -314,13 +315,13 @@ def available_strategies() -> Mapping[str, type[Strategy]]:
 
 
 def needed_device(strategy: str | Strategy) -> str | None:
-    """Return the type of device that a strategy is made for; None: it runs on several, or is not known."""
+    """Return the only type of device that a strategy supports; None: several types, or an unknown strategy."""
     kind = strategy if isinstance(strategy, Strategy) else available_strategies().get(strategy)
     return None if kind is None else kind.required_device
 
 
 def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: str = "cpu") -> tuple[Strategy, str]:
-    """Return the strategy for a name or an instance, and why it was chosen.
+    """Return the strategy for a name or an instance, and the reason for the choice.
 
     Raises:
         ConfigError: the name is not known.
@@ -342,12 +343,12 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
 
 
 def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
-    """Wrappers of torch's that are in the module already, though strategies wrap by themselves."""
+    """Return a problem for each of torch's wrappers in the module: strategies wrap modules themselves."""
     if module._wrapper is not None:
         if strategy._keeps_wrapper:
             return []
         return [
-            f"{type(module).__name__} was divided by another strategy in a run before, and cannot be used under "
+            f"{type(module).__name__} was sharded by another strategy in an earlier run, and cannot be used under "
             f"{strategy.name!r}: make it anew, with load_from_checkpoint for instance."
         ]
     problems, wrappers = [], _wrappers()
@@ -363,7 +364,7 @@ def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
 
 
 def _wrappers() -> list[tuple[type, str]]:
-    """The wrappers that have been imported: a module cannot have others."""
+    """Return the wrapper classes that have been imported, with their descriptions; a module cannot contain others."""
     homes = (
         ("torch.nn.parallel.distributed", "DistributedDataParallel", "DistributedDataParallel (its .module is inside)"),
         ("torch.nn.parallel.data_parallel", "DataParallel", "DataParallel (its .module is inside)"),

@@ -42,17 +42,17 @@ from trainer.strategy import Strategy, full_state_dict
 log = logging.getLogger("trainer")
 
 _WRITE_TIMEOUT_S = 1800.0
-"""How long a process that has written its part of a checkpoint waits for the others."""
+"""Seconds that a process waits for the others to write their shards of a checkpoint."""
 
 
 class Trainer:
     """Runs a `TrainModule`: `Trainer(max_epochs=3).fit(module, train_loader, val_loader)`.
 
-    `trainer.settings.Settings` explains the arguments, and so does `trainer fit --help`. The loop has no branch on
-    strategy, device or precision; `trainer.describe()` prints what was chosen and why.
+    `trainer.settings.Settings` and `trainer fit --help` explain the arguments. The loop has no branch on strategy,
+    device or precision; `trainer.describe()` prints the choices and their reasons.
 
     Raises:
-        ConfigError: listing everything that is wrong with the arguments.
+        ConfigError: the arguments have problems; the message lists all of them.
     """
 
     def __init__(
@@ -126,17 +126,17 @@ class Trainer:
         """Train.
 
         Args:
-            module: what to train.
+            module: the module to train.
             train_dataloaders: a DataLoader or any iterable of batches; default: the data module's or the module's.
-            val_dataloaders: one, a list, or a dict of them by name.
-            datamodule: gives the loaders instead.
-            ckpt_path: go on from a checkpoint: a folder, "best", or "last", which starts afresh if there is none yet,
-                so that a job is restarted by the same command.
+            val_dataloaders: a validation loader, a list of loaders, or a dict of loaders by name.
+            datamodule: provides the loaders instead.
+            ckpt_path: the checkpoint to resume from: a folder, "best", or "last", which starts a new training if there
+                is no checkpoint yet, so that one command both starts and restarts a job.
 
         Raises:
-            ConfigError: before the first step, wherever it can be known.
-            SystemExit: 130 after SIGINT, 143 after SIGTERM, 75 after SIGUSR1 or before a deadline: when the step is
-                finished and saved (not in a REPL or notebook).
+            ConfigError: the run cannot work; raised before the first step where possible.
+            SystemExit: 130 after SIGINT, 143 after SIGTERM, 75 after SIGUSR1 or before a deadline, once the step is
+                complete and saved (not in a REPL or notebook).
         """
         data = {"train": train_dataloaders, "val": val_dataloaders}
         with self._start("fit", module, data, datamodule, ckpt_path) as run:
@@ -152,10 +152,10 @@ class Trainer:
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
     ) -> dict[str, float]:
-        """Run `validation_step` over the validation loaders; returns what was logged, reduced over all processes.
+        """Run `validation_step` over the validation loaders; return the logged values, reduced over all processes.
 
-        Every sample counts exactly once, on any number of processes. `ckpt_path` as in `fit`; None: the weights as they
-        are.
+        Every sample counts exactly once, on any number of processes. `ckpt_path` as in `fit`; None: keep the module's
+        weights.
         """
         with self._start("validate", module, {"val": dataloaders}, datamodule, ckpt_path) as run:
             return run_validation(run)
@@ -167,7 +167,7 @@ class Trainer:
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
     ) -> dict[str, float]:
-        """As `validate`, with `test_step` and the test loaders."""
+        """Run `test_step` over the test loaders; otherwise as `validate`."""
         with self._start("test", module, {"test": dataloaders}, datamodule, ckpt_path) as run:
             return run_test(run)
 
@@ -181,8 +181,8 @@ class Trainer:
     ) -> list[Any] | None:
         """Run `predict_step` over the prediction loaders.
 
-        Results go to callbacks such as PredictionWriter, batch by batch, and are kept in memory only with
-        `return_predictions`: then this process's outputs come back in order.
+        Outputs go to callbacks such as PredictionWriter, batch by batch. With `return_predictions` the outputs of this
+        process are kept in memory and returned in order.
         """
         with self._start("predict", module, {"predict": dataloaders}, datamodule, ckpt_path) as run:
             outputs = run_prediction(run)
@@ -193,7 +193,7 @@ class Trainer:
             return None
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of `fit`: all processes stop after the same step. Any process may call it, at any time.
+        """Request the end of `fit`: all processes stop after the same step. Any process may call this at any time.
 
         Ignored before `min_steps` and `min_epochs`.
         """
@@ -207,15 +207,15 @@ class Trainer:
     def save_checkpoint(self, path: str | Path, info: dict[str, Any] | None = None) -> None:
         """Write a checkpoint folder at `path`, or at a URL such as s3://bucket/name.
 
-        Collective: every process must call it, at the end of a step.
+        Collective: every process must call this, at the end of a step.
 
         Raises:
-            CheckpointError: it could not be written; nothing is left at `path` then.
+            CheckpointError: the checkpoint could not be written; nothing is left at `path`.
         """
         run = self._begun("save_checkpoint")
         run.check_all_ranks_call("save_checkpoint")
         if self.stage == "fit":
-            # What was logged until now belongs to this step, not to the one after a resume.
+            # Values logged so far belong to this step, not to the first step after a resume.
             run.read_metrics()
         group = run.checkpoint_group
         self.save_with(lambda state, about: write_checkpoint(path, state, info=about, process_group=group), info or {})
@@ -223,20 +223,20 @@ class Trainer:
             run.hooks.on_checkpoint_saved(str(path))
 
     def save_with(self, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
-        """Give the state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.
+        """Pass the state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.
 
-        Where the state is sharded (`strategy.shards_state`), each process's `write` gets its part, to write it together
-        with `self.checkpoint_group`. An error that `write` raises is raised on every process.
+        If the state is sharded (`strategy.shards_state`), `write` is called on each process with its shards, to write
+        them together with `self.checkpoint_group`. An error in `write` is raised on every process.
         """
         run = self._begun("save_with")
         run.check_all_ranks_call(f"save_with at step {self.global_step}")
         save_state(run, write, info)
 
     def full_state_dict(self, everywhere: bool = False) -> dict[str, torch.Tensor]:
-        """Return the module's full weights and buffers, in the CPU's memory, under the keys of the plain module.
+        """Return the module's full weights and buffers, in CPU memory, under the keys of the plain module.
 
-        On rank 0, and on the other processes an empty dict; with `everywhere` on all of them. Collective: every process
-        calls it, during a run or after it. For files rather than memory: `trainer checkpoint export`.
+        Returned on rank 0, or with `everywhere` on all processes; the others return an empty dict. Collective: every
+        process must call this, during or after a run. To get a file: `trainer checkpoint export`.
 
         Raises:
             ConfigError: nothing has run yet.
@@ -246,7 +246,7 @@ class Trainer:
         return full_state_dict(run.strategy, everywhere)
 
     def describe(self) -> str:
-        """Return the run in words, and print it: what was chosen and why, and the loop with the callbacks in place."""
+        """Print and return a description of the run: the choices and their reasons, and the loop with its callbacks."""
         micro_batch = self.train_loader.batch_size if self.train_loader is not None else None
         text = describe(self.config, self.callbacks, self.accumulate_grad_batches, micro_batch, self.run_dir)
         self.print(text)
@@ -265,7 +265,7 @@ class Trainer:
         return start_run(self.config, self._session, stage, module, data, datamodule, ckpt_path, self.adopt)
 
     def adopt(self, run: Run) -> Trainer:
-        """Answer for `run` from now on, to its module and data module; return what its hooks are given first."""
+        """Attach the trainer to `run`, its module and its data module; return the first argument of its hooks."""
         self._run, self._session, self.config = run, run.session, run.config
         run.module.attach(self)
         if run.datamodule is not None:
@@ -305,18 +305,18 @@ class Trainer:
         self._end_epoch(run)
 
     def _start_epoch(self, run: Run) -> None:
-        """Call the first hook of an epoch; also where a resumed run goes on with its random numbers."""
+        """Call the first hook of an epoch, and restore the random numbers of a resumed run."""
         resumed = run.progress.batch > 0
         if not resumed:
             run.restore_rng()
-        # In the middle of an epoch the hook is called a second time: what it logs and draws has been done before.
+        # In the middle of an epoch the hook is called a second time: values logged and numbers drawn in it are dropped.
         scope = MetricScope(batches=False, steps=False) if resumed else run.metrics.hook_metrics
         with run.metrics.recording(scope):
             run.hooks.on_train_epoch_start()
         run.restore_rng()
 
     def _windows(self, run: Run) -> Iterator[list[Batch]]:
-        """Yield the epoch's batches, a step's worth at a time; fewer at the end. All processes get the same number."""
+        """Yield the epoch's windows of batches, the last one possibly shorter, of equal lengths on all processes."""
         assert run.train_loader is not None
         batches = each_wait(run.phase, DATA, run.train_loader.iterate(run.progress.epoch, run.progress.batch))
         uneven = run.strategy.processes.world_size > 1 and run.train_loader.samples_per_epoch is None
@@ -329,7 +329,7 @@ class Trainer:
             yield window
 
     def _train_step(self, run: Run, window: list[Batch]) -> StepOutputs:
-        """Forward and backward of each micro-batch; the gradients are complete after it."""
+        """Run forward and backward of each micro-batch; afterwards the gradients are complete."""
         module, hooks, strategy, metrics, phase = run.module, run.hooks, run.strategy, run.metrics, run.phase
         metrics.start_window()
         if not module.automatic_optimization:
@@ -346,7 +346,7 @@ class Trainer:
             with strategy.gradient_sync(last=position == last):
                 with phase(FORWARD):
                     outputs = strategy.call("training_step", data, batch_idx)
-                run.watchdog.heartbeats += 1  # here: in the backward, processes wait for those that are not there yet
+                run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 loss = checked_loss(outputs, module, run.settings.detect_anomaly)
                 if divisor is not None:
                     loss = loss / divisor
@@ -377,7 +377,7 @@ class Trainer:
             run.module.configure_gradient_clipping(optimizer, value, algorithm)
 
     def _step_with_closure(self, run: Run, window: list[Batch]) -> StepOutputs:
-        """Step an optimizer that evaluates the loss several times a step (LBFGS)."""
+        """Step an optimizer that evaluates the loss several times per step (LBFGS)."""
         evaluations: list[StepOutputs] = []
 
         def closure() -> torch.Tensor:
@@ -390,7 +390,7 @@ class Trainer:
         return evaluations[-1]
 
     def _count(self, run: Run, window: list[Batch]) -> None:
-        """Count the step as done, and step the schedulers that go by steps."""
+        """Update the counters after a step, and step the schedulers with interval "step"."""
         progress = run.progress
         run.watchdog.heartbeats += 1
         run.watchdog.allow_slow = False
@@ -402,9 +402,9 @@ class Trainer:
             self._step_schedulers(run, "step", progress.step)
 
     def _end_step(self, run: Run) -> None:
-        """Flush the log if it is time, and call the hook after which the step is done in every respect."""
+        """Flush the log every `log_every_n_steps`, and call the last hook of the step."""
         if run.progress.step % run.settings.log_every_n_steps == 0:
-            # Before a checkpoint of this step is written: a resumed run does not log the step again.
+            # Before this step's checkpoint: a resumed run does not log the step again.
             run.log_to_loggers(run.metrics.read_step())
         run.hooks.on_train_step_end()
 
@@ -418,7 +418,7 @@ class Trainer:
             validate_during_fit(run)
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1)
-        # A value logged by step only is known to callbacks, too: that of the last step.
+        # Callbacks also see the last step's values of names that are logged by step only.
         run.update_metrics(metrics.read_step())
         run.log_to_loggers(metrics.read_epoch(metrics.train))
         progress.epoch_ended = True
@@ -428,7 +428,7 @@ class Trainer:
 
     def _end_training(self, run: Run) -> None:
         run.stop_reason = run.stop_reason or run.stop_coordinator.finish(run.progress.step)
-        # Not among the values of an unfinished epoch, which a resumed run goes on with.
+        # Kept apart from the values of an unfinished epoch, which a resumed run continues.
         closing = MetricScope(batches=False, steps=False)
         with run.metrics.recording(closing):
             run.hooks.on_train_end()
@@ -436,15 +436,15 @@ class Trainer:
             run.training = False
             run.hooks.on_fit_end()
 
-    # -- when ----------------------------------------------------------------------------------------------------------
+    # -- conditions ----------------------------------------------------------------------------------------------------
 
     def _finished(self, run: Run) -> bool:
-        """Whether the run is at its end, between two epochs."""
+        """Return True if no epoch is left to train."""
         stops = run.stops()
         return stops or (self.max_epochs is not None and run.progress.epoch >= self.max_epochs) or self._out_of_steps()
 
     def _stopped_inside_epoch(self, run: Run) -> bool:
-        """Whether to leave the epoch unfinished. After its last batch only a signal does that."""
+        """Return True to leave the epoch unfinished; after the epoch's last batch only a signal does that."""
         if not run.stops() and not self._out_of_steps():
             return False
         return exit_code(run.stop_reason) != 0 if run.progress.batch == run.num_training_batches else True
@@ -454,7 +454,7 @@ class Trainer:
         return last is not None and -1 < last <= self.progress.step
 
     def validation_due(self) -> bool:
-        """Whether val_check_interval asks for validation after the window just done."""
+        """Return True if val_check_interval asks for validation after the last window."""
         batch, interval, length = self.progress.batch, self.val_check_interval, self.num_training_batches
         if not self.val_loaders or batch == 0 or (interval == 1.0 and isinstance(interval, float)):
             return False
@@ -465,7 +465,7 @@ class Trainer:
         return batch % every < window
 
     def _epoch_validates(self) -> bool:
-        """Whether validation is due at the end of this epoch."""
+        """Return True if validation is due at the end of this epoch."""
         interval = self.val_check_interval
         return bool(self.val_loaders) and isinstance(interval, float) and interval == 1.0 and self._epoch_may_validate()
 
@@ -484,24 +484,24 @@ class Trainer:
                     continue
             run.module.lr_scheduler_step(config.scheduler, value)
 
-    # -- what modules and callbacks ask for ----------------------------------------------------------------------------
+    # -- services for modules and callbacks ----------------------------------------------------------------------------
 
     def print(
         self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True
     ) -> None:
-        """`print` on rank 0, above the progress bar if there is one."""
+        """Print on rank 0, above the progress bar if there is one."""
         if self.is_global_zero:
             print_text(self.callbacks, sep.join(map(str, args)) + end, file, flush)
 
     def log(self, name: str, value: Any, **options: Any) -> None:
-        """Record a value, for callbacks: the same as `TrainModule.log`."""
+        """Record a value from a callback; see `TrainModule.log`."""
         self.module.log(name, value, **options)
 
     def read_metrics(self) -> dict[str, float]:
-        """Return everything logged that can be known now, reduced over processes. Collective: every process calls it.
+        """Return all logged values known so far, reduced over processes. Collective: every process must call this.
 
-        At the end of an epoch or an evaluation that is final, and goes to the loggers. In the middle of an epoch it is
-        looked at only: the epoch's value does not depend on who has looked, when.
+        At the end of an epoch or an evaluation the values are final, and are sent to the loggers. In the middle of an
+        epoch, reading does not change the values of the epoch.
         """
         self.run.check_all_ranks_call("read_metrics")
         return self.run.read_metrics()
@@ -518,29 +518,29 @@ class Trainer:
         return self.strategy.clip_gradients(inner, value, algorithm)
 
     def manual_backward(self, loss: torch.Tensor) -> None:
-        """Call backward in manual optimization; see `TrainModule.manual_backward`."""
+        """Run backward in manual optimization; see `TrainModule.manual_backward`."""
         manual_backward(self.run, loss)
 
     def background_checkpoint_group(self, name: str) -> ProcessGroup:
-        """Return `checkpoint_group` for a thread beside the training. `name`: of what they write, not used before."""
+        """Return `checkpoint_group` for a background thread. `name`: of the write, not used before."""
         store: Any = self.run.stop_coordinator.store  # torch's stubs do not know `clone`
         if not self.strategy.shards_state or store is None:
             return SINGLE_PROCESS
         return StoreProcessGroup(store.clone(), self.rank, self.world_size, name, timeout=_WRITE_TIMEOUT_S)
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return what module and data module were built with."""
+        """Return the hyperparameters of module and data module."""
         return self.run.hyperparameters()
 
     def record_config(self, text: str) -> None:
-        """Keep the configuration, as YAML, in the run directory of each `fit` and in its checkpoints."""
+        """Write the configuration, as YAML, to the run directory and checkpoints of each later `fit`."""
         self._session.config_text = text
 
-    # -- the run in progress, or the last one --------------------------------------------------------------------------
+    # -- the current or last run ---------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run:
-        """The run in progress, or the last one.
+        """The current run, or the last one.
 
         Raises:
             NotRunningError: nothing has run yet.
@@ -556,7 +556,7 @@ class Trainer:
 
     @property
     def stage(self) -> str | None:
-        """The stage in progress: "fit", "validate", "test" or "predict"; None: nothing runs."""
+        """The current stage: "fit", "validate", "test" or "predict"; None: nothing runs."""
         return self._session.stage
 
     @property
@@ -581,7 +581,7 @@ class Trainer:
 
     @property
     def metrics(self) -> MetricLog:
-        """The values logged and not read yet."""
+        """The values that were logged and not read yet."""
         return self.run.metrics
 
     @property
@@ -606,7 +606,7 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run is stopping, or was stopped; None: it is not, or it has come to its end."""
+        """The reason why the run is stopping or was stopped; None: it is running or has reached its end."""
         return None if self._run is None else self._run.stop_reason
 
     @property
@@ -620,17 +620,17 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers of `fit`, as the strategy has them."""
+        """The optimizers of `fit`, as returned by the strategy."""
         return [] if self._run is None else self._run.optimizers
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
-        """The optimizers in the hands of `training_step`."""
+        """The optimizers that `training_step` steps, with manual optimization."""
         return [] if self._run is None else self._run.manual_optimizers
 
     @property
     def scheduler_configs(self) -> list[SchedulerConfig]:
-        """The schedulers of `fit`, and when each one steps."""
+        """The schedulers of `fit` with their stepping schedules."""
         return [] if self._run is None else self._run.scheduler_configs
 
     @property
@@ -655,10 +655,10 @@ class Trainer:
 
     @property
     def dataloader_names(self) -> list[str]:
-        """The loaders of the evaluation in progress, by name."""
+        """The names of the loaders of the current evaluation."""
         return [] if self._run is None else self._run.dataloader_names
 
-    # -- how far -------------------------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
@@ -667,12 +667,12 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Steps done: one per window, however many optimizers there are."""
+        """Completed steps: one per window, for any number of optimizers."""
         return self._session.progress.step
 
     @property
     def current_epoch(self) -> int:
-        """The epoch in progress, from 0."""
+        """The current epoch, from 0."""
         return self._session.progress.epoch
 
     @property
@@ -692,12 +692,12 @@ class Trainer:
 
     @property
     def val_check_interval(self) -> int | float:
-        """Batches (int) or share of an epoch (float) from validation to validation; a fast_dev_run ends with one."""
+        """Batches (int) or fraction of an epoch (float) between validations; 1.0 in a fast_dev_run."""
         return self.config.val_check_interval
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches of a step. Callbacks may set it between two steps; it takes effect in the next window."""
+        """Micro-batches per step. Callbacks may set this between two steps, for the next window."""
         return self._session.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
@@ -706,34 +706,34 @@ class Trainer:
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches of one epoch on this process; None: the loader does not tell."""
+        """Micro-batches of one epoch on this process; None: unknown."""
         return None if self._run is None else self._run.num_training_batches
 
     @property
     def num_val_batches(self) -> list[int | None]:
-        """Batches of each validation loader on this process; None: it does not tell."""
+        """Batches of each validation loader on this process; None: unknown."""
         return [loader.length for loader in self.val_loaders.values()]
 
     @property
     def num_test_batches(self) -> list[int | None]:
-        """Batches of each test loader on this process; None: it does not tell."""
+        """Batches of each test loader on this process; None: unknown."""
         return [loader.length for loader in self.test_loaders.values()]
 
     @property
     def num_predict_batches(self) -> list[int | None]:
-        """Batches of each prediction loader on this process; None: it does not tell."""
+        """Batches of each prediction loader on this process; None: unknown."""
         return [loader.length for loader in self.predict_loaders.values()]
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Steps of the whole `fit`, for schedules; `math.inf` if there is no end in sight."""
+        """Total steps of `fit`, for schedules; `math.inf` without a known end."""
         return self.run.estimated_stepping_batches
 
-    # -- what was logged -----------------------------------------------------------------------------------------------
+    # -- logged values -------------------------------------------------------------------------------------------------
 
     @property
     def callback_metrics(self) -> dict[str, float]:
-        """The latest value of everything logged, as of the last flush: what `monitor=` looks at."""
+        """The latest values of all logged names, as of the last flush; `monitor=` reads these."""
         return self._session.callback_metrics
 
     @property
@@ -756,16 +756,16 @@ class Trainer:
         """The first logger."""
         return next(iter(self.loggers), None)
 
-    # -- where ---------------------------------------------------------------------------------------------------------
+    # -- devices and processes -----------------------------------------------------------------------------------------
 
     @property
     def strategy(self) -> Strategy:
-        """Where the run happens."""
+        """The strategy of the run."""
         return self.config.strategy
 
     @property
     def precision(self) -> Precision:
-        """The numbers that the run computes with."""
+        """The precision of the run."""
         return self.config.precision
 
     @property
@@ -775,44 +775,44 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """The number of this process, from 0."""
+        """The rank of this process."""
         return self.strategy.processes.rank
 
     global_rank = rank
 
     @property
     def local_rank(self) -> int:
-        """The number of this process among those of its machine."""
+        """The rank of this process on its node."""
         return self.strategy.processes.local_rank
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.strategy.processes.world_size
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process writes files and prints."""
+        """Whether this process is rank 0, which writes files and prints."""
         return self.strategy.processes.is_global_zero
 
     @property
     def run_dir(self) -> Path:
-        """Where the run writes."""
+        """The run directory."""
         return self._session.run_dir
 
     @property
     def seed(self) -> int:
-        """The seed that everything random follows from."""
+        """The seed of the run."""
         return self._session.seed
 
     @property
     def resolved_config(self) -> str | None:
-        """The configuration as YAML, if `record_config` was given one."""
+        """The configuration as YAML; None without a call of `record_config`."""
         return self._session.config_text
 
     @property
     def checkpoint_group(self) -> ProcessGroup:
-        """The processes that write a checkpoint together: all of them where the state is sharded, else rank 0 alone."""
+        """The processes that write a checkpoint: all processes if the state is sharded, else rank 0."""
         return self.strategy.processes if self.strategy.shards_state else SINGLE_PROCESS
 
     @property

@@ -184,7 +184,7 @@ def test_several_classes_come_children_first() -> None:
 def test_subclasses_count_for_a_class_but_not_for_its_name() -> None:
     module = Tree(inner=Towers(one=nn.Linear(2, 2)))
     assert names(module, Tree) == ["inner"]
-    with pytest.raises(ConfigError, match="Tree is the whole module"):
+    with pytest.raises(ConfigError, match="Tree is the module itself"):
         find_blocks(module, "Tree")
 
 

@@ -262,7 +262,7 @@ def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str
         ("none chosen", "returned False for every submodule"),
         ("wrapped", "Net.blocks.0 is already wrapped by fully_shard"),
         ("ddp inside", "Net.last is already wrapped by DistributedDataParallel (its .module is inside)"),
-        ("trained under fsdp", "Net was divided by another strategy in a run before"),
+        ("trained under fsdp", "Net was sharded by another strategy in an earlier run"),
     ],
 )
 def test_a_module_that_cannot_be_divided(found: dict[str, Any], case: str, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Record the values of `self.log` on their device; reduce and read them together, late."""
+"""Record the values of `self.log` on their device, and reduce and read them all at each flush."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ GatherObjects = Callable[[Any], list[Any]]
 
 
 class LogOptions(NamedTuple):
-    """How a name is logged. Travels with its values, since a process may not have logged that name itself."""
+    """The options of a logged name; gathered with its values, because a process may not have logged that name."""
 
     reduction: str = "mean"
     on_step: bool | None = None
-    """None, in a call of `self.log`: as it is usual where the call stands."""
+    """None, in a call of `self.log`: the default of the scope."""
     on_epoch: bool | None = None
     prog_bar: bool = False
     logger: bool = True
     metric: str | None = None
-    """Where a logged `torchmetrics.Metric` sits in the module: its `named_modules` name."""
+    """Name of a logged `torchmetrics.Metric` in `named_modules`."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Entry:
     name: str
     options: LogOptions
     metric: Any = None
-    """The torchmetrics object, if that is what was logged first."""
+    """The torchmetrics object, if the first logged value was one."""
     window: int = -1
     window_values: list[tuple[Number, Number]] = field(default_factory=list)
     epoch: Accumulator = field(init=False)
@@ -52,9 +52,9 @@ class MetricScope:
     """The values logged in one place: the training batches of an epoch, one evaluation, or the hooks around them."""
 
     batches: bool
-    """Values belong to batches and are weighted by their samples."""
+    """Weight values by the samples of their batch."""
     steps: bool
-    """Single steps are logged by default, not the epoch."""
+    """Log single steps by default, instead of the epoch."""
     loader: str = ""
     """The evaluation loader in progress, when there are several."""
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class MetricScope:
 
 @dataclass
 class ReducedMetrics:
-    """Values reduced over processes, by name: those for the loggers, those for the bar, and all, for `monitor=`."""
+    """Values reduced over processes, by name: for the loggers, for the progress bar, and all values, for `monitor=`."""
 
     logger: dict[str, float] = field(default_factory=dict)
     progress_bar: dict[str, float] = field(default_factory=dict)
@@ -81,10 +81,10 @@ class ReducedMetrics:
 
 
 class MetricLog:
-    """Records values without touching the device's stream, and reads them all in one host copy and one gather.
+    """Records values without synchronizing the device, and reads them all in one host copy and one gather.
 
-    Every rank must call the `read_*` methods at the same place; the names logged may differ between ranks (a rank
-    without a batch logs nothing), because names travel with the values.
+    Every rank must call the `read_*` methods at the same place. The logged names may differ between ranks (a rank
+    without a batch logs nothing), because names are gathered with the values.
     """
 
     def __init__(self, module: torch.nn.Module, all_gather_object: GatherObjects, phase: Phase = unheard) -> None:
@@ -97,15 +97,15 @@ class MetricLog:
         """The scope to which `log` adds; see `recording`."""
         self.window = 0
         self.batch: Any = None
-        """The batch in progress, from which the number of samples is taken when the loader does not tell it."""
+        """The batch in progress; its tensors give the number of samples if the loader does not know that number."""
         self.samples: int | None = None
-        """Samples of the batch in progress; 0 for padding, whose values do not count."""
+        """Samples of the batch in progress; 0 for padding, whose values are ignored."""
         self.disabled_reason: str | None = None
-        """The reason why nothing can be logged now; None: it can."""
+        """The reason for refusing values now; None: values are accepted."""
 
     @contextmanager
     def recording(self, scope: MetricScope) -> Iterator[None]:
-        """Within the block, what is logged belongs to `scope`."""
+        """Make `log` add to `scope` within the block."""
         before, self.scope = self.scope, scope
         try:
             yield
@@ -113,15 +113,15 @@ class MetricLog:
             self.scope = before
 
     def start_window(self) -> None:
-        """Begin a step: the values of single steps that were logged before belong to an older one."""
+        """Begin a step, so that `read_step` ignores values logged before."""
         self.window += 1
 
     def start_batch(self, batch: Any, samples: int | None) -> None:
-        """Count what is logged from now on with the samples of this batch; None: the loader does not tell them."""
+        """Weight values by the samples of this batch from now on; None: the loader does not know their number."""
         self.batch, self.samples = batch, samples
 
     def log(self, name: str, value: Any, options: LogOptions, weight: Number | None = None) -> None:
-        """Record a value; see `TrainModule.log`. `weight`: what it counts in a mean; None: the samples of its batch."""
+        """Record a value; see `TrainModule.log`. `weight`: of the value in a mean; None: the samples of the batch."""
         scope = self.scope
         if scope.batches and self.samples == 0:
             return
@@ -139,7 +139,7 @@ class MetricLog:
             if value.requires_grad:
                 value = value.detach()
         elif not isinstance(value, (int, float)):
-            if is_torchmetric(value):  # another object by the same name
+            if is_torchmetric(value):  # another object with the same name
                 self._log_metric(entry, value)
                 return
             value = as_number(name, value)
@@ -161,7 +161,7 @@ class MetricLog:
             overall.epoch.add(value, weight)
 
     def _new_entry(self, scope: MetricScope, key: str, metric: Any, options: LogOptions) -> Entry:
-        """Make the entry of a name that is logged for the first time; this call decides its options."""
+        """Return the entry of a name that is logged for the first time; the options of this call are kept."""
         check_name(key, self.disabled_reason)
         on_step, on_epoch = options.on_step, options.on_epoch
         if options.reduction not in REDUCTIONS:
@@ -174,7 +174,7 @@ class MetricLog:
         if not on_step and not on_epoch:
             raise ConfigError(f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
         if on_step and not scope.steps:
-            # There is one step axis, that of training; elsewhere a value per step has no place on it.
+            # The only step axis is that of training: a value per evaluation batch has no place on it.
             on_step, on_epoch = False, True
         where = self._name_of_metric(key, metric) if metric is not None else None
         return Entry(key, options._replace(on_step=on_step, on_epoch=on_epoch, metric=where), metric)
@@ -201,7 +201,7 @@ class MetricLog:
         entry.window, entry.window_values = self.window, [(value, weight)]
 
     def _batch_weight(self) -> int:
-        """Return the number of samples of the batch, taken from its tensors."""
+        """Return the number of samples of the batch, the first dimension of its tensors."""
         sizes: set[int] = set()
         add_sizes(self.batch, sizes)
         if len(sizes) == 1:
@@ -218,7 +218,7 @@ class MetricLog:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_step(self) -> ReducedMetrics:
-        """Return the values of the window just done, reduced over its micro-batches and over processes."""
+        """Return the values of the last window, reduced over its micro-batches and over processes."""
         logged = [e for e in self.train.entries.values() if e.options.on_step and e.window == self.window]
         values = ReducedMetrics()
         with self.phase(LOGGING):
@@ -235,18 +235,20 @@ class MetricLog:
         return values
 
     def read_epoch(self, scope: MetricScope) -> ReducedMetrics:
-        """Return the reductions over what was logged in `scope`, which then starts afresh."""
+        """Return the reductions over the values logged in `scope`, and clear `scope`."""
         values = self._read_entries(scope.entries)
         scope.entries.clear()
         return values
 
     def peek_epoch(self, scope: MetricScope) -> ReducedMetrics:
-        """Return the reductions so far over what was logged in `scope`, which goes on; without torchmetrics objects,
-        because to compute one means to start it afresh."""
+        """Return the reductions over the values logged in `scope` so far, and keep them.
+
+        torchmetrics objects are left out, because computing one resets it.
+        """
         return self._read_entries({name: e for name, e in scope.entries.items() if e.options.metric is None})
 
     def read_overall(self, scope: MetricScope) -> ReducedMetrics:
-        """Return the reductions over all loaders of an evaluation; empty when there is one."""
+        """Return the reductions over all loaders of an evaluation; empty if there is only one loader."""
         return self._read_entries(scope.overall)
 
     def _read_entries(self, entries: dict[str, Entry]) -> ReducedMetrics:
@@ -258,7 +260,7 @@ class MetricLog:
         return values
 
     def _reduce(self, local: dict[str, tuple[LogOptions, Accumulator]]) -> dict[str, tuple[LogOptions, float]]:
-        """Reduce with one host copy of everything and one gather; then the same arithmetic on every process."""
+        """Reduce with one host copy and one gather; every process then does the same arithmetic."""
         numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
         mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
         combined: dict[str, tuple[LogOptions, float | None, float]] = {}
@@ -283,10 +285,10 @@ class MetricLog:
 
     def _compute(self, name: str, metric: Any) -> float:
         with warnings.catch_warnings():
-            # A process without a batch computes too, because the synchronisation inside needs all of them.
+            # A process without a batch computes too, because `compute` synchronizes all processes.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             value = metric.compute()
-        with torch.inference_mode(False):  # else its state could be updated in evaluation only from now on
+        with torch.inference_mode(False):  # otherwise the state could be updated only in inference mode from now on
             metric.reset()
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise ConfigError(
@@ -307,13 +309,13 @@ def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def is_torchmetric(value: Any) -> bool:
-    """True for a `torchmetrics.Metric`, without importing torchmetrics."""
+    """Return True for a `torchmetrics.Metric`, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def add_sizes(batch: Any, sizes: set[int]) -> None:
-    """Add the first dimension of each tensor in a batch of nested dicts, lists and tuples."""
+    """Add the first dimension of each tensor in `batch` (nested dicts, lists and tuples) to `sizes`."""
     if isinstance(batch, (list, tuple)):
         for item in batch:
             if isinstance(item, torch.Tensor):
@@ -340,7 +342,7 @@ LIGHTNING_EQUIVALENTS = {
     "metric_attribute": "Leave it out: the metric is found among the module's attributes.",
     "enable_graph": "Leave it out: values are logged without their graph.",
 }
-"""Options of other trainers and of earlier versions, with their equivalents here."""
+"""Options of other trainers and of earlier versions -> advice."""
 
 
 def reject_unknown_options(options: Iterable[str]) -> None:
@@ -351,7 +353,7 @@ def reject_unknown_options(options: Iterable[str]) -> None:
 
 
 def check_name(name: Any, disabled_reason: str | None) -> None:
-    """Raise `ConfigError` if `name` is not a valid name, or for the given reason."""
+    """Raise `ConfigError` if `name` is not a string, or if there is a `disabled_reason`."""
     if not isinstance(name, str):
         raise ConfigError(
             f"self.log got a {type(name).__name__} as the name: write self.log('loss', value), the name first."
@@ -361,21 +363,25 @@ def check_name(name: Any, disabled_reason: str | None) -> None:
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return a numpy scalar or the like as a number; refuse anything else."""
+    """Return a numpy scalar or the like as a float.
+
+    Raises:
+        ConfigError: `value` is not a number.
+    """
     try:
         if not isinstance(value, (str, bytes)):
             return float(value)
     except (TypeError, ValueError):
         pass
-    what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"self.log({name!r}) got {what}: give a number, a tensor with one element, or a torchmetrics.Metric object; "
+        f"self.log({name!r}) got {kind}: give a number, a tensor with one element, or a torchmetrics.Metric object; "
         "for a dict of values or a MetricCollection use self.log_dict."
     )
 
 
 def checked_weight(name: str, weight: Any) -> Any:
-    """Return the weight; raise `ConfigError` if it is not a valid one."""
+    """Return the weight; raise `ConfigError` if it is no number from 0."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() == 1:
             return weight

@@ -1,4 +1,4 @@
-"""Running reductions of logged values, computed where the values are: on the device or on the host."""
+"""Running reductions of logged values, on the device for tensors and on the host for numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 class TensorBuffer:
-    """Copies of a few 0-dim tensors in one tensor that is reused, and their weights."""
+    """A reused tensor that holds copies of up to `SIZE` 0-dim tensors, with their weights."""
 
     SIZE = 64
 
@@ -28,10 +28,10 @@ class TensorBuffer:
         self._device = -1
 
     def fits(self, value: torch.Tensor) -> bool:
-        """True if the value has the dtype and device of the buffer."""
+        """Return True if the value has the dtype and device of the buffer."""
         return value.dtype is self._dtype and value.get_device() == self._device
 
-    # A tensor made in inference mode could not be written to outside of it.
+    # A tensor made in inference mode cannot be written to outside of inference mode.
     @torch.inference_mode(False)
     def begin(self, value: torch.Tensor) -> None:
         """Allocate for values of this dtype and device."""
@@ -54,7 +54,7 @@ class TensorBuffer:
         return self._places[: len(self.weights)]
 
     def values(self) -> torch.Tensor:
-        """Return the buffered values in one dimension."""
+        """Return the buffered values as a 1-dim tensor."""
         return self._values[: len(self.weights)]
 
 
@@ -68,8 +68,8 @@ class Accumulator:
     weight_on_host: float = 0.0
     weight_on_device: torch.Tensor | None = None
     pending: TensorBuffer = field(default_factory=TensorBuffer)
-    """The latest values of a mean, to be added up together: one by one takes six times as long. Always the same number
-    of them, counted from the first value of a dtype, so that a resumed run rounds in the same places."""
+    """The latest values of a mean, added up together: one by one takes six times as long. Their number at each flush is
+    constant, counted from the first value of a dtype, so that a resumed run rounds in the same places."""
 
     def add(self, value: Number, weight: Number) -> None:
         """Add a value; tensors are 0-dim."""
@@ -92,7 +92,7 @@ class Accumulator:
             return
         pending = self.pending
         if not pending.fits(value):
-            if value.device.type == "xla":  # there a step is a program: the same ones every time
+            if value.device.type == "xla":  # where each step must record the same program
                 before = identity_element(value, "mean") if self.on_device is None else self.on_device
                 self.on_device = to_float64(value) * weight if before is None else before.add_(value, alpha=weight)
                 return
@@ -117,7 +117,7 @@ class Accumulator:
         if len(weights) == 1:
             added = _widened(pending.values()).sum() * weights.pop()
             self.on_device = added if self.on_device is None else self.on_device + added
-        else:  # without copying the weights to the device, which would wait for it
+        else:  # without copying the weights to the device, which would synchronize
             for value, weight in zip(pending.tensors(), pending.weights, strict=True):
                 added = to_float64(value) * weight
                 self.on_device = added if self.on_device is None else self.on_device + added
@@ -140,7 +140,7 @@ class Accumulator:
             self.weight_on_device = other.weight_on_device if weight is None else weight + other.weight_on_device
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the device values to read; `host_value` takes their numbers in the same order."""
+        """Return the tensors to read; `host_value` takes their numbers in the same order."""
         summed = [tensor for tensor in (self.on_device, self.weight_on_device) if tensor is not None]
         return summed + self.pending.tensors()
 
@@ -158,10 +158,10 @@ class Accumulator:
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
     """Stack one-element tensors of any shape into one float64 tensor (float32 on devices without it)."""
-    there = [value.reshape(()) if value.dim() else value for value in values]
-    if any(value.dtype != there[0].dtype for value in there):
-        there = [to_float64(value) for value in there]
-    return _widened(torch.stack(there))
+    scalars = [value.reshape(()) if value.dim() else value for value in values]
+    if any(value.dtype != scalars[0].dtype for value in scalars):
+        scalars = [to_float64(value) for value in scalars]
+    return _widened(torch.stack(scalars))
 
 
 def to_float64(value: torch.Tensor) -> torch.Tensor:
@@ -174,9 +174,9 @@ def _widened(values: torch.Tensor, copy: bool = False) -> torch.Tensor:
 
 
 def identity_element(value: torch.Tensor, reduction: str) -> torch.Tensor | None:
-    """Return the value to combine the first value of a reduction with; None: it is taken as it is.
+    """Return the identity element of a reduction on XLA, on other devices None.
 
-    On XLA, where steps are compiled, the first step of an epoch would otherwise be another program than the rest.
+    XLA compiles steps: without an identity element, the first step of an epoch would be another program.
     """
     return xla_scalar(_BEGINNINGS[reduction]) if value.device.type == "xla" else None
 
@@ -196,11 +196,11 @@ COMBINE_HOST: dict[str, Callable[[float, float], float]] = {
 
 
 def to_host(tensors: list[torch.Tensor]) -> list[float]:
-    """Return the numbers of one-element tensors, with one copy from each device."""
+    """Return one-element tensors as numbers, with one copy from each device."""
     numbers = [0.0] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        there = _stacked([tensors[place].detach() for place in places])
-        for place, number in zip(places, there.tolist(), strict=True):
+        stacked = _stacked([tensors[place].detach() for place in places])
+        for place, number in zip(places, stacked.tolist(), strict=True):
             numbers[place] = number
     return numbers

@@ -16,8 +16,10 @@ log = logging.getLogger("trainer")
 
 
 def metrics_state(metrics: MetricLog) -> dict[str, Any]:
-    """Return this process's sums and counts since the last read. Lists of tensors in torchmetrics objects are not
-    copied."""
+    """Return this process's accumulated values since the last read.
+
+    Lists of tensors in torchmetrics objects are not copied.
+    """
     return {
         "train": _scope_state(metrics.train),
         "hooks": _scope_state(metrics.hook_metrics),
@@ -30,9 +32,10 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
 
 
 def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Restore what `metrics_state` returned: with the same number of processes each its own, else several or none.
+    """Restore the merged `states`, each returned by `metrics_state` of one process.
 
-    A torchmetrics object that cannot be merged with another starts afresh, and a warning says so.
+    `states` has one item if the number of processes is that of the checkpoint, else any number. A torchmetrics object
+    that cannot be merged is reset, with a warning.
     """
     for scope, name in ((metrics.train, "train"), (metrics.hook_metrics, "hooks")):
         scope.entries.clear()
@@ -116,12 +119,12 @@ def _objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         if is_torchmetric(submodule):
             yield name, submodule
         elif type(submodule).__name__ == "MetricCollection":
-            # Metrics that share a state get it when they are asked for; until then only one of them is up to date.
+            # Metrics that share a state are updated when they are read; before, only one of them is up to date.
             list(submodule.values(copy_state=False))
 
 
 def _add_to_object(metric: Any, saved: dict[str, Any], first: bool) -> None:
-    # The counter has no public setter; torchmetrics itself restores it in this way (Metric._restore_cache).
+    # The counter has no public setter; torchmetrics restores it in the same way (Metric._restore_cache).
     metric._update_count += saved["updates"]
     state = {key: _moved(value, metric.device) for key, value in saved["state"].items()}
     if first:

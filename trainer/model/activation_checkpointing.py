@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block's activations are computed again in the backward pass instead of being kept."""
+"""Activation checkpointing: recompute the activations of blocks in the backward pass instead of storing them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from trainer.model.blocks import BlockPolicy, find_blocks
 
 
 def enable_activation_checkpointing(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn.Module]:
-    """From now on, keep of each block only its inputs between forward and backward.
+    """Store only the inputs of each block between forward and backward, and recompute the rest.
 
-    Results, gradients, random numbers (dropout) and the running statistics of norms are the same bits as without; names
-    in `state_dict()` and `named_parameters()` stay. Call it before or after the module is wrapped. Blocks that are done
-    already stay as they are.
+    Results, gradients, random numbers (dropout) and running statistics of norms are bit-identical to those without;
+    names in `state_dict()` and `named_parameters()` stay. Works before and after the module is wrapped. Blocks that are
+    checkpointed already stay as they are.
 
     Args:
         module: changed in place, until `disable_activation_checkpointing(module)`.
-        policy: which blocks, see `find_blocks`. `"auto"`: those it finds by itself.
+        policy: the choice of blocks, see `find_blocks`.
 
     Returns:
         The blocks by name.
 
     Raises:
-        ConfigError: the policy matches nothing; later, in the second training forward of a block: it changes a buffer
-            each time.
+        ConfigError: the policy matches nothing. Raised later, in the second training forward of a block, if the block
+            changes a buffer each time.
     """
     blocks = find_blocks(module, policy)
     if not blocks:
@@ -55,9 +55,9 @@ def disable_activation_checkpointing(module: nn.Module) -> None:
 
 
 class _Recomputed:
-    """The `forward` of a block. Hooks, and with them those of FSDP and DDP, are outside of it: they run once.
+    """The `forward` of a checkpointed block. Module hooks, such as those of FSDP and DDP, run once, outside of it.
 
-    An object and no closure, so that a deep copy of the block calls itself and not the original.
+    An object instead of a closure, so that a deep copy of the block calls the copy.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -70,13 +70,13 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        # With statistics that the second forward may change. Only then: the compiler does not know such contexts.
+        # Only for norms, whose running statistics the second forward would change: torch.compile rejects such contexts.
         options: dict[str, Any] = {"context_fn": self._contexts} if self.norms else {}
         if self.checked or torch.compiler.is_compiling():
             return checkpoint(self._run, args, kwargs, use_reentrant=False, **options)
         before = self._buffer_versions()
-        # Arguments in a tuple and a dict: none is taken for an option of `checkpoint`, and it finds the devices of all,
-        # to keep the states of their generators.
+        # A tuple and a dict of arguments, so that `checkpoint` takes none for its own option, and finds the devices of
+        # all, to save the states of their generators.
         result = checkpoint(self._run, args, kwargs, use_reentrant=False, **options)
         changed = [name for name, version in self._buffer_versions().items() if before.get(name) != version]
         if changed and self.changed_before:
@@ -85,7 +85,7 @@ class _Recomputed:
                 f"buffer {', '.join(map(repr, changed))} each time: the gradients would be wrong. Choose blocks that "
                 "leave it out."
             )
-        # Once may be a table that is filled when it is first needed.
+        # A single change may be a table that is filled on first use.
         self.changed_before, self.checked = bool(changed), not changed
         return result
 
@@ -97,7 +97,7 @@ class _Recomputed:
 
     @contextmanager
     def _own_statistics(self) -> Iterator[None]:
-        """The second forward updates copies of the running statistics, which are thrown away."""
+        """Give the second forward copies of the running statistics, which are dropped on exit."""
         kept = [dict(norm._buffers) for norm in self.norms]
         for norm in self.norms:
             norm._buffers.update({name: None if b is None else b.clone() for name, b in norm._buffers.items()})
@@ -108,7 +108,7 @@ class _Recomputed:
                 norm._buffers.update(buffers)
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        """Identity and number of changes of each buffer that is not a norm's."""
+        """Return the id and version of each buffer outside of norms, by name."""
         own = {id(buffer) for norm in self.norms for buffer in norm.buffers(recurse=False)}
         buffers = self.block.named_buffers()
         return {name: (id(buffer), buffer._version) for name, buffer in buffers if id(buffer) not in own}

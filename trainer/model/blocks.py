@@ -1,4 +1,4 @@
-"""Finding the blocks of a module: the submodules that are sharded, gathered or recomputed one at a time."""
+"""Find the blocks of a module: the submodules that are sharded, gathered or recomputed one at a time."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch import nn
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 
 BlockPolicy = str | type | int | Collection[str | type] | Callable[[str, nn.Module], bool]
-"""Which submodules are blocks: `"auto"`, class names or classes, a least number of parameters, or a function of a
+"""The choice of blocks: `"auto"`, class names or classes, a minimum number of parameters, or a function of a
 submodule's name and the submodule."""
 
 LISTS = (nn.ModuleList, nn.Sequential)
 MIN_BLOCK_FRACTION = 20
-"""Where nothing repeats, a block has at least one part in so many of the parameters."""
+"""In a module without repetition, a block has at least this fraction (1 / 20) of the parameters."""
 
 
 def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn.Module]:
-    """The blocks of `module` by name: children before their parents, siblings in the order of registration.
+    """Return the blocks of `module` by name: children before their parents, siblings in the order of registration.
 
-    Never `module` itself, and never a container without a `forward`, such as `nn.ModuleList`. A submodule with several
+    Blocks exclude `module` itself and containers without a `forward`, such as `nn.ModuleList`. A submodule with several
     names has the first one. By policy:
 
-    - `"auto"`: what Hugging Face models name as not to be split (`_no_split_modules`), and elsewhere the members of one
-      class of the outermost `nn.ModuleList`s and `nn.Sequential`s (an encoder and a decoder, say), those made of
-      modules before plain layers, and three or more attributes of one class; without any of these, two attributes of
-      one class. Classes with less than a tenth of the largest one's parameters are left out. Where all this holds less
-      than half of the parameters, the large submodules of the rest are blocks too. Blocks do not overlap, and what
-      shares a parameter with the rest of the module is left out. Empty where nothing is left.
-    - class names (`"Block"`, `"package.Block"`) or classes (subclasses count), one or a collection: all of these. Each
-      has to match something.
-    - an int: submodules with at least so many parameters outside the blocks within them.
+    - `"auto"`: the `_no_split_modules` of Hugging Face models, and elsewhere the members of one class of the outermost
+      `nn.ModuleList`s and `nn.Sequential`s (an encoder and a decoder, say; members with children before plain layers),
+      and three or more attributes of one class; without any of these, two attributes of one class. Classes with less
+      than a tenth of the largest class's parameters are left out. If these blocks hold less than half of the
+      parameters, the large submodules of the rest are blocks too. Blocks do not overlap, and submodules that share a
+      parameter with the rest of the module are left out. May be empty.
+    - class names (`"Block"`, `"package.Block"`) or classes (subclasses count), one or a collection: all submodules of
+      these classes. Each class has to match something.
+    - an int: submodules with at least this many parameters outside of the blocks within them.
     - a callable: the submodules for which `policy(name, submodule)` is true.
 
     Raises:
-        ConfigError: the policy is none of these, or matches nothing.
+        ConfigError: the policy has another type, or matches nothing.
     """
     if policy == "auto":
         return _auto(module)
@@ -64,13 +64,13 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
 
 
 def exclude_tied_weights(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those blocks that share no parameter with anything outside of them: each can be divided by itself."""
+    """Return the blocks that share no parameter with the rest of the module: each can be sharded by itself."""
     owners = _number_of_owners(module)
     return {name: block for name, block in blocks.items() if not _tied(block, owners)}
 
 
 def blocks_in_words(blocks: dict[str, nn.Module]) -> str:
-    """`"12 x Block (net.blocks.0 to net.blocks.11), Embedding (net.embedding)"`; `"nothing"` when empty."""
+    """Return text such as `"12 x Block (net.blocks.0 to net.blocks.11), Embedding (net.embedding)"`, or `"nothing"`."""
     names: dict[str, list[str]] = {}
     for name, block in blocks.items():
         names.setdefault(type(block).__name__, []).append(name)
@@ -82,7 +82,7 @@ def blocks_in_words(blocks: dict[str, nn.Module]) -> str:
 
 
 def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All submodules that can be a block, children first, each once."""
+    """Yield all submodules that can be a block, children first, each once."""
     seen = {id(module)}
 
     def below(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -106,7 +106,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _elements(parameter: nn.Parameter) -> int:
-    """Of a parameter that ZeRO-3 has divided nothing is there, but it knows."""
+    """Return the full number of elements, also of a parameter that ZeRO-3 has sharded (locally empty)."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -114,7 +114,7 @@ def _elements(parameter: nn.Parameter) -> int:
 
 
 def _by_size(module: nn.Module, least: int, taken: Collection[nn.Module] = ()) -> dict[str, nn.Module]:
-    """Submodules with at least `least` parameters that are in no block below; nothing in or around `taken` ones."""
+    """Return submodules with at least `least` parameters that are in no `taken` module and no block below."""
     covered = {id(parameter) for block in taken for parameter in block.parameters()}
     found = {}
     for name, child in _submodules(module):
@@ -152,7 +152,7 @@ def _no_such_class(module: nn.Module, kind: str | type) -> str:
     if any(_is_a(child, kind) for child in module.modules() if child is not module):
         return f"{_named(kind)} has no forward, so it cannot be a block: name the class of its members."
     if _is_a(module, kind):
-        return f"{_named(kind)} is the whole module: name a class within it."
+        return f"{_named(kind)} is the module itself: name a class within it."
     known = {type(child).__name__ for _, child in _submodules(module)}
     suggestion = did_you_mean(_named(kind), known)
     return f"no submodule of {type(module).__name__} is a {_named(kind)}.{suggestion}"
@@ -163,7 +163,7 @@ def _named(kind: str | type) -> str:
 
 
 def _classes_in_words(module: nn.Module) -> str:
-    """The classes there are, those that hold most parameters first."""
+    """Return the classes of the submodules, those with most parameters first."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for _, child in _submodules(module):
@@ -200,7 +200,7 @@ def _auto(module: nn.Module) -> dict[str, nn.Module]:
         own = [sum(map(_elements, child.parameters(recurse=False))) for _, child in _submodules(module)]
         least = max(1, min(total // MIN_BLOCK_FRACTION, max(own, default=1)))
         large = [block for block in _by_size(module, least, chosen).values() if not _tied(block, owners)]
-        # What lies around a block stays with the whole module.
+        # A parent of a block is no block.
         around = _around(module, chosen + large)
         chosen += [block for block in large if id(block) not in around]
     wanted = set(map(id, chosen))
@@ -208,7 +208,7 @@ def _auto(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that a Hugging Face model declares to be one piece."""
+    """Return the outermost modules in the `_no_split_modules` of Hugging Face models."""
     declared: list[nn.Module] = []
     for model in module.modules():
         names = vars(type(model)).get("_no_split_modules") or vars(model).get("_no_split_modules") or ()
@@ -221,7 +221,7 @@ def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
 def _stacks(
     module: nn.Module, taken: list[nn.Module], repeated: Callable[[nn.Module], list[list[nn.Module]]]
 ) -> list[list[nn.Module]]:
-    """The outermost groups of repeated modules, apart from those taken."""
+    """Return the outermost groups of repeated modules that do not overlap with `taken`."""
     within = {id(child) for block in taken for child in block.modules()}
     around = _around(module, taken)
 
@@ -237,27 +237,29 @@ def _stacks(
 
 
 def _repeated(module: nn.Module) -> list[list[nn.Module]]:
-    """Members of lists, or three attributes and more: two are rather two towers, each with blocks of its own."""
+    """Return groups of list members, or of at least three attributes: two are likely towers with their own blocks."""
     return _composite_members(module) if isinstance(module, LISTS) else _repeated_attributes(module, least=3)
 
 
 def _composite_members(module: nn.Module) -> list[list[nn.Module]]:
-    """Of a list: its members of one class, made of modules themselves. In a ModuleList one is enough, as nobody makes
-    a list of something that is not meant to repeat. Lists of blocks are no blocks."""
+    """Return the groups of a container's members of one class that have children.
+
+    In a ModuleList one member is enough, because a list is meant to repeat. Lists of blocks are no blocks.
+    """
     least = 1 if isinstance(module, nn.ModuleList) else 2
     groups = [group for group in _by_kind(module) if len(group) >= least and _is_composite(group[0])]
     return [g for g in groups if not (isinstance(g[0], LISTS) and any(map(_composite_members, g)))]
 
 
 def _plain_members(module: nn.Module) -> list[list[nn.Module]]:
-    """Of a list: its layers of one class, as in an MLP."""
+    """Return the groups of a container's plain layers of one class, as in an MLP."""
     if not isinstance(module, LISTS):
         return []
     return [group for group in _by_kind(module) if len(group) > 1 and not _is_composite(group[0])]
 
 
 def _repeated_attributes(module: nn.Module, least: int) -> list[list[nn.Module]]:
-    """Attributes of one class that are made of modules themselves: `self.block1`, `self.block2`."""
+    """Return the groups of attributes of one class that have children: `self.block1`, `self.block2`."""
     groups = _by_kind(module)
     return [g for g in groups if len(g) >= least and _is_composite(g[0]) and not isinstance(g[0], LISTS)]
 
@@ -275,17 +277,17 @@ def _by_kind(module: nn.Module) -> list[list[nn.Module]]:
 
 
 def _around(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
-    """The ids of the modules that have one of `blocks` within them."""
+    """Return the ids of the modules that contain one of `blocks`."""
     wanted = set(map(id, blocks))
     return {id(m) for m in module.modules() if any(id(child) in wanted for child in m.modules() if child is not m)}
 
 
 def _number_of_owners(module: nn.Module) -> Counter[int]:
-    """How many submodules hold each parameter directly; more than one: the weight is tied."""
+    """Count the submodules that hold each parameter directly; a tied weight has more than one."""
     return Counter(id(p) for child in module.modules() for p in child._parameters.values() if p is not None)
 
 
 def _tied(block: nn.Module, owners: Counter[int]) -> bool:
-    """Whether a parameter of `block` is also held outside of it."""
+    """Return True if `block` shares a parameter with the rest of the module."""
     within = _number_of_owners(block)
     return any(owners[key] > number for key, number in within.items())

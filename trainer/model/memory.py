@@ -29,7 +29,7 @@ class Weight:
     """Size of the first dimension: FSDP2 shards by rows."""
     trainable: bool = True
     optimized: bool = True
-    """An optimizer has it."""
+    """True if an optimizer updates the weight."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class DtypeSizes:
     """Bytes of one number."""
 
     stored: int
-    """Of a weight as torch's strategies keep it, and of its gradient and states."""
+    """Of a weight as torch's strategies store it, and of its gradient and optimizer states."""
     computed: int
-    """Of a weight while it is computed with."""
+    """Of a weight in the forward and backward."""
 
 
 def number_sizes(precision: Precision) -> DtypeSizes:
@@ -53,9 +53,9 @@ class OptimizerStates:
 
     name: str
     per_element: float
-    """Numbers for each element of a parameter."""
+    """Numbers per element of a parameter."""
     per_tensor: int = 0
-    """Bytes for each parameter tensor, such as torch's float32 count of steps."""
+    """Bytes per parameter tensor, such as torch's float32 step count."""
 
 
 ADAMW = OptimizerStates("AdamW", 2, 4)
@@ -69,23 +69,23 @@ class Setup:
     numbers: DtypeSizes
     states: OptimizerStates
     per_machine: int | None = None
-    """Processes on each machine, over which the hybrid layout shards; None: all are on one."""
+    """Processes on each machine, over which the hybrid layout shards; None: all processes are on one machine."""
     window: int = 1
     """Micro-batches of a step."""
     buffers: int = 0
-    """Bytes of the module's buffers, which every process has."""
+    """Bytes of the module's buffers, replicated on every process."""
     block: int = 0
     """Elements of the largest block that is gathered at once; 0: not known."""
     rest: int = 0
     """Elements outside all blocks, which stay gathered."""
     bucket: int = 500_000_000
-    """Elements of the buffer in which DeepSpeed collects gradients: its `reduce_bucket_size`."""
+    """Elements of DeepSpeed's gradient bucket: its `reduce_bucket_size`."""
 
 
 PERSISTENT = 100_000
-"""Parameters with so many elements or fewer stay full in ZeRO-3: DeepSpeed's `stage3_param_persistence_threshold`."""
+"""Parameters with at most this many elements stay full in ZeRO-3 (`stage3_param_persistence_threshold`)."""
 SUB_GROUP = 1_000_000_000
-"""Elements that ZeRO-3 steps at once: DeepSpeed's `sub_group_size`."""
+"""Elements that ZeRO-3 updates at once: DeepSpeed's `sub_group_size`."""
 
 # -- how each strategy shards ------------------------------------------------------------------------------------------
 
@@ -95,16 +95,16 @@ class MemoryLayout:
     """The states that a strategy shards over the processes, and those that it offloads to the host."""
 
     label: str
-    """Begins with the names under which users know it."""
+    """Starts with the public names of the strategies."""
     weights: bool = False
     gradients: bool = False
     optimizer: bool = False
     by_machine: bool = False
     """Shard over the processes of one machine only."""
     shards: int | None = None
-    """Shard over so many processes; None: over all, or those of one machine."""
+    """Number of processes to shard over; None: all, or those of one machine."""
     keep_gathered: bool = False
-    """Weights stay gathered from the forward to the backward."""
+    """Keep weights gathered from the forward to the backward."""
     masters: bool = False
     """Compute with weights in low precision, and keep float32 copies for the optimizer."""
     offload_weights: bool = False
@@ -129,11 +129,11 @@ LAYOUTS = (
 
 
 def layout_of(name: str, options: Mapping[str, Any]) -> MemoryLayout | None:
-    """Return what a strategy shards and offloads; None: there is no arithmetic for it.
+    """Return the layout of a strategy; None: no estimate for this strategy.
 
     Args:
-        name: the strategy's.
-        options: its attributes, of which those are read that change the layout.
+        name: of the strategy.
+        options: attributes of the strategy; only those that change the layout are read.
     """
     words = [f"deepspeed_stage_{options['stage']}" if "stage" in options else name]
     words += [options["sharding_strategy"]] if "sharding_strategy" in options else []
@@ -143,7 +143,9 @@ def layout_of(name: str, options: Mapping[str, Any]) -> MemoryLayout | None:
     cpu_offload = bool(options.get("cpu_offload"))
     weights = cpu_offload or options.get("offload_parameters") in ("cpu", "nvme")
     optimizer = cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme")
-    offloaded = " and ".join(part for part, there in (("optimizer", optimizer), ("weights", weights)) if there)
+    offloaded = " and ".join(
+        part for part, is_on_host in (("optimizer", optimizer), ("weights", weights)) if is_on_host
+    )
     label = f"ZeRO-{options['stage']}" if "stage" in options else " ".join(words)
     return replace(
         row,
@@ -156,7 +158,7 @@ def layout_of(name: str, options: Mapping[str, Any]) -> MemoryLayout | None:
 
 @dataclass
 class Memory:
-    """Bytes on one process. What is on the host is not on the device."""
+    """Bytes on one process, on its device and on the host."""
 
     label: str
     weights: int = 0
@@ -166,15 +168,15 @@ class Memory:
     """float32 copies of low-precision weights."""
     optimizer: int = 0
     temporary: int = 0
-    """Estimate of what is needed in addition at times: gathered weights, copies in low precision, buckets."""
+    """Estimate of temporary memory: gathered weights, copies in low precision, buckets."""
     host: int = 0
-    """In the memory of the machine, for each process."""
+    """Bytes of host memory."""
     offloaded: list[str] = field(default_factory=list)
-    """The parts above that are on the host, and count there and not on the device."""
+    """Names of the fields above that are on the host, and count as `host` instead of `device`."""
 
     @property
     def device(self) -> int:
-        """Bytes held on the device all the time between backward and step, without what is temporary."""
+        """Bytes on the device between backward and step, without temporary memory."""
         parts = {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -185,10 +187,10 @@ class Memory:
 
 
 def needed(layout: MemoryLayout, weights: Sequence[Weight], setup: Setup) -> Memory:
-    """Return the memory of one process (the one with the largest part) when all gradients are there.
+    """Return the memory of the process with the largest shards, when all gradients are allocated.
 
-    float32 stays exact; what is marked as temporary is not. With a window of several micro-batches FSDP keeps full
-    gradients until the last one, unless it is told not to (`accumulate_unsharded=False`).
+    Exact for float32, except for temporary memory. With a window of several micro-batches FSDP keeps full gradients
+    until the last micro-batch, unless `accumulate_unsharded=False`.
     """
     trainable = [weight for weight in weights if weight.trainable]
     optimized = [weight for weight in trainable if weight.optimized]
@@ -196,14 +198,14 @@ def needed(layout: MemoryLayout, weights: Sequence[Weight], setup: Setup) -> Mem
 
 
 def possible(layout: MemoryLayout, precision: str) -> bool:
-    """Return False for a precision that the layout cannot hold: DeepSpeed has no float64."""
+    """Return False for a precision that the layout does not support: DeepSpeed has no float64."""
     return not (layout.masters and precision == "64-true")
 
 
 def _torch(
     layout: MemoryLayout, weights: Sequence[Weight], trainable: list[Weight], optimized: list[Weight], setup: Setup
 ) -> Memory:
-    """Weights, gradients and states in the stored precision; FSDP2 shards every tensor by its rows."""
+    """Return the memory with weights, gradients and states in the stored precision; FSDP2 shards tensors by rows."""
     numbers, states = setup.numbers, setup.states
     among = setup.per_machine if layout.by_machine else None
     parts = (layout.shards or among or setup.processes) if layout.weights else 1
@@ -214,12 +216,12 @@ def _torch(
     memory.optimizer = round(numbers.stored * states.per_element * _by_rows(optimized, parts))
     memory.optimizer += states.per_tensor * len(optimized)
     if not layout.weights:
-        # Autocast's copies of the weights, which live until the backward is through.
+        # Autocast's copies of the weights, which live until the end of the backward.
         memory.temporary = numbers.computed * _elements(weights) if numbers.computed != numbers.stored else 0
     elif layout.keep_gathered or not setup.block:
         memory.temporary = numbers.computed * (_elements(weights) if layout.keep_gathered else setup.rest)
     else:
-        # One block at work, the next on its way, and the gradient of the one before.
+        # The current block, the next block (prefetched), and the gradient of the previous block.
         memory.temporary = numbers.computed * (setup.rest + 3 * setup.block)
     if layout.offload_weights:
         memory.offloaded = ["weights", "gradients", "optimizer"]
@@ -232,8 +234,10 @@ def _torch(
 def _zero(
     layout: MemoryLayout, weights: Sequence[Weight], trainable: list[Weight], optimized: list[Weight], setup: Setup
 ) -> Memory:
-    """DeepSpeed flattens the parameters and shards the flat buffer; the states are float32, and so are the copies of
-    the weights that the optimizer updates, for float32 weights too."""
+    """Return the memory with ZeRO: DeepSpeed flattens the parameters and shards the flat buffer.
+
+    The optimizer's states are float32, and so are the copies of the weights that it updates, even of float32 weights.
+    """
     parts, low = setup.processes, min(setup.numbers.computed, 4)
     memory = Memory(layout.label)
     memory.weights = low * (_by_elements(weights, parts) if layout.weights else _elements(weights)) + setup.buffers
@@ -241,7 +245,7 @@ def _zero(
     share = _by_elements(optimized, parts) if layout.weights else _part(_elements(optimized), parts)
     memory.masters = 4 * share
     memory.optimizer = round(4 * setup.states.per_element * share) + (setup.states.per_tensor if optimized else 0)
-    in_step = 0 if layout.offload_optimizer else 4 * share  # the part's gradient in float32
+    in_step = 0 if layout.offload_optimizer else 4 * share  # the shard's gradient in float32
     if layout.weights:
         small = _elements(weight for weight in weights if weight.elements <= PERSISTENT)
         gathered = low * (small + 2 * setup.block)
@@ -267,12 +271,12 @@ def _part(elements: int, parts: int) -> int:
 
 
 def _by_rows(weights: Iterable[Weight], parts: int) -> int:
-    """Count tensors sharded by their first dimension, the last parts padded."""
+    """Return the elements of a shard of tensors sharded by their first dimension, padded."""
     return sum(_part(weight.rows, parts) * (weight.elements // max(weight.rows, 1)) for weight in weights)
 
 
 def _by_elements(weights: Iterable[Weight], parts: int) -> int:
-    """Count tensors sharded as one flat row each."""
+    """Return the elements of a shard of tensors that are flattened and sharded, padded."""
     return sum(_part(weight.elements, parts) for weight in weights)
 
 
@@ -280,8 +284,10 @@ def _by_elements(weights: Iterable[Weight], parts: int) -> int:
 
 
 def zero_table(elements: int, processes: int) -> list[Memory]:
-    """Return bytes per process of mixed-precision Adam without ZeRO and with stages 1, 2 and 3, as in ZeRO's section 3:
-    2 for a weight, 2 for its gradient, 4 for its master copy, 8 for the optimizer's states."""
+    """Return bytes per process of mixed-precision Adam without ZeRO and with stages 1, 2 and 3 (the paper's section 3).
+
+    Per parameter: 2 for a weight, 2 for its gradient, 4 for its master copy, 8 for the optimizer's states.
+    """
     weights = [Weight(elements, elements)]
     setup = Setup(processes, DtypeSizes(4, 2), OptimizerStates("adam", 2))
     stages = [MemoryLayout("No ZeRO", masters=True)]
@@ -307,19 +313,19 @@ class Transformer:
     vocabulary: int = 0
     dropout: bool = False
     full_scores: bool = False
-    """The attention's scores are kept, sequence x sequence for each head: attention that is not fused."""
+    """Attention is not fused and stores its scores, sequence x sequence for each head."""
     checkpointing: bool = False
-    """Of each layer only the input is kept; the rest is recomputed."""
+    """Store only the input of each layer; recompute the rest."""
 
 
 def activations(model: Transformer, numbers: DtypeSizes) -> int:
-    """Estimate the bytes of activations that one micro-batch keeps for its backward, on each process.
+    """Estimate the bytes of activations that one micro-batch stores for its backward, on each process.
 
-    Of a layer, with s sequence, b batch, h hidden, a heads, c bytes of a number that is computed with and w of one that
-    is stored, sbh(14c + 2w + 2d) + as²b(2c + d), where d is 1 with dropout (its masks are bytes) and 0 without; for
-    c = w = 2 and d = 1 that is the sbh(34 + 5as/h) of arXiv:2205.05198, table 2. Under autocast (w > c) what the norms
-    read, the sum along the layers, stays in w. Without dropout the scores are kept once, as²bc; fused attention keeps
-    none. With checkpointing sbhw of every layer, and all of one layer. The logits are kept in c and in float32.
+    A layer takes sbh(14c + 2w + 2d) + as²b(2c + d) bytes, with s sequence, b batch, h hidden, a heads, c bytes of a
+    computed and w of a stored number, and d = 1 with dropout (masks are bytes), else 0. For c = w = 2 and d = 1 this is
+    sbh(34 + 5as/h), table 2 of arXiv:2205.05198. Under autocast (w > c) the residual stream, which the norms read,
+    stays in w. Without dropout the scores are stored once, as²bc; fused attention stores none. With checkpointing:
+    sbhw for every layer, and all of one layer. The logits are stored in c and in float32.
     """
     c, w, mask = numbers.computed, numbers.stored, int(model.dropout)
     tokens = model.sequence * model.batch

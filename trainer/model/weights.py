@@ -1,4 +1,4 @@
-"""Load weights by name, with an error that names the model that they do not fit."""
+"""Load weights by name, and check that names and shapes fit the module."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_fit(module: nn.Module, shapes: Mapping[str, Any], state: Mapping[str, 
         shapes: full shapes by the names of the module's `state_dict`; None for an entry without a shape.
 
     Raises:
-        CheckpointError: they differ. Without `strict`, names may.
+        CheckpointError: shapes differ, or, with `strict`, names.
     """
     problems = [
         f"size mismatch for {name}: the checkpoint has {list(state[name].shape)}, the module {list(shape)}"
