@@ -1,4 +1,4 @@
-"""`python -m benchmarks._first_step NAME FOLDER`: run a contender until its first step is done, and tell the time."""
+"""`python -m benchmarks._first_step NAME FOLDER`: run a contender until its first step is done, and print the time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks._turns import Clock
 
 
 class StopAtOnce(Clock):
-    """Ends the process at the second pass forward: the CPU time since its start goes to stdout."""
+    """End the process at the second forward pass, and print the CPU time since its start."""
 
     def tick(self) -> None:
         self.count += 1

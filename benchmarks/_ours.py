@@ -1,4 +1,4 @@
-"""The same work with the trainer of this repository."""
+"""The benchmarks' work done by the trainer of this repository."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def trainer(task: Task, folder: Path, **options: Any) -> Trainer:
 
 
 def all_on() -> dict[str, Any]:
-    """Progress bar, model summary and checkpoints are on by default; both loggers."""
+    """Return the options for all on: both loggers; bar, model summary and checkpoints are on by default."""
     from trainer.callbacks import CSVLogger, TensorBoardLogger
 
     return {"logger": [CSVLogger(), TensorBoardLogger()]}
 
 
 def training(task: Task) -> list[Contender]:
-    """Everything off; off but for one `self.log` per step; and everything on."""
+    """Return the contenders in training: everything off, one `self.log` per step, and everything on."""
 
     def off(clock: Clock, folder: Path) -> None:
         trainer(task, folder, **OFF).fit(Regression(Net(clock)), task.data())
@@ -95,7 +95,7 @@ def training(task: Task) -> list[Contender]:
 
 
 def validation(task: Task) -> list[Contender]:
-    """`Trainer.validate` with torchmetrics, without and with the progress bar."""
+    """Return the contenders in validation: torchmetrics, without and with the progress bar."""
 
     def run(clock: Clock, folder: Path, **options: Any) -> None:
         module = Classification(Net(clock, task.classes), task.classes)

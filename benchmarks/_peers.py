@@ -1,4 +1,4 @@
-"""The same work with the other trainers, as far as they are installed: set up for speed, and as they come."""
+"""The benchmarks' work done by other trainers that are installed: set up for speed, and with defaults."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Run = Callable[[Task, Clock, Path], None]
 
 
 def training(task: Task) -> list[Contender]:
-    """Those that are installed; Composer needs an environment of its own."""
+    """Return the contenders that are installed; Composer needs a separate environment."""
     ways: dict[str, dict[str, Run]] = {
         "pytorch_lightning": {
             "Lightning, everything off": partial(lightning, off=True),
             "Lightning, barebones=True": partial(lightning, barebones=True),
-            "Lightning, as it comes": lightning,
+            "Lightning, defaults": lightning,
             "Lightning, off, one self.log per step": partial(lightning, off=True, log=True),
             "Lightning, all on: bar, CSV, TensorBoard, checkpoints, self.log": partial(lightning, log=True, both=True),
         },
@@ -32,7 +32,7 @@ def training(task: Task) -> list[Contender]:
         "accelerate": {"Accelerate": accelerate},
         "transformers": {
             "HF Trainer, everything off": partial(engines.hf, off=True),
-            "HF Trainer, as it comes": engines.hf,
+            "HF Trainer, defaults": engines.hf,
             "HF Trainer, all on: bar, TensorBoard, checkpoints, log every 50": partial(engines.hf, on=True),
         },
         "ignite": {
@@ -42,11 +42,11 @@ def training(task: Task) -> list[Contender]:
         },
         "composer": {
             "Composer, everything off": partial(engines.composer, off=True),
-            "Composer, as it comes": engines.composer,
+            "Composer, defaults": engines.composer,
         },
         "keras": {
             "Keras, verbose=0": partial(engines.keras, verbose=0),
-            "Keras, as it comes": partial(engines.keras, verbose="auto"),
+            "Keras, defaults": partial(engines.keras, verbose="auto"),
         },
     }
     if task.accumulate > 1:
@@ -84,7 +84,7 @@ def lightning(
     both: bool = False,
     **more: Any,
 ) -> None:
-    """`both`: a CSV logger beside the TensorBoard one; off and barebones as the docs advise for measuring."""
+    """Train with Lightning; off and barebones follow its docs. `both`: a CSV logger in addition to TensorBoard's."""
     import pytorch_lightning as pl
     from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
@@ -148,7 +148,7 @@ def lightning_validate(task: Task, clock: Clock, folder: Path, log: bool) -> Non
 
 
 def fabric(task: Task, clock: Clock, folder: Path, **options: Any) -> None:
-    """The loop of Fabric's docs."""
+    """Train with the loop of Fabric's docs."""
     from lightning_fabric import Fabric
 
     plug = Fabric(**{"accelerator": "cpu", "devices": 1, **options})
@@ -177,7 +177,7 @@ def fabric(task: Task, clock: Clock, folder: Path, **options: Any) -> None:
 
 
 def accelerate(task: Task, clock: Clock, folder: Path) -> None:
-    """The loop of Accelerate's docs."""
+    """Train with the loop of Accelerate's docs."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=task.accumulate)

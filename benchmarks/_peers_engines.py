@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, Ignite, Composer and Keras at the same work."""
+"""The benchmarks' work done by Hugging Face's Trainer, Ignite, Composer and Keras."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks._turns import Clock
 
 
 class _Named(Dataset[Any]):
-    """Rows as the dicts that the Trainer wants."""
+    """Rows as the dicts that the Trainer expects."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -74,7 +74,7 @@ def hf(task: Task, clock: Clock, folder: Path, off: bool = False, on: bool = Fal
 
 
 def ignite(task: Task, clock: Clock, folder: Path, supervised: bool = False, on: bool = False) -> None:
-    """An `Engine` around a function, `create_supervised_trainer`, or the latter's like with everything attached."""
+    """An `Engine` around a function, `create_supervised_trainer`, or the latter with everything attached."""
     from ignite.engine import Engine, Events, create_supervised_trainer
 
     net = Net(clock)

@@ -1,4 +1,4 @@
-"""What a benchmark found out: each contender's figures, the machine, a table in Markdown, and all of it in JSON."""
+"""Results of a benchmark: the figures of each contender and the machine, as a table in Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ PACKAGES = (
     "tensorboard",
     "deepspeed",
 )
-"""Whose versions are worth telling."""
+"""Packages whose versions are reported."""
 
 
 @dataclass
 class Took:
-    """What one run took; in seconds, for each step."""
+    """Times of one run, in seconds per step."""
 
     cpu: float
     wall: float
     pieces: list[float] = field(default_factory=list)
-    """CPU time, piece by piece."""
+    """CPU time of each piece."""
 
 
 @dataclass
 class Times:
-    """What one contender took in each round, and what the hand-written loop took right beside it; in seconds."""
+    """Times of one contender in each round, and of the hand-written loop next to it, in seconds."""
 
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Times:
     """CPU time of each piece of 50 steps, of all rounds."""
 
     def add(self, own: Took, loop: Took) -> None:
-        """One round."""
+        """Add one round."""
         self.cpu.append(own.cpu)
         self.wall.append(own.wall)
         self.loop_cpu.append(loop.cpu)
@@ -59,16 +59,16 @@ class Times:
         self.pieces += own.pieces
 
     def undisturbed(self) -> float:
-        """The 10th percentile over pieces: on a machine that others use too, the time when they do not."""
+        """Return the 10th percentile over pieces: close to the time on an idle machine, even on one that others use."""
         return sorted(self.pieces)[len(self.pieces) // 10] if self.pieces else math.nan
 
     def ratio(self, kind: str = "cpu") -> float:
-        """The median, over rounds, of its time divided by the loop's in the same round."""
+        """Return the median over rounds of the contender's time divided by the loop's in the same round."""
         own, loop = (self.cpu, self.loop_cpu) if kind == "cpu" else (self.wall, self.loop_wall)
         return median(a / b for a, b in zip(own, loop, strict=True))
 
     def above(self) -> float:
-        """The median, over rounds, of its CPU time less the loop's."""
+        """Return the median over rounds of the contender's CPU time minus the loop's."""
         return median(a - b for a, b in zip(self.cpu, self.loop_cpu, strict=True))
 
 
@@ -82,15 +82,15 @@ class Report:
     unit: str = "us"
     scale: float = 1e6
     ratios: bool = True
-    """Whether its times are compared with the loop's by ratios, too."""
+    """Compare times with the loop's by ratios, too."""
     results: dict[str, Times] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     """Contenders that did not run, and why."""
     bars: dict[str, float] = field(default_factory=dict)
-    """The ratio of CPU time that a contender is to stay below."""
+    """The ratio of CPU time below which a contender has to stay."""
 
     def table(self) -> str:
-        """The figures in Markdown."""
+        """Return the figures in Markdown."""
         u = self.unit
         lines = [
             f"| | CPU {u}: median | least | wall {u}: median | least "
@@ -117,7 +117,7 @@ class Report:
         return "\n".join(lines)
 
     def page(self) -> str:
-        """The table with everything that is needed to repeat it."""
+        """Return the table with everything that is needed to reproduce it."""
         at = surroundings()
         head = f"# {self.name}\n\n{self.what}\n\n`{at['command']}`\n\n"
         rounds = min((len(t.cpu) for t in self.results.values() if t.cpu), default=0)
@@ -129,7 +129,7 @@ class Report:
         )
 
     def save(self, folder: Path | None) -> None:
-        """Print the page; write it and the figures into `folder`, if one is given."""
+        """Print the page, and write it and the figures to `folder` if one is given."""
         print(f"\n{self.page()}", flush=True)
         if folder is None:
             return
@@ -155,7 +155,7 @@ class Report:
 
 
 def surroundings() -> dict[str, Any]:
-    """The machine, the versions, and the command."""
+    """Return the machine, the versions, and the command."""
     versions = {}
     for package in PACKAGES:
         try:

@@ -1,6 +1,6 @@
-"""A small training in which everything is random, that saves after every step and goes on where it was.
+"""A small training in which everything is random; it saves after every step and resumes.
 
-Killed anywhere and started again until it ends, it has to end with the bits of a run that nobody disturbed.
+Killed anywhere and restarted until it ends, it has to end with the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Noisy(Dataset):
 
 
 class Net(TrainModule):
-    """Dropout and batch statistics; the loss wants the output to be the mean of the input."""
+    """Dropout and batch statistics; the target is the mean of the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

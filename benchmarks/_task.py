@@ -1,4 +1,4 @@
-"""What is trained: the same model, data and optimizer for everyone; and the loop that one would write by hand."""
+"""The work of the benchmarks: one model, data and optimizer for all contenders, and a hand-written loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LR = 0.01
 
 
 class Net(nn.Module):
-    """32-64-1, or with more outputs; every pass forward ticks the clock."""
+    """32-64-1, or with more outputs; every forward pass ticks the clock."""
 
     def __init__(self, clock: Clock, outputs: int = 1, width: int = WIDTH, layers: int = 1) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Task:
     accumulate: int = 1
     loader: bool = False
     classes: int = 0
-    """Classify into so many classes; 0: regression."""
+    """Number of classes; 0: regression."""
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ class Task:
         self._rows = TensorDataset(inputs.flatten(0, 1), targets.flatten(0, 1))
 
     def data(self) -> Any:
-        """What is iterated, once."""
+        """Return the batches of one epoch."""
         if self.loader:
             return DataLoader(self._rows, batch_size=BATCH, shuffle=True)
         return Batches(self._batches)
@@ -90,7 +90,7 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def hand_written(task: Task, clock: Clock, folder: Path) -> None:
-    """The loop of the PyTorch tutorial."""
+    """Train with the loop of the PyTorch tutorial."""
     net = Net(clock)
     optimizer = optimizer_of(net)
     data = task.data()
@@ -111,7 +111,7 @@ def hand_written(task: Task, clock: Clock, folder: Path) -> None:
 
 
 def hand_written_validation(task: Task, clock: Clock, folder: Path) -> None:
-    """Loss and accuracy over all batches, with torchmetrics."""
+    """Compute loss and accuracy over all batches, with torchmetrics."""
     from torchmetrics.classification import MulticlassAccuracy
 
     net, accuracy = Net(clock, task.classes), MulticlassAccuracy(task.classes, average="micro")

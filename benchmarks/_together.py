@@ -1,4 +1,4 @@
-"""Contenders in two processes that train together over gloo: started by torchrun, each between two runs of the loop."""
+"""Contenders on two processes over gloo, started by torchrun: each between two runs of the loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Update = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Sized:
-    """Makes the net, everywhere the same one."""
+    """Build the net, the same on every process."""
 
     def __init__(self, model: str) -> None:
         self.width, self.layers = WIDTHS[model]
@@ -39,7 +39,7 @@ class Sized:
 
 
 def loop_over(task: Task, update: Update) -> None:
-    """This process's half of the rows, shuffled, in batches of 32."""
+    """Return this process's half of the rows, shuffled, in batches of 32."""
     from torch.utils.data import DataLoader, DistributedSampler
 
     sampler: Any = DistributedSampler(task.rows(), shuffle=True)
@@ -58,7 +58,7 @@ def step_with(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Updat
 
 
 def ours(task: Task, net_of: Sized, strategy: Callable[[], Any]) -> list[Contender]:
-    """Everything off, and everything on, under a strategy."""
+    """Return the contenders under a strategy: everything off, and everything on."""
     from benchmarks import _ours
 
     def run(clock: Clock, folder: Path, on: bool) -> None:
@@ -84,7 +84,7 @@ def compare(
     loop: Callable[[Task, Sized, Clock, Path], None],
     contenders: Callable[[Task, Sized], list[Contender]],
 ) -> int:
-    """Start two processes of this command, or be one of them."""
+    """Start two processes of this command, or run as one of them."""
     parser = argparse.ArgumentParser(f"python -m benchmarks {name}", description=text)
     parser.add_argument("--model", choices=[*WIDTHS], default="mid", help="2 thousand or a million parameters")
     parser.add_argument("--steps", type=int, default=None)

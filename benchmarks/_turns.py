@@ -1,4 +1,4 @@
-"""Contenders in one process, in turns: each between two runs of the hand-written loop, round after round."""
+"""Run contenders in one process in turns, each between two runs of the hand-written loop, in rounds."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pathlib import Path
 from benchmarks._report import Report, Times, Took
 
 FIRST = 0.1
-"""The part of the steps that is not measured: caches, lazy imports, allocators."""
+"""Share of the steps that is not measured, for caches, lazy imports and allocators to warm up."""
 PIECE = 50
 """Steps of a piece, for the percentile over pieces: values are flushed as often."""
 
 
 class Clock:
-    """Counts forward passes, and looks at the clocks at every 50th: set-up and tear-down do not count."""
+    """Count forward passes, and read the clocks at every 50th: set-up and tear-down are not timed."""
 
     def __init__(self, passes: int) -> None:
         self.passes = passes
@@ -45,7 +45,7 @@ class Clock:
             self.marks.append((time.process_time(), time.perf_counter()))
 
     def took(self) -> Took:
-        """What each pass took, without the first ones."""
+        """Return the time of each pass, without the first ones."""
         assert self.count >= self.passes, f"only {self.count} of {self.passes} forward passes were made"
         marks = self.marks[int(len(self.marks) * FIRST) : self.passes // self.piece]
         passes = self.piece * (len(marks) - 1)
@@ -59,12 +59,12 @@ class Contender:
 
     name: str
     run: Callable[[Clock, Path], None]
-    """Does it all in the given folder, ticking the clock at each forward pass."""
+    """Do the work in the given folder, ticking the clock at each forward pass."""
     bar: float | None = None
 
 
 def arguments_of(prog: str, text: str | None, steps: int, rounds: int) -> argparse.ArgumentParser:
-    """The options that these benchmarks share."""
+    """Parse the options that these benchmarks share."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {prog}", description=text)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--rounds", type=int, default=rounds)
@@ -124,8 +124,8 @@ def _once(contender: Contender, passes: int) -> Took:
 
 @contextmanager
 def terminal() -> Iterator[None]:
-    """Inside, stdout and stderr are a terminal of 120 columns, which another process reads: a bar costs what it costs
-    on a screen. Warnings and log messages are switched off."""
+    """Make stdout and stderr a terminal of 120 columns that another process reads, so that a bar costs as much as on
+    a screen. Warnings and log messages are switched off."""
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
     reader = subprocess.Popen(["cat"], stdin=master, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

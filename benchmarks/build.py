@@ -1,8 +1,8 @@
-"""Building a module that is sharded: memory and time of each process, from `configure_model` until it has its shards.
+"""Memory and time to build a sharded module, on each process, from `configure_model` until the shards exist.
 
 "Peak" is how far the resident memory rose above what it was after a tiny module, on rank 0, on the other processes, and
 in sum if all of them run on one machine. Everything is on the CPU, where the shards are part of it; the C library is
-told to give memory back at once.
+set to return freed memory at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def build(strategy: Strategy, blocks: int, width: int) -> Model:
 
 
 def measure(row: str, blocks: int, folder: Path) -> None:
-    """In each process."""
+    """Build the module in this process, and measure it."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     name, init_device = row.split()
@@ -66,11 +66,11 @@ def measure(row: str, blocks: int, folder: Path) -> None:
 
 
 def run(row: str, blocks: int, processes: int) -> list[dict[str, float]]:
-    """The figures of each process."""
+    """Return the figures of each process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += ["-m", "benchmarks", "build", "--blocks", str(blocks), "--row", row, "--into", folder]
-        # glibc would keep freed memory for later, and a peak would not be that of what is in use.
+        # glibc would keep freed memory, and the peak would exceed the memory in use.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MALLOC_MMAP_THRESHOLD_": "65536"}
         subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]

@@ -1,4 +1,4 @@
-"""How long training is blocked by a checkpoint: in the foreground, in the background, and beside what else there is.
+"""Time that a checkpoint blocks training: plain, with async_save, and with torch's DCP and plain copies.
 
 All ways save the same state of the same run, in turn, round after round. "Blocked" is the time until the loop goes on,
 "on disk" until the checkpoint is flushed to the disk. Ours has a SHA-256 of every file; DCP's has no checksums.
@@ -57,7 +57,7 @@ class Model(TrainModule):
 
 @dataclass
 class Times:
-    """What one way took, round by round, in seconds; and memory in bytes."""
+    """Times of one way, per round, in seconds; memory in bytes."""
 
     blocked: list[float] = field(default_factory=list)
     on_disk: list[float] = field(default_factory=list)
@@ -65,11 +65,11 @@ class Times:
 
 
 Way = Callable[[Trainer, Path], "Callable[[], None] | None"]
-"""Saves the state and returns when the loop may go on; what it returns waits until all is on the disk."""
+"""Saves the state and returns when the loop may continue; the returned function waits until all is on disk."""
 
 
 def nothing() -> None:
-    """There is nothing to wait for."""
+    """Wait for nothing."""
 
 
 def foreground(trainer: Trainer, path: Path) -> Callable[[], None]:
@@ -78,7 +78,7 @@ def foreground(trainer: Trainer, path: Path) -> Callable[[], None]:
 
 
 class Background:
-    """`ModelCheckpoint(async_save=True)`: the memory is used again."""
+    """`ModelCheckpoint(async_save=True)`, which reuses its memory."""
 
     def __init__(self) -> None:
         self.writer = BackgroundWriter()
@@ -131,7 +131,7 @@ class Copy:
 
 
 class Rounds(Callback):
-    """After the first step: every way in turn, as often as wanted, starting with another one each time."""
+    """After the first step, save in every way in turn, in each round starting with a different one."""
 
     def __init__(self, ways: dict[str, Way], rounds: int, folder: Path) -> None:
         self.ways = ways
@@ -150,8 +150,8 @@ class Rounds(Callback):
         times, path = self.times[name], self.folder / "checkpoint"
         first = not times.blocked
         if first:
-            give_memory_back()  # or it would find what the others have used
-        os.sync()  # what the former one left to be written is not this one's
+            give_memory_back()  # so that the next save does not reuse memory of the others
+        os.sync()  # so that this save does not wait for writes of the previous one
         with peak_memory() as peak:
             start = time.perf_counter()
             finish = self.ways[name](trainer, path)
@@ -167,7 +167,7 @@ class Rounds(Callback):
 
 
 def give_memory_back() -> None:
-    """The allocator's free memory goes back to the system (glibc)."""
+    """Return the allocator's free memory to the system (glibc)."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -175,7 +175,7 @@ def give_memory_back() -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """By how many bytes this process's resident memory rises at most, looked at every few milliseconds (Linux)."""
+    """Measure by how many bytes the resident memory rises at most, sampled every few milliseconds (Linux)."""
     peak, done = [0], threading.Event()
     page = os.sysconf("SC_PAGE_SIZE")
 
@@ -200,9 +200,9 @@ def peak_memory() -> Iterator[list[int]]:
 
 
 def table(rounds: Rounds) -> str:
-    """The figures in Markdown. The first save of each way stands apart: it gets its memory then, which is measured."""
+    """Return the figures in Markdown. The first save of each way is separate, because it allocates memory."""
     lines = [
-        "| | blocked, first save | blocked, median (least - most) | on disk, median | memory on top |",
+        "| | blocked, first save | blocked, median (least - most) | on disk, median | additional memory |",
         "|---|---|---|---|---|",
     ]
     for name, times in rounds.times.items():
@@ -216,7 +216,7 @@ def table(rounds: Rounds) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run it and print the table."""
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__)
     parser.add_argument("--params", type=float, default=100e6, help="parameters of the model (default: 100e6)")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after a first one (default: 5)")

@@ -1,6 +1,6 @@
-"""What `import trainer` costs beyond `import torch`, in fresh processes that take turns; and the peers' imports.
+"""Time of `import trainer`, and of the peers, beyond `import torch`, in fresh processes that take turns.
 
-`from trainer import Trainer, TrainModule`, because `import trainer` alone imports nothing until it is asked.
+`from trainer import Trainer, TrainModule`, because `import trainer` alone is lazy.
 """
 
 from __future__ import annotations

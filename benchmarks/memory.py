@@ -1,10 +1,10 @@
-"""Memory of each process under strategies that divide the state, against DDP, and beside what `trainer estimate` says.
+"""Memory of each process under strategies that shard the state, against DDP and against `trainer estimate`.
 
-Two figures are measured, both on the process that has most. "Live": the bytes of all tensors that exist before the
-third step, when weights, gradients and optimizer states are all there, every storage counted once. "Peak": how far the
+Two figures are measured, both on the process with most. "Live": the bytes of all tensors that exist before the
+third step, when weights, gradients and optimizer states all exist, every storage counted once. "Peak": how far the
 resident memory of the process rose in the whole run, initial values and steps included, above what it was after all
-imports and a run of a tiny model. Everything is on the CPU, where offloading would gain nothing; the C library is told
-to give memory back at once.
+imports and a run of a tiny model. Everything is on the CPU, where offloading would gain nothing; the C library is set
+to return freed memory at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GATHERED = {
     "stage3_prefetch_bucket_size": BLOCK,
     "stage3_max_reuse_distance": 0,
 }
-"""What ZeRO-3 may hold gathered: two blocks. By default a model of this size would stay gathered as a whole."""
+"""Elements that ZeRO-3 may keep gathered: two blocks. By default it would keep a model of this size fully gathered."""
 STEPS = 3
 MB = 10**6
 
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class Model(TrainModule):
-    """Equal blocks, built where the strategy wants them."""
+    """Equal blocks, built in `configure_model`."""
 
     def __init__(self, blocks: int, width: int = WIDTH) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ class Model(TrainModule):
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
-    """Of the storages; of divided tensors this process's part."""
+    """Return the bytes of all storages; of sharded tensors, those of the local shard."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     storages = [tensor.untyped_storage() for tensor in local if tensor.device.type != "meta"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def live() -> int:
-    """Of every tensor of this process."""
+    """Return the bytes of every tensor of this process."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -120,7 +120,7 @@ def live() -> int:
 
 
 class Weigh(Callback):
-    """Live bytes before the last step."""
+    """Record the live bytes before the last step."""
 
     bytes: int = 0
 
@@ -130,7 +130,7 @@ class Weigh(Callback):
 
 
 def resident(field: str) -> int:
-    """VmRSS, now, or VmHWM, the highest since `forget_peak`; in bytes."""
+    """Return VmRSS, the current value, or VmHWM, the highest since `forget_peak`, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -165,11 +165,11 @@ def measure(row: str, blocks: int, precision: str, folder: Path) -> None:
 
 
 def run(row: str, blocks: int, precision: str, processes: int) -> dict[str, int]:
-    """The largest figures of all processes."""
+    """Return the largest figures of all processes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += ["-m", "benchmarks", "memory", "--blocks", str(blocks), "--precision", precision]
-        # glibc would keep freed memory for later, and a peak would not be that of what is in use.
+        # glibc would keep freed memory, and the peak would exceed the memory in use.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "MALLOC_MMAP_THRESHOLD_": "65536"}
         subprocess.run([*command, "--row", row, "--into", folder], env=env, check=True, stdout=subprocess.DEVNULL)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
@@ -177,7 +177,7 @@ def run(row: str, blocks: int, precision: str, processes: int) -> dict[str, int]
 
 
 def estimated(row: str, blocks: int, precision: str, processes: int) -> Memory:
-    """What `trainer estimate` has in this row."""
+    """Return the estimate of `trainer estimate` for this row."""
     with torch.device("meta"):
         model = Model(blocks)
         model.configure_model()
@@ -201,7 +201,7 @@ def main(arguments: list[str]) -> int:
     if options.row is not None:
         measure(options.row, options.blocks, options.precision, options.into)
     about = f"{options.blocks * BLOCK:,} parameters in {options.blocks} blocks, AdamW, precision {options.precision}"
-    lines, figures = [f"{about}; MB (10⁶ bytes) on the process that has most."], {}
+    lines, figures = [f"{about}; MB (10⁶ bytes) on the process with most."], {}
     for processes in options.processes:
         columns = [f"{processes} processes", "live", "estimate", "live : estimate", "live : DDP"]
         columns += ["peak", "estimate with ~more", "peak : DDP"]

@@ -1,6 +1,6 @@
-"""What a step costs beyond a hand-written loop: a tiny model, batches in memory, everything off, and everything on.
+"""Time of a step beyond that of a hand-written loop: a tiny model, batches in memory, everything off and on.
 
-A multilayer perceptron 32-64-1 in batches of 32, SGD, one thread. The model's forward pass looks at the clocks, so
+A multilayer perceptron 32-64-1 in batches of 32, SGD, one thread. The model's forward pass reads the clocks, so
 that set-up and tear-down do not count; the first tenth of the steps is left out. Every contender runs between two
 runs of the loop, in a new order each round; its ratio is the median over rounds of its time by theirs. Bars are drawn
 on a terminal (a pseudo-terminal that is read by another process).
@@ -25,7 +25,7 @@ WHAT = (
 
 
 def compare(name: str, task: Task, data: str, arguments: list[str], text: str | None, rounds: int = 9) -> int:
-    """Training, in a process: the loop, ours, and the peers that are installed."""
+    """Compare training in one process: the loop, ours, and the peers that are installed."""
     parser = arguments_of(name, text, task.steps, rounds)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

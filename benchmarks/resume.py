@@ -1,8 +1,8 @@
-"""What going on in the middle of an epoch costs, and what exact random numbers in loading cost per batch.
+"""Cost of resuming in the middle of an epoch, and of reproducible random numbers in data loading.
 
 First part: a DataLoader over a billion samples; time and memory until its first batch, at sample 0 and at sample
-10,000,000, for every kind of sampler, beside torch's own sampler asked for its first index. Each case is a process of
-its own. Second part: time per batch of 32 rows of a TensorDataset, beside torch's own DataLoader, taken in turns.
+10,000,000, for every kind of sampler, next to the first index of torch's own sampler. Each case runs in a separate
+process. Second part: time per batch of 32 rows of a dataset, next to torch's own DataLoader, in turns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH = 32
 
 
 class Huge(Dataset[int]):
-    """The numbers themselves."""
+    """A dataset whose samples are their indices."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -47,7 +47,7 @@ class Huge(Dataset[int]):
 
 
 class Own(Sampler[int]):
-    """A user's sampler, which has to be iterated from its beginning."""
+    """A user's sampler, which has to be iterated from the beginning."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     smaller = min(options.samples // 100, MOST_FOR_TORCH)
-    print(f"Until the first batch of {BATCH}, of {options.samples:,} samples; torch's sampler: of {smaller:,}\n")
+    print(f"Time until the first batch of {BATCH}, of {options.samples:,} samples; torch's sampler: of {smaller:,}\n")
     print(f"{'sampler':18}{'at 0':>18}{f'at {options.start:,}':>22}{'torch, at 0':>22}")
     for name, make in SAMPLERS.items():
         cells = [
@@ -104,7 +104,7 @@ def _first_of_torch(make: Callable[[int], Iterable[int]], samples: int, start: i
 
 
 def _in_a_process(task: Callable[..., None], *args: Any) -> str:
-    """Seconds, and MB of memory beyond those that the process began with."""
+    """Return seconds, and MB of memory above that at the start of the process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measured, args=(sender, task, *args))
@@ -130,7 +130,7 @@ def _measured(sender: Any, task: Callable[..., None], *args: Any) -> None:
 
 
 class Noisy(Dataset[Any]):
-    """Rows that draw from the generators named."""
+    """Rows that draw from the named generators."""
 
     def __init__(self, draw: Callable[[], Any]) -> None:
         self.data = TensorDataset(torch.randn(8000, 10), torch.randn(8000, 1))

@@ -1,4 +1,4 @@
-"""Kills a training with SIGKILL at random moments, goes on by the same command, and compares the bits at the end.
+"""Kill a training with SIGKILL at random times, restart it by the same command, and compare the final bits.
 
 python -m benchmarks sigkill --kills 200
 """
@@ -24,13 +24,13 @@ ROOT = SCRIPT.parent.parent
 
 @dataclass
 class Outcome:
-    """What came out of one training that was killed again and again."""
+    """Result of one training that was killed repeatedly."""
 
     kills: int
     starts: int
     seconds: float
     problems: list[str] = field(default_factory=list)
-    """Differences from the undisturbed training, damaged checkpoints, leftovers."""
+    """Differences from the uninterrupted training, damaged checkpoints, leftover files."""
     passed_over: int = 0
     """Warnings about a broken checkpoint, in the last start."""
 
@@ -40,13 +40,13 @@ def python_path() -> dict[str, str]:
 
 
 def undisturbed(folder: Path, *options: str) -> Path:
-    """Train in one go; returns the run directory."""
+    """Train without interruption, and return the run directory."""
     run_python(SCRIPT, str(folder), *options, cwd=folder.parent, env=python_path()).check()
     return last_run(folder)
 
 
 def disturbed(folder: Path, whole: Path, kills: int, seed: int, longest: float, *options: str) -> Outcome:
-    """Kill at most so often, let it end, and compare it with `whole`."""
+    """Kill a training at most `kills` times, let it end, and compare it with `whole`."""
     began = time.monotonic()
     storm = kill_at_random(
         SCRIPT,
@@ -65,7 +65,7 @@ def disturbed(folder: Path, whole: Path, kills: int, seed: int, longest: float, 
 
 
 def problems(folder: Path, whole: Path) -> list[str]:
-    """What differs from the undisturbed training, and what is wrong in the folder of checkpoints."""
+    """Return differences from the uninterrupted training, and problems in the folder of checkpoints."""
     run = last_run(folder)
     store = CheckpointDirectory(run / "checkpoints")
     found = compare_runs(whole, run)
@@ -78,12 +78,12 @@ def problems(folder: Path, whole: Path) -> list[str]:
 
 
 def last_run(folder: Path) -> Path:
-    """The newest run directory in a folder."""
+    """Return the newest run directory in a folder."""
     return max(folder.glob("version_*"), key=lambda path: int(path.name.removeprefix("version_")))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 when every bit is as it should be."""
+    """Run the trial, and return 0 if every bit is equal."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks sigkill", description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--kills-per-run", type=int, default=20)
@@ -108,7 +108,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     done = run = bad = 0
     began = time.monotonic()
     while done < options.kills:
-        workers = str(options.workers[run % len(options.workers)])  # changes nothing, so there is one `whole`
+        workers = str(options.workers[run % len(options.workers)])  # changes no bit, so there is one `whole`
         kills = min(options.kills_per_run, options.kills - done)
         seed = options.seed + run
         arguments = ("--epochs", str(options.epochs), "--workers", workers)
@@ -121,5 +121,5 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
             flush=True,
         )
     seconds = time.monotonic() - began
-    print(f"{done} kills in {run} runs, {seconds:.0f} s: {run - bad} of {run} ended like the undisturbed one")
+    print(f"{done} kills in {run} runs, {seconds:.0f} s: {run - bad} of {run} ended like the uninterrupted one")
     return 1 if bad else 0

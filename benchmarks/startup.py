@@ -1,4 +1,4 @@
-"""From the start of the process to the end of its first step, beyond a hand-written script: processes in turns."""
+"""Time from the start of the process to the end of its first step, beyond that of a hand-written script."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from benchmarks._report import Report, Times, Took
 from benchmarks._task import Task
 
 LOOP = "hand-written loop"
-LEFT_OUT = ("one self.log", "Lightning, barebones", "HF Trainer, as it comes", "supervised", "Keras, as it")
-"""Contenders that start like another one."""
+LEFT_OUT = ("one self.log", "Lightning, barebones", "HF Trainer, defaults", "supervised", "Keras, defaults")
+"""Contenders whose start equals another one's."""
 
 
 def main(arguments: list[str]) -> int:

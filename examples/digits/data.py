@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1797 grey images of 8 x 8 pixels, in the package itself, nothing to download."""
+"""scikit-learn's handwritten digits: 1797 grey images of 8 x 8 pixels, included in the package."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def load_images() -> TensorDataset:
 
 
 class Shifted(Dataset[Batch]):
-    """The same images, each moved by at most one pixel, differently every time: more to learn from than they are.
+    """The same images, each moved at random by at most one pixel every time it is loaded.
 
-    A dataset may draw its random numbers where it likes. The trainer sees to it that they are the same again when a run
-    is resumed, and do not depend on the number of workers.
+    A dataset may draw random numbers from any global generator. The trainer seeds them, so that a resumed run, or one
+    with another number of workers, draws the same numbers.
     """
 
     def __init__(self, data: TensorDataset) -> None:

@@ -1,4 +1,4 @@
-"""A small convolutional net for the digits, and how it is trained.
+"""A small convolutional net for the digits: its steps, metrics and optimizer.
 
 Run it with: trainer fit --config config.yaml
 """
@@ -20,9 +20,9 @@ class Digits(TrainModule):
 
     Args:
         lr: learning rate of the first epoch.
-        lr_decay: the learning rate of each epoch is that of the one before, times this.
+        lr_decay: factor of the learning rate after each epoch.
         width: channels of the first convolution; the second has twice as many.
-        dropout: share of features left out in training.
+        dropout: share of features dropped in training.
         weight_decay: of AdamW.
     """
 
@@ -82,7 +82,7 @@ class Digits(TrainModule):
         self.log("test_acc", self.test_acc)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """The most likely digit of each image: (batch,) int64."""
+        """Return the most likely digit of each image: (batch,) int64."""
         images, _ = batch
         predicted: torch.Tensor = self(images).argmax(dim=1)
         return predicted

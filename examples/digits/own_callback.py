@@ -1,4 +1,4 @@
-"""Two callbacks of one's own, and a run that is stopped and goes on.
+"""Two custom callbacks, and a run that is stopped and resumed.
 
 Run it with: python own_callback.py
 """
@@ -17,8 +17,8 @@ from trainer import Callback, Trainer, TrainModule
 class StopWhenGood(Callback):
     """Ends training as soon as enough validation images are right.
 
-    A callback is a class with a method for each hook that it uses; here that is one. Every hook, in running order,
-    stands at the top of `trainer/callback.py`; a misspelt one is an error.
+    A callback is a class with a method for each hook that it uses; here that is one. The top of
+    `trainer/callback.py` lists every hook in running order; a misspelt hook is an error.
     """
 
     def __init__(self, accuracy: float) -> None:
@@ -33,8 +33,8 @@ class StopWhenGood(Callback):
 class History(Callback):
     """Remembers the validation accuracy after each epoch, across restarts.
 
-    What `state_dict` returns (numbers, strings, lists, dicts, tensors) is part of every checkpoint, and comes back
-    through `load_state_dict` when a run goes on.
+    The state that `state_dict` returns (numbers, strings, lists, dicts, tensors) is part of every checkpoint;
+    `load_state_dict` gets it when a run is resumed.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class History(Callback):
 
 
 def train(max_epochs: int, root: str) -> Trainer:
-    """Train up to `max_epochs` epochs; a second call goes on where the first one ended, as a restarted job would."""
+    """Train up to `max_epochs` epochs; a second call resumes the first, as a restarted job would."""
     trainer = Trainer(
         max_epochs=max_epochs,
         default_root_dir=root,

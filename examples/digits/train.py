@@ -1,4 +1,4 @@
-"""The digits example from Python instead of from a config file.
+"""The digits example from Python instead of a config file.
 
 Run it with: python train.py
 """

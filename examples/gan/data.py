@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits as the real images: they come with the package. Your own go into `load_images`."""
+"""The real images: scikit-learn's handwritten digits, included in the package. Load your own in `load_images`."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from trainer import TrainModule
 
 
 class GAN(TrainModule):
-    """A generator invents digits, a discriminator tells them from real ones, and each learns from the other.
+    """A generator that makes digits and a discriminator that tells them from real ones, trained against each other.
 
     Args:
-        noise: how many random numbers the generator makes an image of.
+        noise: number of random inputs of the generator.
         width: features of the hidden layers.
         generator_lr, discriminator_lr: learning rates; the discriminator learns faster (Heusel et al., 2017).
     """
@@ -46,7 +46,7 @@ class GAN(TrainModule):
             nn.Tanh(),
             nn.Unflatten(1, (1, 8, 8)),
         )
-        # Spectral normalisation keeps the discriminator from getting too sure of itself (Miyato et al., 2018).
+        # Spectral normalisation keeps the discriminator from becoming overconfident (Miyato et al., 2018).
         self.discriminator = nn.Sequential(
             nn.Flatten(),
             spectral_norm(nn.Linear(64, width)),
@@ -68,7 +68,7 @@ class GAN(TrainModule):
         (real,) = batch
         generator_optimizer, discriminator_optimizer = self.optimizers()
 
-        # The discriminator: real images shall get a high score, invented ones a low one.
+        # The discriminator: real images should get a high score, generated ones a low one.
         with self.toggled_optimizer(discriminator_optimizer):
             invented = self(self.sample_noise(len(real))).detach()
             real_score, invented_score = self.discriminator(real), self.discriminator(invented)
@@ -77,7 +77,7 @@ class GAN(TrainModule):
             self.manual_backward(discriminator_loss)
             discriminator_optimizer.step()
 
-        # The generator: its images shall get a high score. Toggled, the discriminator only passes gradients through.
+        # The generator: its images should get a high score. Toggled, the discriminator only passes gradients through.
         with self.toggled_optimizer(generator_optimizer):
             generator_loss = softplus(-self.discriminator(self(self.sample_noise(len(real))))).mean()
             generator_optimizer.zero_grad()
@@ -88,7 +88,7 @@ class GAN(TrainModule):
         self.log_dict(losses, prog_bar=True)
 
     def configure_optimizers(self) -> list[Optimizer]:
-        """In this order `self.optimizers()` gives them back."""
+        """`self.optimizers()` returns them in this order."""
         hp = self.hparams
         return [
             Adam(self.generator.parameters(), lr=hp.generator_lr, betas=(0.0, 0.999)),

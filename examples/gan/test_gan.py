@@ -13,7 +13,7 @@ from trainer import Trainer
 
 @torch.no_grad()
 def distance(module: GAN) -> float:
-    """Between the mean real image and the mean invented one."""
+    """Return the distance between the mean real image and the mean generated one."""
     noise = torch.randn(500, module.hparams.noise, generator=torch.Generator().manual_seed(0))
     return float((module.cpu()(noise).mean(0) - load_images().mean(0)).norm())
 

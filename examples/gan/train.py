@@ -37,7 +37,7 @@ def main() -> None:
     trainer.fit(module, datamodule=Images(options.batch_size))
     after = frechet_distance(images, invent(module, len(images)))
 
-    # Two halves of the real images are 1.2 apart: the best that can be hoped for.
+    # Two halves of the real images are 1.2 apart: the best possible result.
     trainer.print(f"steps: {trainer.global_step}")
     trainer.print(f"Fréchet distance to the real images: {before:.1f} before training, {after:.1f} after")
     trainer.print(drawn(invent(module, 8)))
@@ -52,7 +52,7 @@ def invent(module: GAN, count: int) -> torch.Tensor:
 
 
 def frechet_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the Fréchet distance of two sets of images, their pixels taken as normal (Heusel et al., 2017)."""
+    """Return the Fréchet distance of two sets of images, assuming normally distributed pixels (Heusel et al., 2017)."""
     a, b = a.flatten(1).double(), b.flatten(1).double()
     cov_a, cov_b = torch.cov(a.T), torch.cov(b.T)
     # The trace of the square root of a matrix is the sum of the square roots of its eigenvalues.

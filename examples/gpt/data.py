@@ -1,4 +1,4 @@
-"""Text, byte by byte: Python's own standard library, which is always there, or your own files."""
+"""Text as bytes: Python's standard library, which is always installed, or your own files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def read_files(folder: str | None, pattern: str) -> list[bytes]:
     Four spaces are one tab, so that a level of indentation is one byte to predict and not four.
 
     Args:
-        folder: None: Python's standard library.
+        folder: folder of text files; None: Python's standard library.
         pattern: of the names of the files.
 
     Raises:
-        FileNotFoundError: fewer than two files, of which one is to validate on.
+        FileNotFoundError: fewer than two files; one is needed for validation.
     """
     root = Path(os.__file__).parent if folder is None else Path(folder)
     files = (path.read_bytes().replace(b"    ", b"\t") for path in sorted(root.glob(pattern)))
@@ -41,8 +41,8 @@ def read_files(folder: str | None, pattern: str) -> list[bytes]:
 class Crops(Dataset[Example]):
     """`count` pieces of text, each starting at a random place of a file and ending with that file at the latest.
 
-    Which piece has number i depends on `seed` and i alone: whoever asks for it, in whatever order or process, gets the
-    same one. So an interrupted run that resumes, or a run on more processes, sees the very same pieces.
+    Piece i depends only on `seed` and i, whatever the order and the process in which it is loaded. So a resumed run, or
+    a run on more processes, sees the same pieces.
     """
 
     def __init__(self, files: list[bytes], length: int, count: int, seed: int) -> None:
@@ -56,7 +56,7 @@ class Crops(Dataset[Example]):
         return self.count
 
     def __getitem__(self, index: int) -> Example:
-        """The bytes of a piece, and for each of them the byte that follows; both (length,) int64, padded at the end."""
+        """Return the bytes of a piece, and for each the byte that follows; both (length,) int64, padded at the end."""
         chance = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         start = int(torch.randint(len(self.text), (), generator=chance))
         end_of_file = self.ends[bisect_right(self.ends, start)]
@@ -71,16 +71,16 @@ class Crops(Dataset[Example]):
 
 
 class Text(DataModule):
-    """Every tenth file is kept for validation (of fewer files the last), the others are trained on.
+    """Text files: every tenth is for validation (with fewer files, the last), the others are for training.
 
     Args:
-        folder: of your own text files; None: Python's standard library.
+        folder: folder of your own text files; None: Python's standard library.
         pattern: of the names of the files.
         context: the length of a piece in bytes; the model's `context`.
         batch_size: pieces per micro-batch and process.
-        train_pieces: pieces in an epoch; None: as many as the text has room for.
+        train_pieces: pieces in an epoch; None: as many as fit into the text.
         val_pieces: pieces to validate on.
-        seed: which pieces.
+        seed: seed for choosing the pieces.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer: plain PyTorch, nothing of the trainer in it."""
+"""A small decoder-only transformer in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Block(nn.Module):
-    """One layer: causal self-attention, then a feed-forward net; each normalised before and added to its input."""
+    """One layer: causal self-attention, then a feed-forward net; both pre-normalised and residual."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, the logits of each next byte out."""
+    """Map bytes to the logits of each next byte."""
 
     def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: torch.Tensor, length: int, temperature: float = 0.8) -> torch.Tensor:
-        """`tokens` (batch, any length >= 1), continued by `length` sampled tokens."""
+        """Return `tokens` (batch, any length >= 1) continued by `length` sampled tokens."""
         for _ in range(length):
             logits = self(tokens[:, -self.context :])[:, -1].float()
             probabilities = torch.softmax(logits / temperature, dim=-1)

@@ -1,7 +1,7 @@
 """A small GPT on bytes: decay groups, warm-up and cosine, a loss that is exact per byte.
 
 Run it with: trainer fit --config config.yaml
-Then `python sample.py` continues "def " with what it learnt.
+Then `python sample.py` continues "def ".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GPT(TrainModule):
     """Predicts each next byte of a text.
 
     Args:
-        context: how many bytes it sees at most; the data's `context`.
+        context: maximum number of bytes in its input; the data's `context`.
         layers, heads, width, dropout: the transformer's size and dropout.
         lr: the highest learning rate, reached after the warm-up.
         warmup_steps: steps in which the learning rate rises to `lr`; from there it falls to a tenth along a cosine.
@@ -48,8 +48,8 @@ class GPT(TrainModule):
         self.net: Transformer | None = None
 
     def configure_model(self) -> None:
-        """Called by the trainer, which decides where and in which dtype the layers come to be: a large model never
-        has to exist as a whole on one device. For a small one `__init__` would do as well."""
+        """Build the layers on the device and in the dtype that the strategy chooses, so that a large model never has to
+        exist in full on one device. For a small one `__init__` works as well."""
         if self.net is None:
             hp = self.hparams
             self.net = Transformer(VOCABULARY, hp.context, hp.layers, hp.heads, hp.width, hp.dropout)
@@ -63,14 +63,14 @@ class GPT(TrainModule):
     # -- the loss is a mean over bytes -----------------------------------------------------------------------------
 
     def num_items(self, batch: Example) -> torch.Tensor:
-        """A piece at the end of a file is shorter than the others. With this number every byte of a step counts the
-        same, on whichever process and in whichever micro-batch of the step it happens to be."""
+        """Return the number of bytes with a target; a piece at the end of a file is shorter than the others. With this
+        number every byte of a step counts the same, whatever its process and micro-batch."""
         _, targets = batch
         count: torch.Tensor = (targets != IGNORED).sum()
         return count
 
     def loss(self, batch: Example) -> torch.Tensor:
-        """The mean cross-entropy of this batch's bytes, in nats."""
+        """Return the mean cross-entropy of this batch's bytes, in nats."""
         inputs, targets = batch
         loss: torch.Tensor = cross_entropy(self(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         return loss
@@ -88,7 +88,7 @@ class GPT(TrainModule):
     # -- optimizer and schedule ------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW that decays matrices but not biases and norms, with a schedule that moves every step."""
+        """Return AdamW that decays matrices but not biases and norms, with a schedule that steps every step."""
         hp = self.hparams
         parameters = list(self.parameters())
         groups = [
@@ -105,7 +105,7 @@ class GPT(TrainModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_callbacks(self) -> list[Callback]:
-        """What measures this module in its own units; the other callbacks are in the config."""
+        """Return the callback that knows this module's units; the others are in the config."""
         return [
             ThroughputMonitor(
                 items_per_batch=lambda batch: batch[0].numel(),
@@ -117,7 +117,7 @@ class GPT(TrainModule):
 
 
 def warmup_then_cosine(step: int, warmup_steps: int, total_steps: float, floor: float = 0.1) -> float:
-    """The learning rate of `step` (from 0) as a share of the highest one."""
+    """Return the learning rate of `step` (from 0) as a share of the highest one."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))

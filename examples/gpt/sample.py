@@ -1,4 +1,4 @@
-"""Let the trained GPT write.
+"""Generate text with the trained GPT.
 
 After `trainer fit --config config.yaml`:
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    # A checkpoint may come from any strategy, and knows with which arguments the model was built.
+    # A checkpoint may come from any strategy, and contains the arguments of the model.
     module = GPT.load_from_checkpoint(options.checkpoint or newest_checkpoint(Path("runs/gpt")))
     module.eval()
     assert module.net is not None
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def newest_checkpoint(root: Path) -> Path:
-    """The checkpoint that was written last."""
+    """Return the checkpoint that was written last."""
     return max(root.rglob("manifest.json"), key=lambda path: path.stat().st_mtime).parent
 
 

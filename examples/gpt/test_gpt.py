@@ -20,7 +20,7 @@ def test_it_learns_from_files_of_ones_own(tmp_path: Path) -> None:
     data = Text(str(tmp_path / "texts"), "*.txt", context=16, batch_size=16, val_pieces=64)
     trainer = Trainer(max_steps=80, seed=1, default_root_dir=tmp_path, enable_progress_bar=False, logger=False)
     trainer.fit(GPT(context=16, layers=1, heads=2, width=32, warmup_steps=10), datamodule=data)
-    assert trainer.callback_metrics["val_loss"] < 3  # that of a guess is log 256 = 5.5
+    assert trainer.callback_metrics["val_loss"] < 3  # guessing gives log 256 = 5.5
 
 
 def test_one_file_is_not_enough(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The texts: docstrings of Python's own library, each labelled with its package; or a CSV file of yours."""
+"""The texts: docstrings of Python's standard library labelled with their package, or your own CSV file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY = 8192
 
 
 def library_docstrings() -> list[tuple[str, str]]:
-    """About 1500 pairs of text and label. The package's own name is taken out of the text, to make it harder."""
+    """Return about 1500 pairs of text and label, without the package's name in the text, to make the task harder."""
     found = []
     for package in PACKAGES:
         for file in sorted((Path(os.__file__).parent / package).rglob("*.py")):
@@ -36,13 +36,13 @@ def library_docstrings() -> list[tuple[str, str]]:
 
 
 def read_csv(path: str) -> list[tuple[str, str]]:
-    """A file with the columns `text` and `label`."""
+    """Read the pairs of text and label from a file with the columns `text` and `label`."""
     with open(path, newline="", encoding="utf-8") as file:
         return [(row["text"], row["label"]) for row in csv.DictReader(file)]
 
 
 def numbers_of(text: str, length: int) -> torch.Tensor:
-    """The first words of a text as numbers, filled up with 0: (length,) int64."""
+    """Return the first words of a text as numbers, padded with 0: (length,) int64."""
     words = re.findall(r"\w+", text.lower())[:length]
     numbers = [zlib.crc32(word.encode()) % (VOCABULARY - 1) + 1 for word in words]
     return torch.tensor(numbers + [0] * (length - len(numbers)))
@@ -63,11 +63,11 @@ class Texts(Dataset[Batch]):
 
 
 class TextData(DataModule):
-    """Every fifth text validates, the others train.
+    """Texts and labels: every fifth text is for validation, the others are for training.
 
     Args:
         path: your own CSV file, with the columns `text` and `label`; None: docstrings of Python's library.
-        length: words of a text that are read.
+        length: number of words read from a text.
         batch_size: texts per micro-batch and process.
     """
 

@@ -1,4 +1,4 @@
-"""A small classifier of texts, and how it is trained."""
+"""A small classifier of texts: its steps, metrics and optimizer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class TextClassifier(TrainModule):
     """Classifies a text by the mean of its words' vectors.
 
     Args:
-        classes: how many labels there are.
+        classes: number of labels.
         width: features of a word.
-        dropout: share of features left out in training.
+        dropout: share of features dropped in training.
         lr: learning rate.
     """
 
