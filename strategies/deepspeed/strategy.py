@@ -24,7 +24,7 @@ from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config import (
     DEFAULT_STAGE,
-    Run,
+    TrainerSettings,
     config_problems,
     hidden_size_of,
     offload_device,
@@ -162,16 +162,16 @@ class DeepSpeedStrategy(DistributedStrategy):
             problems += module_problems(self.name, module, config.clip_algorithm if config and clipped else None)
         if self.given is not None or "nvme" in (self.offload_optimizer, self.offload_parameters):
             import_deepspeed(device_type)
-            problems += config_problems(self.given, self._run(precision, device_type, num_processes, config))
+            problems += config_problems(self.given, self._settings(precision, device_type, num_processes, config))
         elif self.offload_parameters and self.stage != 3:
             problems.append(f"offload_parameters needs stage 3, and the stage is {self.stage}.")
         return problems
 
-    def _run(
+    def _settings(
         self, precision: Precision, device_type: str, world_size: int, config: StepConfig | None, **known: Any
-    ) -> Run:
+    ) -> TrainerSettings:
         config = StepConfig() if config is None else config
-        return Run(
+        return TrainerSettings(
             stage=self.given_stage,
             offload_optimizer="none" if self.offload_optimizer is False else self.offload_optimizer,
             offload_parameters="none" if self.offload_parameters is False else self.offload_parameters,
@@ -260,8 +260,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             ConfigError: everything that contradicts the trainer.
         """
         known = {"hidden_size": hidden_size_of(module), "optimizer": optimizer}
-        run = self._run(self.precision, self.device.type, self.processes.world_size, config, **known)
-        resolved = resolve_config(self.given, run)
+        settings = self._settings(self.precision, self.device.type, self.processes.world_size, config, **known)
+        resolved = resolve_config(self.given, settings)
         if optimizer is not None and self.processes.is_global_zero:
             for note in resolved.notes:
                 log.info("deepspeed: %s", note)
