@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from benchmarks._task import BATCH, Task, optimizer_of
 from benchmarks._together import Sized, compare, loop_over, ours
 from benchmarks._turns import Clock, Contender
-from trainer.strategies.deepspeed.partitioning import import_deepspeed
+from trainer.strategies.deepspeed.engine import import_deepspeed
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": BATCH,

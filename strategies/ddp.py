@@ -1,4 +1,4 @@
-"""Replicas: every process holds the whole model, gradients are averaged (torch's DistributedDataParallel)."""
+"""Replicate the model on every process and average gradients (torch's DistributedDataParallel)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes, one per device: how they are joined, and what their strategies share."""
+"""Join several processes, one per device; the base of their strategies."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class DistributedStrategy(Strategy):
 
 
 class StepForward(nn.Module):
-    """Makes a step method the `forward`, around which DDP, FSDP and DeepSpeed do their communication.
+    """Make a step method the `forward`, around which DDP, FSDP and DeepSpeed do their communication.
 
     Args:
-        context: makes the context of each call of a step method.
+        context: returns the context of each call of a step method.
     """
 
     def __init__(

@@ -19,11 +19,11 @@ from trainer.precision import Precision
 from trainer.strategies.deepspeed.config_checks import (
     AUTO,
     MODELS,
-    check_build_tools,
     complete_config_problems,
     default_of,
     key_problems,
 )
+from trainer.strategies.deepspeed.problems import check_build_tools
 
 DEFAULT_STAGE = 2
 """The stage where neither the strategy nor the JSON names one."""

@@ -1,11 +1,9 @@
-"""Check a DeepSpeed configuration against the installed DeepSpeed and this machine, before any process is started."""
+"""Check a DeepSpeed configuration against what the installed DeepSpeed reads."""
 
 from __future__ import annotations
 
 import functools
-import os
 import re
-import shutil
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -110,45 +108,6 @@ def default_of(section: str, path: tuple[str, ...]) -> Any:
     default = getattr(default, "value", default)
     # DeepSpeed's integers print themselves as 5e8.
     return int(default) if isinstance(default, int) and not isinstance(default, bool) else default
-
-
-def check_build_tools(config: Mapping[str, Any], device_type: str) -> list[str]:
-    """Return the compilers and libraries that offloading needs and this machine lacks, one sentence each."""
-    zero = config.get("zero_optimization")
-    sections = zero if isinstance(zero, Mapping) else {}
-    devices = {name: part.get("device") for name, part in sections.items() if isinstance(part, Mapping)}
-    problems = []
-    nvme = [name for name in ("offload_optimizer", "offload_param") if devices.get(name) == "nvme"]
-    if nvme:
-        problems += _operator_problems("AsyncIOBuilder", f"{' and '.join(nvme)} to nvme", device_type)
-    if config.get("zero_force_ds_cpu_optimizer") is True and devices.get("offload_optimizer") in ("cpu", "nvme"):
-        problems += _operator_problems("CPUAdamBuilder", "zero_force_ds_cpu_optimizer", device_type)
-    return problems
-
-
-def _operator_problems(builder: str, setting: str, device_type: str) -> list[str]:
-    """Return why DeepSpeed cannot compile one of its operators, where it is not compiled already."""
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops import op_builder
-
-    operator = getattr(op_builder, builder)()
-    if installed_ops.get(operator.name):
-        return []
-    compiler, missing = os.environ.get("CXX", "g++"), []
-    if not shutil.which(compiler) and not shutil.which("c++"):
-        missing.append(f"{compiler} (apt install g++, or set CXX)")
-    if not shutil.which("ninja"):
-        missing.append("ninja (pip install ninja, and have the environment's bin folder on the PATH)")
-    if device_type == "cuda" and not shutil.which("nvcc") and "CUDA_HOME" not in os.environ:
-        missing.append("nvcc (install the CUDA toolkit, or set CUDA_HOME)")
-    if missing:
-        return [f"{setting} has DeepSpeed compile its {operator.name}, which needs on the PATH: {', '.join(missing)}."]
-    if operator.is_compatible(verbose=False):
-        return []
-    library = ": install libaio (Debian and Ubuntu: apt install libaio-dev)" if operator.name == "async_io" else ""
-    return [
-        f"{setting} needs DeepSpeed's {operator.name}, which cannot be compiled here{library}. Run ds_report to see."
-    ]
 
 
 def _section_problems(key: str, value: Any) -> list[str]:

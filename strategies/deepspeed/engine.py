@@ -1,112 +1,79 @@
-"""What DeepSpeed's engine can work with, and its optimizer and loss scale in the place of torch's."""
+"""Start DeepSpeed's engine with its optimizer and loss scale, and undo after its end what it left behind."""
 
 from __future__ import annotations
 
-import shutil
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
-from torch.optim import Adam, AdamW, Optimizer
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from trainer.module import TrainModule
-from trainer.precision import Precision
+from trainer.errors import MissingPackageError
 
-NON_ELEMENTWISE_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Optimizers of torch whose update of an element depends on the shape of its tensor, or on the others in it."""
+RENAMED_BY_TORCH = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+"""Collectives that DeepSpeed calls by the names they had before torch 2.13."""
 
-
-def engine_problems(name: str, stage: int, precision: Precision, device_type: str) -> list[str]:
-    """Why the engine cannot run at this stage, in this precision, on this kind of device; one sentence each."""
-    problems = []
-    if stage not in (1, 2, 3):
-        problems.append(f"strategy {name!r}: stage={stage!r}; allowed are 1, 2 and 3. Instead of stage 0 use 'ddp'.")
-    if device_type not in ("cpu", "cuda"):
-        problems.append(f"strategy {name!r} runs on 'cuda' and 'cpu', not on {device_type!r}.")
-    if precision.name in ("64-true", "16-true"):
-        problems.append(
-            f"precision {precision.name!r} is not one of DeepSpeed's: use '32-true', 'bf16-mixed', 'bf16-true' or "
-            "'16-mixed'."
-        )
-    if precision.loss_scaling and device_type == "cpu":
-        problems.append(
-            f"precision {precision.name!r} with DeepSpeed on the CPU: Type fp16 is not supported on your device. Use "
-            "'bf16-mixed'."
-        )
-    return problems
+LEFT_IN_MODULES = (
+    *("_external_params", "_original_parameters", "applied_pre_backward_ref_cnt", "ds_external_parameters"),
+    *("ds_grads_remaining", "ds_id", "ds_inflight_param_registry", "ds_recompute_parameters", "post_bwd_fn"),
+    *("pre_bwd_fn",),
+)
+"""Attributes that an engine of stage 3 leaves behind; with them the next one would call the one that is gone."""
 
 
-def cpu_adam_problems(offload_optimizer: object) -> list[str]:
-    """Why DeepSpeed's CPUAdam cannot be used; one sentence each."""
-    problems = []
-    if not offload_optimizer:
-        problems.append("cpu_adam=True has no effect without offload_optimizer: give offload_optimizer='cpu', too.")
-    missing = [program for program in ("g++", "ninja") if shutil.which(program) is None]
-    if missing:
-        problems.append(
-            f"cpu_adam=True: DeepSpeed compiles its CPUAdam, and {' and '.join(missing)} cannot be found. Install them "
-            "(apt install g++, pip install ninja), or leave cpu_adam away."
-        )
-    return problems
+def import_deepspeed(device_type: str) -> Any:
+    """Import the package for this kind of device, without its own messages and warnings.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    if find_spec("deepspeed") is None:
+        raise MissingPackageError("deepspeed", "deepspeed", "strategy 'deepspeed'")
+    if device_type == "cpu" or not torch.accelerator.is_available():  # a dry run for GPUs on a machine without
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        from deepspeed.ops import __compatible_ops__ as operators
+    if device_type == "cpu":
+        # It would be compiled, for minutes, to send through shared memory what gloo sends too.
+        operators["deepspeed_shm_comm"] = False
+    warnings.filterwarnings("ignore", RENAMED_BY_TORCH, FutureWarning)
+    return deepspeed
 
 
-def module_problems(name: str, module: TrainModule, clip_by: str | None) -> list[str]:
-    """Why the engine cannot train the module, one sentence each. `clip_by`: how gradients are clipped, if they are."""
-    problems = []
-    if not module.automatic_optimization:
-        problems.append(
-            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine steps by itself. Use automatic "
-            "optimization, or strategy 'ddp' or 'fsdp'."
-        )
-    if module.overrides("configure_gradient_clipping"):
-        problems.append(
-            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
-            "norm gradient_clip_val of the start. Remove the method."
-        )
-    scalars = [parameter for parameter, value in module.named_parameters() if value.dim() == 0]
-    if scalars:
-        problems.append(
-            f"strategy {name!r} cannot divide parameters without a dimension: {', '.join(scalars)}. Give them the "
-            "shape [1]: nn.Parameter(torch.ones(1))."
-        )
-    if clip_by == "value":
-        problems.append(
-            f"gradient_clip_algorithm='value': strategy {name!r} cannot, since DeepSpeed clips by the norm. Use "
-            "'norm', or strategy 'fsdp'."
-        )
-    return problems
+@contextmanager
+def local_rank_env(local_rank: int) -> Iterator[None]:
+    """Set LOCAL_RANK, which DeepSpeed reads, and a process that was started alone does not have."""
+    given = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = str(local_rank)
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["LOCAL_RANK"]
 
 
-def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]:
-    """Why DeepSpeed's engine cannot train the module with these optimizers, one sentence each."""
-    if len(optimizers) != 1:
-        return [
-            f"configure_optimizers gave {len(optimizers)} optimizers, and DeepSpeed's engine takes one: give several "
-            "groups of parameters to one optimizer."
-        ]
-    optimizer = optimizers[0]
-    kind = type(optimizer).__name__
-    problems = []
-    if kind in NON_ELEMENTWISE_OPTIMIZERS:
-        problems.append(
-            f"{kind} needs whole parameters, and DeepSpeed strings them together and divides them: use an optimizer "
-            "that treats all elements alike, such as torch.optim.AdamW."
-        )
-    if kind == "Adagrad":
-        problems.append(
-            "DeepSpeed makes an Adagrad of its own in the place of yours, which schedules do not reach: use "
-            "torch.optim.AdamW or RMSprop."
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        if not any(parameter.requires_grad for parameter in group["params"]):
-            problems.append(f"group {number} of the {kind} has no parameter that requires a gradient: leave it away.")
-    if cpu_adam and type(optimizer) not in (Adam, AdamW):
-        problems.append(f"cpu_adam=True computes Adam and AdamW, and configure_optimizers gave {kind}.")
-    elif cpu_adam and any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
-        problems.append("cpu_adam=True has no amsgrad and no maximize: leave cpu_adam away.")
-    return problems
+def in_full_precision(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the sections that have weights or computations in fewer bits."""
+    return {key: value for key, value in config.items() if key not in ("bf16", "fp16", "torch_autocast", "data_types")}
+
+
+def low_precision(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype in which the engine computes; None: float32."""
+    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if config.get(section, {}).get("enabled"):
+            return dtype
+    return None
 
 
 def cpu_adam_of(deepspeed: Any, optimizer: Optimizer) -> Optimizer:
-    """DeepSpeed's CPUAdam in the place of torch's Adam or AdamW; both have the same groups, so schedules reach it."""
+    """Return DeepSpeed's CPUAdam for torch's Adam or AdamW; both have the same groups, so schedules reach it."""
     made: Optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(
         optimizer.param_groups, adamw_mode=bool(optimizer.defaults.get("decoupled_weight_decay", True))
     )
@@ -122,7 +89,7 @@ class LossScale:
         self.scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """In the keys of `GradScaler.state_dict`."""
+        """Return the state in the keys of `GradScaler.state_dict`."""
         scaler = self.scaler
         if not scaler.dynamic:
             return {}
@@ -136,10 +103,56 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """From `state_dict` of this or of a `GradScaler`; how it goes on stays as configured."""
+        """Load `state_dict` of this or of a `GradScaler`; how the scale changes from here on stays as configured."""
         scaler = self.scaler
         if not scaler.dynamic or not state:
             return
         scaler.cur_scale = float(state["scale"])
         scaler.last_overflow_iter = scaler.cur_iter - 1 - int(state["_growth_tracker"])
         scaler.cur_hysteresis = int(state.get("hysteresis", scaler.cur_hysteresis))
+
+
+def stop_gathering(steps: nn.Module) -> None:
+    """After an error inside a forward of stage 3, keep DeepSpeed from gathering parameters that are looked up.
+
+    The other processes may be anywhere, so the collective would hang.
+    """
+    for module in steps.modules():
+        if hasattr(module._parameters, "_in_forward"):
+            module._parameters._in_forward = False
+
+
+def end_engine(engine: Any, stage: int) -> None:
+    """End an engine, and undo everything that it did outside of itself. Talks to no other process.
+
+    Undone at every stage: its hooks in the module and its buffers (`engine.destroy`, which would run a second time,
+    on what the next engine has made of the module, when Python collects the engine).
+
+    Undone after stage 3, where `engine.destroy` (0.19.8) leaves it:
+
+    - `module._parameters` of every submodule is a dict that gathers what is looked up; it becomes a plain one;
+    - attributes of submodules and parameters by which the next engine would call this one (`LEFT_IN_MODULES`);
+    - the stack of running modules, a global of DeepSpeed, holds the module after an error in its forward;
+    - `torch.nn.functional.linear` is DeepSpeed's own.
+
+    Left by intent: the parameters stay partitioned (`keep_only_shards` gives them the master weights); the imported
+    package with `DS_ACCELERATOR` and its filter of warnings; the process group, which `fit` and `test` share.
+    """
+    module = engine.module
+    stop_gathering(module)
+    engine.destroy()
+    engine.destroy = lambda: None
+    if stage < 3:
+        return
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    for part in module.modules():
+        part._parameters = dict(part._parameters)
+        for name in LEFT_IN_MODULES:
+            vars(part).pop(name, None)
+    for parameter in module.parameters():
+        vars(parameter).pop("_z3_optimizer", None)
+    parameter_offload.FWD_MODULE_STACK[:] = [part for part in parameter_offload.FWD_MODULE_STACK if part is not module]
+    if hasattr(Patches, "linear_bk"):
+        torch.nn.functional.linear = Patches.linear_bk

@@ -1,4 +1,4 @@
-"""The state of a DeepSpeed engine by parameter: this process's parts of master weights and of optimizer states."""
+"""Read and write a DeepSpeed engine's state by parameter: shards of master weights and of optimizer states."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, S
 from trainer.errors import CheckpointError
 from trainer.model.weights import check_fit
 from trainer.strategies.deepspeed.partitioning import (
-    divided,
-    divided_extent,
-    divided_shard,
     is_zero3_partitioned,
-    load_divided,
+    load_partition,
+    partition_extent,
+    partition_shard,
+    partitioned_parameters,
     shape_of,
 )
 
 OF_ALL_ELEMENTS = ("step", "mu_product", "eta", "mu")
-"""What torch's optimizers keep once for a whole tensor; everything else is as large as the tensor."""
+"""Entries that torch's optimizers keep once for a tensor; every other one is as large as the tensor."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class ParameterSlice:
     """The part of a parameter whose master weights this process holds, in float32."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Of the full parameter."""
     extent: FlatSlice
     """Which of its elements; `EMPTY_SLICE`: other processes hold them."""
     flat: int
-    """Number of the flat tensor in which they are: DeepSpeed strings parameters together."""
+    """Number of the flat tensor that holds them: DeepSpeed flattens parameters into few tensors."""
     offset: int
     """Of the first one in the flat tensor."""
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """These elements of the flat tensor, or of a state that is as large: a view."""
+        """Return a view of these elements of the flat tensor, or of a state that is as large."""
         return flat.detach().narrow(0, self.offset, self.extent.numel)
 
 
@@ -79,11 +79,11 @@ class MasterWeights:
 
     @contextmanager
     def swapped_in(self, number: int, change: bool = False) -> Iterator[torch.Tensor]:
-        """A flat tensor, with its states in memory; `change`: what is written to them is to stay."""
+        """Give a flat tensor with its states in memory; `change`: write them back afterwards."""
         yield self.flats[number]
 
     def detached_copy(self, part: torch.Tensor) -> torch.Tensor:
-        """A view of a flat tensor as it may be kept after `swapped_in`."""
+        """Return a view of a flat tensor such that it may be kept after `swapped_in`."""
         return part
 
     def refresh(self) -> None:
@@ -91,7 +91,7 @@ class MasterWeights:
         self.zero.update_lp_params()
 
     def begin_step(self) -> None:
-        """Before the first backward of a step: empty the buffers of gradients.
+        """Zero the buffers of gradients, before the first backward of a step.
 
         DeepSpeed (0.19.8) leaves in them the gradients of the step before, for parameters that are not used in this
         one; and `Optimizer.zero_grad` takes them away.
@@ -101,19 +101,19 @@ class MasterWeights:
                 flat.grad = buffer.zero_()
 
     def release_engine(self) -> None:
-        """Keep the state only, not what the engine has for computing."""
+        """Drop the engine and keep the state."""
         self.zero = None
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def shard(self, parameter: nn.Parameter) -> Shard:
-        """This process's part of a parameter."""
+        """Return this process's shard of a parameter."""
         piece = self.pieces[parameter]
         with self.swapped_in(piece.flat) as flat:
             return Shard(self.detached_copy(piece.of(flat)), piece.shape, piece.extent)
 
     def write(self, values: Mapping[nn.Parameter, Loadable | Shard]) -> None:
-        """Set master weights from this process's parts, or from whole tensors, of which only these parts are read."""
+        """Set master weights from this process's shards, or from full tensors, of which only these shards are read."""
         for number in range(len(self.flats)):
             pieces = {p: piece for p, piece in self.pieces_of(number).items() if p in values}
             if not pieces:
@@ -126,7 +126,7 @@ class MasterWeights:
     # -- states --------------------------------------------------------------------------------------------------------
 
     def states(self, names: Mapping[nn.Parameter, str]) -> dict[str, dict[str, Any]]:
-        """The optimizer's states by the name of the parameter, in torch's keys.
+        """Return the optimizer's states by the name of the parameter, in torch's keys.
 
         Raises:
             CheckpointError: the optimizer keeps something that does not belong to single elements.
@@ -147,13 +147,13 @@ class MasterWeights:
         if value.shape != flat.shape:
             raise CheckpointError(
                 f"{type(self.optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {flat.numel()} "
-                "elements of parameters that DeepSpeed strings together, so it cannot be saved by parameter. Use an "
+                "elements of parameters that DeepSpeed flattens together, so it cannot be saved by parameter. Use an "
                 "optimizer that treats all elements alike, such as torch.optim.AdamW."
             )
         return Shard(self.detached_copy(piece.of(value)), piece.shape, piece.extent)
 
     def load_states(self, states: Mapping[str, Mapping[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
-        """Set the optimizer's states from those of whole parameters, of which only this process's parts are read.
+        """Set the optimizer's states from those of full parameters, of which only this process's shards are read.
 
         Raises:
             CheckpointError: they are of other shapes, or cannot be kept together.
@@ -211,11 +211,11 @@ class MasterWeights:
         piece.of(state[key]).copy_(read_slice(value, piece.extent))
 
     def pieces_of(self, number: int) -> dict[nn.Parameter, ParameterSlice]:
-        """The parameters in one flat tensor."""
+        """Return the parameters in one flat tensor."""
         return {parameter: piece for parameter, piece in self.pieces.items() if piece.flat == number}
 
     def restore_full_parameters(self) -> None:
-        """Set the parameters themselves to the master weights, whole ones on every process. Collective."""
+        """Set the parameters themselves to the full master weights, on every process. Collective."""
         for parameter, piece in self.pieces.items():
             with self.swapped_in(piece.flat) as flat:
                 total = torch.zeros(piece.shape, dtype=flat.dtype, device=flat.device)
@@ -226,7 +226,7 @@ class MasterWeights:
 
 
 class Zero3MasterWeights(MasterWeights):
-    """The same for ZeRO 3, where the weights that the module computes with are divided too."""
+    """The same for ZeRO 3, where the weights that the module computes with are sharded, too."""
 
     def _find(self) -> list[torch.Tensor]:
         for number, group in enumerate(self.zero.fp16_groups):
@@ -234,7 +234,7 @@ class Zero3MasterWeights(MasterWeights):
             offset = 0
             for parameter in group:
                 shape = tuple(parameter.ds_shape)
-                self.pieces[parameter] = ParameterSlice(shape, divided_extent(parameter), number, offset)
+                self.pieces[parameter] = ParameterSlice(shape, partition_extent(parameter), number, offset)
                 offset += parameter.ds_tensor.ds_numel
         return list(self.zero.fp32_partitioned_groups_flat)
 
@@ -274,8 +274,8 @@ class Zero3MasterWeights(MasterWeights):
 
 
 def keep_only_shards(module: nn.Module, masters: MasterWeights | None) -> None:
-    """After stage 3: let the divided parameters hold nothing but this process's parts of their master weights."""
-    for parameter in divided(module):
+    """After stage 3, let the partitioned parameters hold only this process's slices of their master weights."""
+    for parameter in partitioned_parameters(module):
         part: Any = parameter.ds_tensor
         parameter.ds_active_sub_modules.clear()
         piece = masters.pieces.get(parameter) if masters is not None else None
@@ -286,7 +286,7 @@ def keep_only_shards(module: nn.Module, masters: MasterWeights | None) -> None:
 
 
 def weights(module: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor | Shard]:
-    """What `Strategy.module_state` gives: master weights where there are such, in float32."""
+    """Return what `Strategy.module_state` does: master weights where there are such, in float32."""
     # Tied parameters have one entry under several names.
     found: dict[int, torch.Tensor | Shard] = {}
     state = module.state_dict(keep_vars=True)
@@ -296,7 +296,7 @@ def weights(module: nn.Module, masters: MasterWeights | None) -> dict[str, torch
         if masters is not None and tensor in masters.pieces:
             found[id(tensor)] = masters.shard(tensor)
         elif is_zero3_partitioned(tensor):
-            found[id(tensor)] = divided_shard(tensor)
+            found[id(tensor)] = partition_shard(tensor)
         else:
             low = isinstance(tensor, nn.Parameter) and tensor.dtype in (torch.bfloat16, torch.float16)
             found[id(tensor)] = tensor.detach().float() if low else tensor.detach()
@@ -304,7 +304,7 @@ def weights(module: nn.Module, masters: MasterWeights | None) -> dict[str, torch
 
 
 def load_weights(module: nn.Module, masters: MasterWeights | None, state: Mapping[str, Loadable], strict: bool) -> None:
-    """The inverse, from the weights of any strategy; of a divided tensor only this process's part is read.
+    """Load weights that any strategy has saved; of a partitioned tensor only this process's slice is read.
 
     The weights that the module computes with are to be made from the master weights afterwards.
 
@@ -320,7 +320,7 @@ def load_weights(module: nn.Module, masters: MasterWeights | None, state: Mappin
         if masters is not None and tensor in masters.pieces:
             of_masters[tensor] = state[name]
         elif is_zero3_partitioned(tensor):
-            load_divided(tensor, state[name])
+            load_partition(tensor, state[name])
         else:
             with torch.no_grad():
                 tensor.copy_(materialize(state[name]))

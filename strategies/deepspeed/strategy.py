@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: its engine divides optimizer, gradients and weights among the processes; the loop stays ours."""
+"""Train with DeepSpeed ZeRO: its engine shards optimizer, gradients and weights under the trainer's loop."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ from trainer.strategies.deepspeed.config import (
 from trainer.strategies.deepspeed.engine import (
     LossScale,
     cpu_adam_of,
-    cpu_adam_problems,
-    engine_problems,
-    module_problems,
-    optimizer_problems,
+    end_engine,
+    import_deepspeed,
+    in_full_precision,
+    local_rank_env,
+    low_precision,
+    stop_gathering,
 )
 from trainer.strategies.deepspeed.master_weights import (
     MasterWeights,
@@ -49,18 +51,17 @@ from trainer.strategies.deepspeed.master_weights import (
 )
 from trainer.strategies.deepspeed.partitioning import (
     cast_parameters,
-    destroy,
-    divided_shard,
     expose_shapes,
-    import_deepspeed,
-    in_full_precision,
     is_zero3_partitioned,
-    local_rank_env,
-    low_precision,
     partition_module,
-    remove_engine_hooks,
+    partition_shard,
     restore_empty,
-    stop_gathering,
+)
+from trainer.strategies.deepspeed.problems import (
+    cpu_adam_problems,
+    engine_problems,
+    module_problems,
+    optimizer_problems,
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategy import StepConfig
@@ -76,7 +77,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     Args:
         config: a DeepSpeed JSON, as path or dict. Every "auto" in it is filled in from the trainer, and what
             contradicts the trainer is reported. None: DeepSpeed's defaults.
-        stage: what is divided. 1: the optimizer's states; 2: gradients too; 3: weights too. Default: the JSON's, or 2.
+        stage: what is sharded. 1: the optimizer's states; 2: gradients too; 3: weights too. Default: the JSON's, or 2.
         offload_optimizer: keep master weights and optimizer states in "cpu" memory, or on "nvme"; False: on the device.
         offload_parameters: with stage 3, the same for the weights.
         nvme_path: the folder for "nvme".
@@ -89,9 +90,9 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     With bf16 and fp16 the engine computes with low-precision weights and keeps master weights in float32, with the
     "*-true" precisions too; checkpoints hold these. Frozen parameters have no master weights: bf16 rounds them. The
-    optimizer works on parameters strung together, so it has to treat every element alike, as AdamW and SGD do; a
+    optimizer works on flattened parameters, so it has to treat every element alike, as AdamW and SGD do; a
     parameter that a step does not use has a gradient of zero. After a run of stage 3 the module's parameters stay
-    divided: use it with the same strategy, or `load_from_checkpoint`.
+    sharded: use it with the same strategy, or `load_from_checkpoint`.
     """
 
     name: ClassVar[str] = "deepspeed"
@@ -124,7 +125,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             offload_optimizer = offload or offload_device(zero, "offload_optimizer")
         if offload_parameters is None:
             offload_parameters = (offload if self.stage == 3 else None) or offload_device(zero, "offload_param")
-        # None: nobody has said it. False: on the device.
+        # None: not set. False: on the device.
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.nvme_path = nvme_path
         self.cpu_adam = cpu_adam
@@ -230,7 +231,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
         low = low_precision(resolved)
         # As long as master weights are missing, those in full precision stay in memory.
-        full = {p: divided_shard(p) if is_zero3_partitioned(p) else p.data for p in module.parameters()} if low else {}
+        full = (
+            {p: partition_shard(p) if is_zero3_partitioned(p) else p.data for p in module.parameters()} if low else {}
+        )
         if low:
             cast_parameters(module, low)
         self._start(cpu_adam_of(self.deepspeed, optimizer) if self.cpu_adam else optimizer, resolved)
@@ -243,10 +246,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         return [optimizer]
 
     def _only(self, optimizers: list[Optimizer]) -> Optimizer:
-        """The optimizer.
+        """Return the optimizer.
 
         Raises:
-            ConfigError: it is not one, or not one that DeepSpeed can divide.
+            ConfigError: there is not one, or it is none whose state DeepSpeed can shard.
         """
         raise_problems(optimizer_problems(optimizers, self.cpu_adam), f"strategy {self.name!r}")
         return optimizers[0]
@@ -314,7 +317,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         pass
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
-        """Only checks: the engine clips in its step, by the norm that it was given at the start."""
+        """Check only: the engine clips in its step, by the norm that it was given at the start."""
         if algorithm != "norm" or value != self.clip_norm:
             raise ConfigError(
                 f"strategy {self.name!r} clips by the norm {self.clip_norm}, as it was at the start, and cannot clip "
@@ -367,14 +370,13 @@ class DeepSpeedStrategy(DistributedStrategy):
             group.update({key: value for key, value in options.items() if key != "params"})
 
     def teardown(self) -> None:
-        """Let go of the engine. Master weights and the optimizer's states stay, to be saved, until the next set-up."""
+        """End the engine. Master weights and the optimizer's states stay, to be saved, until the next set-up."""
         if self.engine is None:
             return
         engine, self.engine = self.engine, None
-        destroy(engine)
+        end_engine(engine, self.stage)
         if self.stage == 3:
             keep_only_shards(self.module, self.masters)
-            remove_engine_hooks(engine.module)
         if self.masters is not None:
             cast_parameters(self.module, torch.float32)
             self.masters.release_engine()
@@ -386,21 +388,21 @@ class DeepSpeedStrategy(DistributedStrategy):
 
 
 class DeepSpeedStage1Strategy(DeepSpeedStrategy):
-    """ZeRO 1: the optimizer's states are divided."""
+    """ZeRO 1: the optimizer's states are sharded."""
 
     name: ClassVar[str] = "deepspeed_stage_1"
     default_stage: ClassVar[int | None] = 1
 
 
 class DeepSpeedStage2Strategy(DeepSpeedStrategy):
-    """ZeRO 2: the optimizer's states and the gradients are divided."""
+    """ZeRO 2: the optimizer's states and the gradients are sharded."""
 
     name: ClassVar[str] = "deepspeed_stage_2"
     default_stage: ClassVar[int | None] = 2
 
 
 class DeepSpeedStage3Strategy(DeepSpeedStrategy):
-    """ZeRO 3: the optimizer's states, the gradients and the weights are divided."""
+    """ZeRO 3: the optimizer's states, the gradients and the weights are sharded."""
 
     name: ClassVar[str] = "deepspeed_stage_3"
     default_stage: ClassVar[int | None] = 3

@@ -1,4 +1,4 @@
-"""Torch's distributed tensors, and the parts of tensors of which checkpoints are made."""
+"""Turn torch's distributed tensors into the shards that checkpoints hold, and back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainer.model.weights import check_fit
 
 
 def local_slice(tensor: DTensor) -> FlatSlice:
-    """The elements of the whole tensor that this process has."""
+    """Return which elements of the full tensor this process holds."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return slice_of_box(tensor.shape, offset, shape)
 
 
 def shard_of(tensor: DTensor) -> Shard:
-    """This process's part; of replicas the first process along each dimension of the mesh writes."""
+    """Return this process's shard; of replicas the first process along each dimension of the mesh writes."""
     if any(placement.is_partial() for placement in tensor.placements):
         tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -32,7 +32,7 @@ def shard_of(tensor: DTensor) -> Shard:
 
 
 def as_shards(value: Any, known: dict[int, Shard] | None = None) -> Any:
-    """Nested data with a `Shard` for each distributed tensor; the same tensor twice is the same shard."""
+    """Return nested data with a `Shard` for each distributed tensor; the same tensor twice is the same shard."""
     known = {} if known is None else known
     if isinstance(value, DTensor):
         if id(value) not in known:
@@ -48,7 +48,7 @@ def as_shards(value: Any, known: dict[int, Shard] | None = None) -> Any:
 
 
 def set_values(tensor: torch.Tensor, value: Loadable) -> None:
-    """Set a tensor from a full one, of which only this process's part is read if the tensor is distributed."""
+    """Set a tensor from a full one, of which only this process's shard is read if the tensor is distributed."""
     if isinstance(tensor, DTensor):
         local: torch.Tensor = tensor.to_local().detach()
         local.copy_(read_slice(value, local_slice(tensor)).view(local.shape))
@@ -57,7 +57,7 @@ def set_values(tensor: torch.Tensor, value: Loadable) -> None:
 
 
 def load_sharded(module: nn.Module, state: Mapping[str, Loadable], strict: bool) -> None:
-    """Load weights and buffers by name, reading of distributed ones only this process's part.
+    """Load weights and buffers by name, reading of distributed ones only this process's shard.
 
     Raises:
         CheckpointError: names or shapes differ from the module's.
@@ -75,7 +75,7 @@ def load_sharded(module: nn.Module, state: Mapping[str, Loadable], strict: bool)
 
 
 def part_as_dtensor(value: Loadable, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of an optimizer's state, divided as its parameter is where it has the parameter's shape."""
+    """Return a tensor of an optimizer's state, sharded as its parameter is where it has the parameter's shape."""
     if not isinstance(like, DTensor) or tuple(value.shape) != tuple(like.shape):
         return materialize(value)
     local = like.to_local()

@@ -1,4 +1,4 @@
-"""Shards: every process holds a part of each parameter, its gradient and its optimizer state (torch's FSDP2)."""
+"""Shard parameters, gradients and optimizer state over the processes (torch's FSDP2)."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class FSDPStrategy(DistributedStrategy):
     """`fully_shard` (https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on the blocks of the module.
 
     Args:
-        sharding_strategy: "FULL_SHARD": parameters, gradients and optimizer state are divided, and a block's parameters
+        sharding_strategy: "FULL_SHARD": parameters, gradients and optimizer state are sharded, and a block's parameters
             are gathered before its forward and again before its backward (ZeRO-3). "SHARD_GRAD_OP": they stay gathered
-            from the forward to the backward: more memory, less communication (ZeRO-2). "HYBRID_SHARD": divided within a
+            from the forward to the backward: more memory, less communication (ZeRO-2). "HYBRID_SHARD": sharded within a
             group of processes, and replicated over the groups.
         auto_wrap_policy: which submodules are gathered one at a time: "auto" (the repeated blocks), class names,
             classes, a least number of parameters, or a function (name, submodule) -> bool. See
             `trainer.model.blocks.find_blocks`.
         reshard_after_forward: instead of what `sharding_strategy` says: True, False, or an int, the number of processes
-            among which parameters stay divided between forward and backward.
+            among which parameters stay sharded between forward and backward.
         device_mesh: for "HYBRID_SHARD", (replicas, shards); default: (machines, processes on each).
         cpu_offload: parameters, gradients and optimizer state live in the CPU's memory; the step runs there.
-        accumulate_unsharded: with accumulation, keep whole gradients on each process until the last micro-batch, and
+        accumulate_unsharded: with accumulation, keep full gradients on each process until the last micro-batch, and
             communicate once. False: reduce after every micro-batch, which needs less memory.
         reduce_dtype: dtype in which gradients are summed over processes, e.g. "bfloat16"; default: float32.
         init_device: where `configure_model` builds the layers. "cpu": on every process. "mixed": on rank 0; on the
@@ -95,7 +95,7 @@ class FSDPStrategy(DistributedStrategy):
         self.init_device = init_device
         self.wrapped: Any = None
         self.wrapped_blocks = ""
-        """The units beside the module itself, in words."""
+        """The wrapped units other than the module itself, in words."""
         self._mesh: DeviceMesh | None = None
         self._will_load_checkpoint = False
 
@@ -141,12 +141,12 @@ class FSDPStrategy(DistributedStrategy):
         assert self._mesh is not None
         *replicas, shards = self._mesh.shape
         tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
-        whole, own = sum(p.numel() for p in tensors), sum(p.to_local().numel() for p in tensors)
+        full, own = sum(p.numel() for p in tensors), sum(p.to_local().numel() for p in tensors)
         few = sum(p.shape[0] < shards for p in tensors)
         lines = [
             f"mesh: {replicas[0]} replicas of {shards} shards" if replicas else f"mesh: {shards} shards",
             f"gathered one at a time: {self.wrapped_blocks or 'nothing'}, and the rest",
-            f"rank 0 holds {own:,} of {whole:,} elements; an equal share is {whole // shards:,}",
+            f"rank 0 holds {own:,} of {full:,} elements; an equal share is {full // shards:,}",
         ]
         if few:
             lines.append(
@@ -184,7 +184,7 @@ class FSDPStrategy(DistributedStrategy):
         if activation_checkpointing is not None:
             enable_activation_checkpointing(module, activation_checkpointing)
         if module._wrapper is not None:
-            self.wrapped = module._wrapper  # Divided by a run before this one.
+            self.wrapped = module._wrapper  # sharded by a run before this one
             return
         self._refuse(module)
         self.precision.convert_module(module)
@@ -203,7 +203,7 @@ class FSDPStrategy(DistributedStrategy):
         scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
         if scalars:
             raise ConfigError(
-                f"strategy 'fsdp' cannot divide parameters without a dimension: {', '.join(scalars)}. Give them the "
+                f"strategy 'fsdp' cannot shard parameters without a dimension: {', '.join(scalars)}. Give them the "
                 "shape [1]: nn.Parameter(torch.ones(1))."
             )
 
@@ -322,7 +322,7 @@ class FSDPStrategy(DistributedStrategy):
 
 
 def norms_with_statistics(module: nn.Module) -> list[nn.Module]:
-    """The BatchNorms and their like with weights: torch computes them only with weights of the statistics' dtype."""
+    """Return the BatchNorms and their like with weights: torch needs these in the dtype of the statistics."""
     return [
         child
         for child in module.modules()

@@ -1,4 +1,4 @@
-"""What modules do differently on XLA: recomputed blocks, barriers between backward passes, batch norm's variance."""
+"""Patch modules for XLA: recomputed blocks, barriers between backward passes, batch norm's variance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def recompute(block: nn.Module) -> Undo:
     """Let a block compute its activations again in the backward pass, with torch_xla's own function: torch's does not
     know the device.
 
-    That one restores the seed of the whole step, not what it had become by then, so that dropout would draw other
+    torch_xla's restores the seed with which the step began, not the one of this block, so that dropout would draw other
     numbers the second time. Here each call has a seed of its own.
     """
     import torch_xla.core.xla_model as xm
@@ -66,7 +66,7 @@ def recompute(block: nn.Module) -> Undo:
 
 
 def advance_seed() -> int:
-    """Go on with another seed for the devices' random numbers, which follows from the present one; returns it."""
+    """Advance the seed of the devices' random numbers to one derived from it, and return it."""
     import torch_xla.core.xla_model as xm
 
     seed = derive_seed(xm.get_rng_state(), "next")
@@ -75,9 +75,9 @@ def advance_seed() -> int:
 
 
 def barrier_after_backward(block: nn.Module) -> Undo:
-    """Keep XLA from putting the backward passes of all blocks, with all their gradients, together.
+    """Keep XLA from merging the backward passes of all blocks, with all their gradients.
 
-    What torch_xla's `apply_backward_optimization_barrier` does by a hook on the module, which a block whose inputs need
+    torch_xla's `apply_backward_optimization_barrier` does so by a hook on the module, which a block whose inputs need
     no gradient, or that works in place, cannot have.
     """
     import torch_xla.core.xla_model as xm

@@ -1,4 +1,4 @@
-"""Counting XLA's compilations: after the first steps there should be none, and each one says what changed."""
+"""Count XLA's compilations and warn, with the cause, of those after the first steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MOST_WARNINGS = 10
 
 
 class XlaRecompilationMonitor:
-    """Looks at torch_xla's own counter after each step and says which shapes were new when it has grown.
+    """Read torch_xla's own counter after each step, and name the shapes that were new when it has grown.
 
     Args:
-        warmup: as many steps of each kind (`"training_step"`, `"validation_step"`, ...) may compile without a word. The
-            first two always do: the optimizer's state comes to be in the first.
+        warmup: as many steps of each kind (`"training_step"`, `"validation_step"`, ...) may compile unreported. The
+            first two always do: the optimizer's state is created in the first.
     """
 
     def __init__(self, warmup: int) -> None:
@@ -39,18 +39,18 @@ class XlaRecompilationMonitor:
         self._warnings = 0
 
     def start(self) -> None:
-        """What is compiled from here on counts."""
+        """Count what is compiled from here on."""
         self.compiles = compiles_so_far()
         self._window = []
         self._steps.clear()
         self._seen.clear()
 
     def batch(self, batch: Any) -> None:
-        """A batch of the step that comes next."""
+        """Note the shapes of a batch of the next step."""
         self._window.append(tuple(shapes_of(batch)))
 
     def before(self) -> None:
-        """The step has been recorded and is about to be run: what was compiled until now was for reading values."""
+        """Called before a recorded step is run: what was compiled since the last one was for reading values."""
         new = compiles_so_far() - self.compiles
         self.compiles += new
         if new and self._steps.total() > self.warmup:
@@ -63,7 +63,7 @@ class XlaRecompilationMonitor:
                 )
 
     def after(self, kind: str) -> None:
-        """The step has been run."""
+        """Called after a step: warn if it was compiled again."""
         new, window = compiles_so_far() - self.compiles, tuple(self._window)
         self.compiles += new
         self._window = []
@@ -85,7 +85,7 @@ class XlaRecompilationMonitor:
             log.warning("that was the last warning of this kind; the strategy goes on counting in `compiles`")
 
     def in_words(self) -> str:
-        """One line, for the end of a run."""
+        """Return one line for the end of a run."""
         return (
             f"{self.compiles} graphs compiled in this process; after the warm-up {self.recompiles} steps were compiled "
             f"again, and {self.elsewhere} graphs elsewhere"
@@ -93,14 +93,14 @@ class XlaRecompilationMonitor:
 
 
 def compiles_so_far() -> int:
-    """Graphs that torch_xla has compiled in this process."""
+    """Return how many graphs torch_xla has compiled in this process."""
     from torch_xla.debug import metrics
 
     return int(metrics.counter_value("UncachedCompile") or 0)
 
 
 def shapes_of(batch: Any, where: str = "batch") -> list[tuple[str, tuple[int, ...]]]:
-    """Where the tensors of a nested batch are, and their shapes."""
+    """Return the places of the tensors in a nested batch, with their shapes."""
     if isinstance(batch, torch.Tensor):
         return [(where, tuple(batch.shape))]
     if isinstance(batch, Mapping):
@@ -111,7 +111,7 @@ def shapes_of(batch: Any, where: str = "batch") -> list[tuple[str, tuple[int, ..
 
 
 def _difference(window: tuple[Shapes, ...], seen: Counter[tuple[Shapes, ...]]) -> str:
-    """How the batches of this step differ from the usual ones."""
+    """Return how the batches of this step differ from the usual ones, and what to do."""
     if not seen:
         return "it is the first one. Give XlaStrategy(compile_warmup_steps=...) more than that."
     usual = seen.most_common(1)[0][0]

@@ -1,4 +1,4 @@
-"""Where tensors lie on the devices of one SPMD process: batches and weights divided, copies brought back whole."""
+"""Shard tensors over the devices of one SPMD process, and copy them back to the host in full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 Spec = tuple[str | None, ...]
-"""For each dimension of a tensor, the axis of the mesh over which it is divided; None: not divided."""
+"""For each dimension of a tensor, the axis of the mesh over which it is sharded; None: not sharded."""
 
 AXIS = "fsdp"
 """The one axis of the mesh: all devices."""
@@ -33,7 +33,7 @@ class SpmdMesh:
         self.mesh: Any = spmd.Mesh(np.arange(self.devices), (self.devices,), (AXIS,))
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of a batch from the host to the devices, its first dimension divided among them."""
+        """Send a tensor of a batch from the host to the devices, sharded by its first dimension."""
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
         sharding = self._spmd.ShardingSpec(self.mesh, _by_rows(tensor)) if tensor.dim() else None
@@ -41,23 +41,23 @@ class SpmdMesh:
         return sent  # type: ignore[no-any-return]
 
     def place(self, tensor: torch.Tensor, spec: Spec) -> None:
-        """Let a tensor on the devices lie so. What is computed from it stays right, wherever it lies."""
-        if self.is_zero3_partitioned(tensor):
+        """Shard a tensor on the devices by the spec. Every sharding gives the same results."""
+        if self.is_sharded(tensor):
             self._spmd.clear_sharding(tensor)
-        # Even where it is whole everywhere: a program depends on whether that was said.
+        # A replicated tensor is marked, too: a program depends on whether it was.
         self._spmd.mark_sharding(tensor, self.mesh, spec)
 
-    def divide_rows(self, tensor: torch.Tensor) -> None:
-        """Divide a result that is recorded, such as activations, by its first dimension."""
+    def shard_rows(self, tensor: torch.Tensor) -> None:
+        """Shard a recorded result, such as activations, by its first dimension."""
         if tensor.dim():
             self._spmd.mark_sharding(tensor, self.mesh, _by_rows(tensor))
 
-    def is_zero3_partitioned(self, tensor: torch.Tensor) -> bool:
-        """Whether each device has only a part of it."""
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Whether each device holds only a part of the tensor."""
         return "devices=" in self._binding._get_xla_sharding_spec(tensor)
 
     def spec_of_weight(self, tensor: torch.Tensor) -> Spec:
-        """How FSDPv2 divides a weight: by its largest dimension. One that is too small for that is whole everywhere."""
+        """Return how FSDPv2 shards a weight: by its largest dimension; one that is too small for that is replicated."""
         spec: list[str | None] = [None] * tensor.dim()
         if tensor.dim() and max(tensor.shape) >= self.devices:
             spec[tensor.shape.index(max(tensor.shape))] = AXIS
@@ -70,19 +70,19 @@ class SpmdMesh:
             self._xm.wait_device_ops()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the CPU, whole. A divided tensor has to be finished."""
+        """Return a full copy on the CPU. A sharded tensor has to be materialized."""
         tensor = tensor.detach()
         if tensor.device.type != "xla":
             return tensor.cpu()
-        if not self.is_zero3_partitioned(tensor):
+        if not self.is_sharded(tensor):
             return tensor.cpu()
         # tensor.cpu() would compile a graph that puts the parts together, every time.
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
         for shard in self._spmd.xla_sharding.wrap_as_sharded_tensor(tensor).local_shards:
             # Devices beyond a dimension's end have padding only, and the last one before it has some.
             lengths = [len(range(*part.indices(size))) for part, size in zip(shard.indices, tensor.shape, strict=True)]
-            whole[tuple(shard.indices)] = shard.data[tuple(slice(length) for length in lengths)]
-        return whole
+            full[tuple(shard.indices)] = shard.data[tuple(slice(length) for length in lengths)]
+        return full
 
 
 def _by_rows(tensor: torch.Tensor) -> Spec:
@@ -90,7 +90,7 @@ def _by_rows(tensor: torch.Tensor) -> Spec:
 
 
 def copied_to_host(values: Any, layout: SpmdMesh) -> Any:
-    """Nested dicts and lists with the tensors copied to the CPU. What is one tensor in several places stays one."""
+    """Copy the tensors in nested dicts and lists to the CPU. One tensor in several places stays one."""
     tensors = {id(tensor): tensor for tensor in _tensors(values)}
     layout.materialize([tensor for tensor in tensors.values() if tensor.device.type == "xla"])
     copies = {key: layout.to_host(tensor) for key, tensor in tensors.items()}
@@ -108,7 +108,7 @@ def copied_to_host(values: Any, layout: SpmdMesh) -> Any:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested dicts and lists."""
+    """Yield the tensors in nested dicts and lists."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (dict, list, tuple)):
@@ -117,7 +117,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:
-    """`module.to(device)`, after which what was one parameter or buffer in several places still is one.
+    """Call `module.to(device)` such that one parameter or buffer in several places stays one.
 
     Moving to a device of another kind makes new parameters, one for each place.
     """
@@ -131,7 +131,7 @@ def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:
 
 
 def _places(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]:
-    """For each parameter and buffer, the submodules that hold it and its name there."""
+    """Return, for each parameter and buffer in several places, the submodules that hold it and its name there."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for submodule in module.modules():
         for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:

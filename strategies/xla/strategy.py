@@ -1,4 +1,4 @@
-"""All devices in one process, by torch_xla's SPMD: the batch is divided, and for `xla_fsdp` the weights too."""
+"""Train on all devices from one process by torch_xla's SPMD: the batch is sharded; for `xla_fsdp` the weights, too."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ BACKWARD_RAN = (
 
 
 class XlaStrategy(Strategy):
-    """Data parallel over all devices by SPMD: one process, one program that XLA divides among the devices.
+    """Data parallel over all devices by SPMD: one process, one program that XLA partitions over the devices.
 
-    A micro-batch is the global one: its first dimension is divided among the devices, and everything else, batch norm
+    A micro-batch is the global one: its first dimension is sharded over the devices, and everything else, batch norm
     and clipping too, is computed as if there were one device. A step is recorded while Python runs, and compiled and
     run at its end (`torch_xla.sync()`); values logged are read after that.
 
@@ -174,18 +174,18 @@ class XlaStrategy(Strategy):
         self._recomputes = True
 
     def place_weights(self, module: TrainModule) -> None:
-        """Every device has all weights and buffers, also those that another strategy has divided."""
+        """Replicate all weights and buffers on every device, also those that another strategy has sharded."""
         for tensor in [*module.parameters(), *module.buffers()]:
             self.layout.place(tensor, self.spec(tensor))
 
     def spec(self, tensor: torch.Tensor) -> Spec:
-        """How a weight or buffer lies on the devices."""
+        """Return how a weight or buffer is sharded over the devices."""
         return (None,) * tensor.dim()
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         raise_problems(
             [
-                f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses the whole step anyway: "
+                f"{type(optimizer).__name__}(fused=True) has no version for XLA, which fuses all of the step anyway: "
                 "leave fused out."
                 for optimizer in optimizers
                 if any(group.get("fused") for group in optimizer.param_groups)
@@ -197,7 +197,7 @@ class XlaStrategy(Strategy):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def to_device(self, batch: Any) -> Any:
-        """The batch, its floating tensors cast if the precision says so, divided among the devices by its samples."""
+        """Send the batch to the devices, sharded by its samples, floating tensors cast if the precision says so."""
         with torch.inference_mode(False):  # see `call`
             self._place = 0
             batch = move_to(batch, self._placed)
@@ -242,7 +242,7 @@ class XlaStrategy(Strategy):
             self._run("training_step")
 
     def end_step(self) -> None:
-        """Compile the step that has been recorded, if it is new, and let the devices begin with it."""
+        """Compile the recorded step if it is new, and start it on the devices."""
         self._run("training_step")
 
     def _run(self, kind: str) -> None:
@@ -258,7 +258,7 @@ class XlaStrategy(Strategy):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
-        """Weights and buffers by name, whole, on the CPU."""
+        """Return full weights and buffers by name, on the CPU."""
         state: dict[str, torch.Tensor | Shard] = copied_to_host(self.module.state_dict(keep_vars=True), self.layout)
         return state
 
@@ -267,8 +267,8 @@ class XlaStrategy(Strategy):
         self._sync()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        whole = copied_to_host(optimizer.state_dict(), self.layout)
-        return state_by_name(self.module, optimizer, whole)
+        full = copied_to_host(optimizer.state_dict(), self.layout)
+        return state_by_name(self.module, optimizer, full)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         super().load_optimizer_state(optimizer, state)
@@ -276,7 +276,7 @@ class XlaStrategy(Strategy):
         self._sync()
 
     def _place_state(self, optimizer: Optimizer) -> None:
-        """The state of a parameter lies as the parameter does."""
+        """Shard the state of each parameter as the parameter is."""
         for parameter, values in optimizer.state.items():
             for value in values.values():
                 if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
@@ -297,13 +297,13 @@ class XlaStrategy(Strategy):
 
 
 class XlaFsdpStrategy(XlaStrategy):
-    """As `XlaStrategy`, with weights, gradients and optimizer state divided among the devices too (FSDPv2).
+    """As `XlaStrategy`, with weights, gradients and optimizer state sharded over the devices, too (FSDPv2).
 
-    XLA brings the weights of a block together where they are needed. This is what torch_xla's
+    XLA gathers the weights of a block where they are needed. This is what torch_xla's
     `SpmdFullyShardedDataParallel` does, without a wrapper, so that names stay what they are.
 
     Args:
-        auto_wrap_policy: the blocks, whose weights are brought together and gradients divided one block at a time; see
+        auto_wrap_policy: the blocks, whose weights are gathered and gradients sharded one block at a time; see
             `trainer.model.blocks.find_blocks`.
         pad_last_batch, compile_warmup_steps: as in `XlaStrategy`.
     """
@@ -318,35 +318,35 @@ class XlaFsdpStrategy(XlaStrategy):
     ) -> None:
         super().__init__(pad_last_batch, compile_warmup_steps)
         self.auto_wrap_policy = auto_wrap_policy
-        self._divided: set[int] = set()
+        self._state_sharded: set[int] = set()
 
     def place_weights(self, module: TrainModule) -> None:
-        """Divide the weights, and let the outputs of blocks lie as the batch does."""
+        """Shard the weights, and the outputs of blocks as the batch."""
         super().place_weights(module)
         for block in find_blocks(module, self.auto_wrap_policy).values():
-            self._undo.append(block.register_forward_hook(self._divide_outputs).remove)
+            self._undo.append(block.register_forward_hook(self._shard_outputs).remove)
             self._undo.append(barrier_after_backward(block))
-        self._divided = set()
+        self._state_sharded = set()
 
     def spec(self, tensor: torch.Tensor) -> Spec:
-        """Parameters and their state are divided, buffers are not."""
+        """Return how a parameter and its state are sharded; buffers are replicated."""
         return self.layout.spec_of_weight(tensor) if isinstance(tensor, nn.Parameter) else super().spec(tensor)
 
-    def _divide_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _shard_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
         for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
             if isinstance(output, torch.Tensor):
-                self.layout.divide_rows(output)
+                self.layout.shard_rows(output)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         super().step(optimizer, closure)
         # The first step has made the state.
-        if id(optimizer) not in self._divided:
+        if id(optimizer) not in self._state_sharded:
             self._place_state(optimizer)
-            self._divided.add(id(optimizer))
+            self._state_sharded.add(id(optimizer))
 
 
 def _import_quietly() -> None:
-    """Importing torch_xla sets up logging for the whole program, which is not its to do."""
+    """Import torch_xla without the handlers that it adds to the root logger."""
     root = logging.getLogger()
     before = [*root.handlers]
     import_module("torch_xla.debug.metrics")
@@ -364,7 +364,7 @@ def _device_was_used_without_spmd() -> bool:
 
 
 def _check_backward(device: torch.device) -> None:
-    """torch sets up its backward passes, with a queue for each device, when the first one runs."""
+    """Raise ConfigError if torch has set up its backward passes, at the first one, without these devices."""
     try:
         torch.autograd.backward(torch.ones((), device=device, requires_grad=True).clone())
     except RuntimeError as error:

@@ -21,7 +21,8 @@ from trainer.strategies.deepspeed.config import (
     resolve_config,
     write_config,
 )
-from trainer.strategies.deepspeed.config_checks import check_build_tools, default_of, key_problems, known_keys
+from trainer.strategies.deepspeed.config_checks import default_of, key_problems, known_keys
+from trainer.strategies.deepspeed.problems import check_build_tools
 
 
 @pytest.fixture(autouse=True, scope="module")

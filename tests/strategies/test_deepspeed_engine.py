@@ -271,7 +271,7 @@ def test_stage_3_evaluates_without_having_trained(found: dict[str, Any], late: b
     ("what", "words"),
     [
         ("two optimizers", "2 optimizers, and DeepSpeed's engine takes one"),
-        ("not by element", "Adafactor needs whole parameters"),
+        ("not by element", "Adafactor needs full parameters"),
         ("all frozen", "group 1 of the SGD has no parameter that requires a gradient"),
         ("other clipping", "clips by the norm 1.0, as it was at the start, and cannot clip by norm 2.0"),
     ],

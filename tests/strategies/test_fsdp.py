@@ -257,7 +257,7 @@ def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("scalar", "cannot divide parameters without a dimension: scale"),
+        ("scalar", "cannot shard parameters without a dimension: scale"),
         ("no such class", "Did you mean 'Block'"),
         ("none chosen", "returned False for every submodule"),
         ("wrapped", "Net.blocks.0 is already wrapped by fully_shard"),

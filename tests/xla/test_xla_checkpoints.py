@@ -55,11 +55,9 @@ def fit(strategy: str, until: int, start: str | None = None, save: str | None = 
     trainer.fit(module, DataLoader(module.data(81), 8 // number, shuffle=True), ckpt_path=start)
     layout = None
     if strategy in ON_XLA:
-        layout = {name: trainer.strategy.layout.is_zero3_partitioned(p) for name, p in module.named_parameters()}
+        layout = {name: trainer.strategy.layout.is_sharded(p) for name, p in module.named_parameters()}
         for parameter, state in trainer.optimizers[0].state.items():
-            assert trainer.strategy.layout.is_zero3_partitioned(
-                state["exp_avg"]
-            ) == trainer.strategy.layout.is_zero3_partitioned(parameter)
+            assert trainer.strategy.layout.is_sharded(state["exp_avg"]) == trainer.strategy.layout.is_sharded(parameter)
     return {"losses": watch.losses, "weights": trainer.full_state_dict(everywhere=True), "divided": layout}
 
 

@@ -1,0 +1,150 @@
+"""Find what DeepSpeed's engine cannot do: on this machine, with this module, or with these optimizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Adam, AdamW, Optimizer
+
+from trainer.module import TrainModule
+from trainer.precision import Precision
+
+NON_ELEMENTWISE_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""Optimizers of torch whose update of an element depends on the shape of its tensor, or on the others in it."""
+
+
+def engine_problems(name: str, stage: int, precision: Precision, device_type: str) -> list[str]:
+    """Return why the engine cannot run at this stage, in this precision, on this kind of device; one sentence each."""
+    problems = []
+    if stage not in (1, 2, 3):
+        problems.append(f"strategy {name!r}: stage={stage!r}; allowed are 1, 2 and 3. Instead of stage 0 use 'ddp'.")
+    if device_type not in ("cpu", "cuda"):
+        problems.append(f"strategy {name!r} runs on 'cuda' and 'cpu', not on {device_type!r}.")
+    if precision.name in ("64-true", "16-true"):
+        problems.append(
+            f"precision {precision.name!r} is not one of DeepSpeed's: use '32-true', 'bf16-mixed', 'bf16-true' or "
+            "'16-mixed'."
+        )
+    if precision.loss_scaling and device_type == "cpu":
+        problems.append(
+            f"precision {precision.name!r} with DeepSpeed on the CPU: Type fp16 is not supported on your device. Use "
+            "'bf16-mixed'."
+        )
+    return problems
+
+
+def cpu_adam_problems(offload_optimizer: object) -> list[str]:
+    """Return why DeepSpeed's CPUAdam cannot be used; one sentence each."""
+    problems = []
+    if not offload_optimizer:
+        problems.append("cpu_adam=True has no effect without offload_optimizer: give offload_optimizer='cpu', too.")
+    missing = [program for program in ("g++", "ninja") if shutil.which(program) is None]
+    if missing:
+        problems.append(
+            f"cpu_adam=True: DeepSpeed compiles its CPUAdam, and {' and '.join(missing)} cannot be found. Install them "
+            "(apt install g++, pip install ninja), or drop cpu_adam=True."
+        )
+    return problems
+
+
+def module_problems(name: str, module: TrainModule, clip_by: str | None) -> list[str]:
+    """Return why the engine cannot train the module, one sentence each.
+
+    Args:
+        clip_by: how gradients are clipped; None: they are not.
+    """
+    problems = []
+    if not module.automatic_optimization:
+        problems.append(
+            f"strategy {name!r} cannot do manual optimization: DeepSpeed's engine steps by itself. Use automatic "
+            "optimization, or strategy 'ddp' or 'fsdp'."
+        )
+    if module.overrides("configure_gradient_clipping"):
+        problems.append(
+            f"{type(module).__name__}.configure_gradient_clipping cannot be used: DeepSpeed's engine clips, by the "
+            "norm gradient_clip_val of the start. Remove the method."
+        )
+    scalars = [parameter for parameter, value in module.named_parameters() if value.dim() == 0]
+    if scalars:
+        problems.append(
+            f"strategy {name!r} cannot shard parameters without a dimension: {', '.join(scalars)}. Give them the "
+            "shape [1]: nn.Parameter(torch.ones(1))."
+        )
+    if clip_by == "value":
+        problems.append(
+            f"gradient_clip_algorithm='value': strategy {name!r} cannot, since DeepSpeed clips by the norm. Use "
+            "'norm', or strategy 'fsdp'."
+        )
+    return problems
+
+
+def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]:
+    """Return why the engine cannot train the module with these optimizers, one sentence each."""
+    if len(optimizers) != 1:
+        return [
+            f"configure_optimizers gave {len(optimizers)} optimizers, and DeepSpeed's engine takes one: give several "
+            "groups of parameters to one optimizer."
+        ]
+    optimizer = optimizers[0]
+    kind = type(optimizer).__name__
+    problems = []
+    if kind in NON_ELEMENTWISE_OPTIMIZERS:
+        problems.append(
+            f"{kind} needs full parameters, and DeepSpeed flattens the parameters and shards the flat buffer: use an "
+            "optimizer that treats all elements alike, such as torch.optim.AdamW."
+        )
+    if kind == "Adagrad":
+        problems.append(
+            "DeepSpeed makes an Adagrad of its own in the place of yours, which schedules do not reach: use "
+            "torch.optim.AdamW or RMSprop."
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        if not any(parameter.requires_grad for parameter in group["params"]):
+            problems.append(f"group {number} of the {kind} has no parameter that requires a gradient: drop it.")
+    if cpu_adam and type(optimizer) not in (Adam, AdamW):
+        problems.append(f"cpu_adam=True computes Adam and AdamW, and configure_optimizers gave {kind}.")
+    elif cpu_adam and any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
+        problems.append("cpu_adam=True has no amsgrad and no maximize: drop cpu_adam=True.")
+    return problems
+
+
+def check_build_tools(config: Mapping[str, Any], device_type: str) -> list[str]:
+    """Return the compilers and libraries that offloading needs and this machine lacks, one sentence each."""
+    zero = config.get("zero_optimization")
+    sections = zero if isinstance(zero, Mapping) else {}
+    devices = {name: part.get("device") for name, part in sections.items() if isinstance(part, Mapping)}
+    problems = []
+    nvme = [name for name in ("offload_optimizer", "offload_param") if devices.get(name) == "nvme"]
+    if nvme:
+        problems += _operator_problems("AsyncIOBuilder", f"{' and '.join(nvme)} to nvme", device_type)
+    if config.get("zero_force_ds_cpu_optimizer") is True and devices.get("offload_optimizer") in ("cpu", "nvme"):
+        problems += _operator_problems("CPUAdamBuilder", "zero_force_ds_cpu_optimizer", device_type)
+    return problems
+
+
+def _operator_problems(builder: str, setting: str, device_type: str) -> list[str]:
+    """Return why DeepSpeed cannot compile one of its operators, where it is not compiled already."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops import op_builder
+
+    operator = getattr(op_builder, builder)()
+    if installed_ops.get(operator.name):
+        return []
+    compiler, missing = os.environ.get("CXX", "g++"), []
+    if not shutil.which(compiler) and not shutil.which("c++"):
+        missing.append(f"{compiler} (apt install g++, or set CXX)")
+    if not shutil.which("ninja"):
+        missing.append("ninja (pip install ninja, and have the environment's bin folder on the PATH)")
+    if device_type == "cuda" and not shutil.which("nvcc") and "CUDA_HOME" not in os.environ:
+        missing.append("nvcc (install the CUDA toolkit, or set CUDA_HOME)")
+    if missing:
+        return [f"{setting} has DeepSpeed compile its {operator.name}, which needs on the PATH: {', '.join(missing)}."]
+    if operator.is_compatible(verbose=False):
+        return []
+    library = ": install libaio (Debian and Ubuntu: apt install libaio-dev)" if operator.name == "async_io" else ""
+    return [
+        f"{setting} needs DeepSpeed's {operator.name}, which cannot be compiled here{library}. Run ds_report to see."
+    ]
