@@ -1,4 +1,4 @@
-"""Windows: what a step's micro-batches give, and how much each one counts in the loss."""
+"""Check the losses of a window's micro-batches, and weight each one for gradient accumulation."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from trainer.strategy import Strategy
 Divisor = float | torch.Tensor | None
 
 NO_DIVISOR: Sequence[Divisor] = (None,)
-"""Of a window of one micro-batch on one process, whose loss is over samples."""
+"""The divisors of a window of one micro-batch on one process, whose loss is a mean over samples."""
 
 
 StepOutputs = tuple[Any, Any, list[torch.Tensor]]
-"""What a step leaves: what `training_step` returned for the last micro-batch; that micro-batch, on the device; and the
-losses of all micro-batches as they went into backward, whose sum is the step's loss."""
+"""The return value of `training_step` for the last micro-batch; that micro-batch, on the device; and the losses of all
+micro-batches as passed to backward, whose sum is the step's loss."""
 
 
 def checked_loss(
     outputs: Any, module: TrainModule, detect_anomaly: bool, where: str = "training_step returned"
 ) -> torch.Tensor:
-    """The loss in what `training_step` returned, or what `manual_backward` got.
+    """Return the loss in the outputs of `training_step`, or in the argument of `manual_backward`.
 
     Raises:
-        ConfigError: there is none, or it cannot be differentiated; with `detect_anomaly`, it is not finite.
+        ConfigError: there is no loss, or no gradient for it; with `detect_anomaly`, the loss is not finite.
     """
     loss = outputs
     if not isinstance(loss, torch.Tensor) and isinstance(loss, Mapping):
@@ -43,7 +43,7 @@ def checked_loss(
 
 
 def _what_is_wrong(loss: Any) -> str:
-    """With something that is not a finite loss with a gradient."""
+    """Return the problem of a value that is not a finite loss with a gradient."""
     if isinstance(loss, Mapping):
         return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
     if not isinstance(loss, torch.Tensor):
@@ -69,11 +69,11 @@ def _what_is_wrong(loss: Any) -> str:
 def loss_divisors(
     window: Sequence[Batch], module: TrainModule, strategy: Strategy, weights_loss_by_items: bool
 ) -> Sequence[Divisor]:
-    """By what each micro-batch's loss, a mean over its own items, is divided before backward; None: by nothing.
+    """Return the divisor of each micro-batch's loss, a mean over its own items, before backward; None: 1.
 
-    The sum of the divided losses over the window and all processes, averaged by the strategy, is then the mean over all
-    items: the loss of one big batch. Items are those of `module.num_items` with `weights_loss_by_items`, else samples,
-    else whole micro-batches.
+    The quotients, summed over the window and averaged over processes by the strategy, give the mean over all items: the
+    loss of one big batch. Items are those of `module.num_items` with `weights_loss_by_items`, else samples if their
+    number is known, else micro-batches.
     """
     average = strategy.processes.world_size
     if weights_loss_by_items:
@@ -87,16 +87,16 @@ def loss_divisors(
 
 
 def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
-    """The items of a micro-batch; its samples when the module does not say. Padding has none."""
+    """Return the number of items of a micro-batch, by default its samples; 0 for padding."""
     items = module.num_items(batch.data)
     if items is None:
         return batch.samples
-    # Times 0, not 0: a number on the device stays there, as on the other processes.
+    # Times 0, not 0: a number on the device stays on the device, as on the other processes.
     return items * 0 if batch.is_padding else items
 
 
 def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:
-    """As above, for numbers that only this process knows: one sum over processes, without reading the device."""
+    """Return the divisors from this process's item counts, summed over processes without reading the device."""
     average = strategy.processes.world_size
     if any(isinstance(item, torch.Tensor) and item.device.type != "cpu" for item in items):
         counts = [torch.as_tensor(item, dtype=torch.float32, device=strategy.device) for item in items]

@@ -1,4 +1,4 @@
-"""Check a call of `fit` and the like before any process starts: module, data and checkpoint."""
+"""Check module, data and checkpoint of a call of `fit` and the like, before any process starts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METHODS = (
     "test_dataloader",
     "predict_dataloader",
 )
-"""The methods that the trainer calls, beside the hooks."""
+"""The methods that the trainer calls, apart from the hooks."""
 
 DATAMODULE_METHODS = (
     "setup",
@@ -61,7 +61,7 @@ LIGHTNING_EQUIVALENTS = {
     "optimizer_zero_grad": "on_before_zero_grad, or automatic_optimization = False",
     "backward": "on_before_backward, or automatic_optimization = False with manual_backward",
 }
-"""Methods of Lightning's modules that would never be called here, and what to define instead."""
+"""Methods of Lightning's modules that are not called here -> what to define instead."""
 
 
 def check_call(
@@ -73,17 +73,17 @@ def check_call(
     datamodule: Any,
     ckpt_path: Any,
 ) -> None:
-    """Find everything that can be known to be wrong with a call of `fit` and the like before a process is started.
+    """Check a call of `fit` and the like, as far as possible before a process is started.
 
     Args:
-        config: what was chosen from the settings.
-        running: the stage in progress; None: there is none.
-        stage: the one that is called.
-        module, datamodule, ckpt_path: as given by the user.
-        data: the loaders given by the user, by stage.
+        config: the choices made from the settings.
+        running: the current stage; None: nothing runs.
+        stage: the stage that is called.
+        module, datamodule, ckpt_path: the user's arguments.
+        data: the user's loaders, by stage.
 
     Raises:
-        ConfigError: listing all of it.
+        ConfigError: the call has problems; the message lists all of them.
     """
     if running is not None:
         raise ConfigError(f"{stage}() was called while {running}() runs: make another Trainer for it.")
@@ -113,7 +113,7 @@ def check_call(
 
 
 def checkpoint_may_exist(ckpt_path: Any) -> bool:
-    """Whether there can be such a checkpoint; `.../last` and `.../best` are looked for later."""
+    """Return True if `ckpt_path` exists, or may exist: `.../last` and `.../best` are resolved later."""
     if ckpt_path in (None, "last", "best"):
         return True
     place = as_storage_path(ckpt_path)
@@ -121,7 +121,7 @@ def checkpoint_may_exist(ckpt_path: Any) -> bool:
 
 
 def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
-    """Data modules where loaders are expected, and the other way round."""
+    """Return problems such as a data module in place of a loader, or loaders and a data module together."""
     problems = []
     for loaders in data.values():
         if isinstance(loaders, DataModule):
@@ -157,7 +157,7 @@ def _not_with_manual_optimization(settings: Settings) -> list[str]:
 
 
 def module_problems(module: TrainModule, stage: str) -> list[str]:
-    """One sentence for everything that cannot work, naming the fix."""
+    """Return the problems of a module in a stage, as sentences that name the fix."""
     name = type(module).__name__
     if "_modules" not in vars(module):
         return [f"{name}.__init__ does not call super().__init__(): make that its first line."]
@@ -189,7 +189,7 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
 
 
 def datamodule_problems(datamodule: DataModule) -> list[str]:
-    """As `module_problems`."""
+    """Return the problems of a data module, as sentences that name the fix."""
     wrong = [
         check_signature(datamodule, method, parameters_of(getattr(DataModule, method)))
         for method in DATAMODULE_METHODS
@@ -215,7 +215,7 @@ def _predicts_by_forward(module: TrainModule, method: str) -> bool:
 
 
 def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...]) -> dict[str, str]:
-    """For methods that nobody would call because their name is nearly that of a method: the problem, by that method."""
+    """Return the problems of methods whose names are close to a known method, by that method."""
     own = [name for kind in type(owner).__mro__[: type(owner).__mro__.index(base)] for name in vars(kind)]
     problems = {}
     for name in own:
@@ -252,7 +252,7 @@ def _check_signatures(module: TrainModule) -> list[str]:
 
 
 def _wrong_hyperparameters(module: TrainModule) -> list[str]:
-    """A checkpoint could not store them; better known now than after the first epoch."""
+    """Return the problem of hyperparameters that no checkpoint can store, before training rather than at a save."""
     if not isinstance(module.hparams, Hyperparameters):
         return [
             f"{type(module).__name__}.hparams is a {type(module.hparams).__name__}: do not assign it, call "

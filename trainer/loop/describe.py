@@ -1,4 +1,4 @@
-"""Describe a run in words: what was chosen and why, and what would make it faster."""
+"""Describe a run in words: the choices and their reasons, and hints for more speed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer.settings import Settings
 def describe(
     config: ResolvedConfig, callbacks: list[Callback], window: int, micro_batch: int | None, run_dir: Path
 ) -> str:
-    """Return what was chosen and why, the effective batch, and the loop with the callbacks in place.
+    """Return the choices and their reasons, the global batch, and the loop with its callbacks.
 
     Args:
-        config: what was chosen.
-        callbacks: the trainer's, and the module's if there is one by now.
-        window: micro-batches of a step.
-        micro_batch: samples of one on one process; None: not known.
-        run_dir: where the run writes.
+        config: the choices.
+        callbacks: of the trainer, and of the module if it is known.
+        window: micro-batches per step.
+        micro_batch: samples of a micro-batch on one process; None: not known.
+        run_dir: the run directory.
     """
     settings = config.settings
     lines = [
@@ -59,14 +59,14 @@ def describe(
 
 
 def start_line(config: ResolvedConfig, stage: str) -> str:
-    """Return what was chosen, in one line."""
+    """Return device, processes, strategy and precision of a run, in one line."""
     processes = f"{config.num_processes} process{'' if config.num_processes == 1 else 'es'}"
     device = f"{config.device_type} ({config.reasons['device']})"
     return f"{stage}: {device}, {processes}, strategy {config.strategy}, precision {config.precision.name}"
 
 
 def _hooks(callbacks: list[Callback], indent: str, hooks: tuple[str, ...]) -> list[str]:
-    """Return a line for each hook that some callback uses."""
+    """Return a line for each hook that a callback overrides."""
     assert set(hooks) <= set(HOOKS)
     ordered = sorted(callbacks, key=lambda callback: callback.runs_last)
     used = {hook: [c for c in ordered if getattr(type(c), hook) is not getattr(Callback, hook)] for hook in hooks}
@@ -108,16 +108,16 @@ def _validation(settings: Settings) -> str:
 
 
 HAVE_FUSED = (Adam, AdamW, SGD)
-"""Optimizers that torch can run as one kernel on CUDA, and does not unless it is asked to."""
+"""Optimizers that torch runs as one kernel on CUDA, with `fused=True` only."""
 
 
 def performance_hints(device: torch.device, pinned: bool | None, optimizers: Iterable[Optimizer]) -> list[str]:
-    """Return what would make the training faster, one sentence each; nothing for devices other than CUDA.
+    """Return hints for faster training, one sentence each; none for devices other than CUDA.
 
     Args:
-        device: the one that trains.
-        pinned: whether the training loader gives batches in pinned memory; None: it is no DataLoader.
-        optimizers: as the user made them.
+        device: the device of the training.
+        pinned: True if the training loader pins memory; None: the loader is no DataLoader.
+        optimizers: the user's optimizers.
     """
     if device.type != "cuda":
         return []

@@ -24,7 +24,7 @@ from trainer.strategy import eval_mode, synchronize_buffers
 
 @dataclass(frozen=True)
 class StageHooks:
-    """The hooks of one kind of pass, callbacks' and module's, trainer and module bound."""
+    """The hooks of one stage, of callbacks and module, with the trainer and the module bound."""
 
     step: str
     model_eval: Callable[[], None]
@@ -38,7 +38,7 @@ class StageHooks:
 
 
 def stage_hooks(run: Run, stage: str) -> StageHooks:
-    """Return the hooks of "validation", "test" or "predict", which differ in that word alone."""
+    """Return the hooks of "validation", "test" or "predict"."""
     hooks, module = run.hooks, run.module
     return StageHooks(
         step=f"{stage}_step",
@@ -54,20 +54,20 @@ def stage_hooks(run: Run, stage: str) -> StageHooks:
 
 
 def run_validation(run: Run) -> dict[str, float]:
-    """Run the validation of `Trainer.validate`; return the reductions by name."""
+    """Run `Trainer.validate`; return the reductions by name."""
     run.validating = True
     return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
 
 
 def validate_during_fit(run: Run) -> None:
-    """Validate inside `fit`: afterwards training goes on as if nothing had happened."""
+    """Validate inside `fit`, without an effect on the training that follows."""
     run.validating, run.training = True, False
     evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad())
     run.validating, run.training = False, True
 
 
 def sanity_check(run: Run) -> None:
-    """Run a few validation batches before training, to find errors early; nothing of it is logged or remembered."""
+    """Run a few validation batches before training, to find errors early. Logged values are dropped."""
     batches = run.settings.num_sanity_val_steps
     if not run.val_loaders or batches == 0:
         return
@@ -82,27 +82,34 @@ def sanity_check(run: Run) -> None:
 
 
 def run_test(run: Run) -> dict[str, float]:
-    """Run the pass of `Trainer.test`; return the reductions by name."""
+    """Run `Trainer.test`; return the reductions by name."""
     return evaluate(run, stage_hooks(run, "test"), run.test_loaders, no_gradients(run.settings.inference_mode))
 
 
 def evaluate(
     run: Run,
     hooks: StageHooks,
-    feeds: dict[str, BatchLoader],
+    loaders: dict[str, BatchLoader],
     no_gradients: AbstractContextManager[Any],
     log_results: bool = True,
     max_batches: int | None = None,
 ) -> dict[str, float]:
-    """Make one pass of validation or test over all loaders.
+    """Run validation or test over all loaders; return the reductions by name.
 
-    Every sample counts once, on any number of processes. Returns the reductions over the pass by name; with several
-    loaders `name/loader` for each, and `name` over all of them (not for torchmetrics objects, which start afresh with
-    each loader). `log_results=False` leaves no trace of them. `max_batches`: of each loader.
+    Every sample counts once, on any number of processes. With several loaders, `name/loader` is the reduction over one
+    loader and `name` that over all loaders (except for torchmetrics objects, which are reset after each loader).
+
+    Args:
+        run: the current run.
+        hooks: of the stage.
+        loaders: the loaders by name.
+        no_gradients: the context without gradients.
+        log_results: with False, drop the logged values.
+        max_batches: of each loader; None: all.
     """
     module, metrics = run.module, run.metrics
     scope = MetricScope(batches=True, steps=False)
-    run.dataloader_names = list(feeds)
+    run.dataloader_names = list(loaders)
     synchronize_buffers(run.strategy)
     results: dict[str, float] = {}
 
@@ -117,9 +124,9 @@ def evaluate(
             hooks.model_eval()
             hooks.start()
             hooks.epoch_start()
-            for dataloader_idx, (name, feed) in enumerate(feeds.items()):
-                scope.loader = name if len(feeds) > 1 else ""
-                for _ in run_batches(run, hooks, feed, dataloader_idx, max_batches):
+            for dataloader_idx, (name, loader) in enumerate(loaders.items()):
+                scope.loader = name if len(loaders) > 1 else ""
+                for _ in run_batches(run, hooks, loader, dataloader_idx, max_batches):
                     pass
                 read(metrics.read_epoch(scope))
             read(metrics.read_overall(scope))
@@ -136,26 +143,26 @@ def evaluate(
 
 def run_prediction(run: Run) -> Iterator[Any]:
     """Yield the outputs of `predict_step`, batch by batch, loader by loader."""
-    hooks, feeds = stage_hooks(run, "predict"), run.predict_loaders
-    run.dataloader_names = list(feeds)
+    hooks, loaders = stage_hooks(run, "predict"), run.predict_loaders
+    run.dataloader_names = list(loaders)
     with eval_mode(run.module), no_gradients(run.settings.inference_mode):
         hooks.model_eval()
         hooks.start()
         hooks.epoch_start()
-        for dataloader_idx, feed in enumerate(feeds.values()):
-            yield from run_batches(run, hooks, feed, dataloader_idx)
+        for dataloader_idx, loader in enumerate(loaders.values()):
+            yield from run_batches(run, hooks, loader, dataloader_idx)
         hooks.epoch_end()
         hooks.end()
     hooks.model_train()
 
 
 def run_batches(
-    run: Run, hooks: StageHooks, feed: BatchLoader, dataloader_idx: int, max_batches: int | None = None
+    run: Run, hooks: StageHooks, loader: BatchLoader, dataloader_idx: int, max_batches: int | None = None
 ) -> Iterator[Any]:
     """Yield the outputs of the step method over one loader."""
     module, metrics = run.module, run.metrics
     with_idx = takes_dataloader_idx(module, hooks.step)
-    for batch_idx, batch in enumerate(islice(_batches(run, feed), max_batches)):
+    for batch_idx, batch in enumerate(islice(_batches(run, loader), max_batches)):
         data = run.transfer(batch.data, dataloader_idx)
         metrics.start_batch(data, batch.samples)
         arguments = (data, batch_idx, dataloader_idx) if with_idx else (data, batch_idx)
@@ -171,22 +178,22 @@ def run_batches(
         yield outputs
 
 
-def _batches(run: Run, feed: BatchLoader) -> Iterator[Batch]:
-    """Yield a loader's batches; where every forward needs all processes, those that have fewer repeat one."""
-    batches = each_wait(run.phase, EVALUATION_DATA, feed.iterate(epoch=0))
+def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:
+    """Yield a loader's batches. With collectives in the forward, processes with fewer batches repeat one as padding."""
+    batches = each_wait(run.phase, EVALUATION_DATA, loader.iterate(epoch=0))
     strategy = run.strategy
-    if not strategy.collective_forward or strategy.processes.world_size == 1 or feed.samples_per_epoch is not None:
-        yield from batches  # A plain DataLoader brings its padding along.
+    if not strategy.collective_forward or strategy.processes.world_size == 1 or loader.samples_per_epoch is not None:
+        yield from batches  # the loader of a plain DataLoader pads already
         return
     last: Batch | None = None
     while True:
         batch = next(batches, None)
         last = batch if batch is not None else last and last._replace(samples=0)
-        there = strategy.processes.all_gather_object((batch is not None, last is not None))
-        if not any(has for has, _ in there):
+        ranks = strategy.processes.all_gather_object((batch is not None, last is not None))
+        if not any(has_next for has_next, _ in ranks):
             return
-        if not all(has_one for _, has_one in there):
-            without = [rank for rank, (_, has_one) in enumerate(there) if not has_one]
+        if not all(has_any for _, has_any in ranks):
+            without = [rank for rank, (_, has_any) in enumerate(ranks) if not has_any]
             raise ConfigError(
                 f"the loader gives rank {without[0]} no batch at all, but others have some, and strategy "
                 f"{strategy.name!r} needs all processes in each forward: give every process at least one batch."
@@ -196,12 +203,12 @@ def _batches(run: Run, feed: BatchLoader) -> Iterator[Batch]:
 
 
 def no_gradients(inference_mode: bool) -> AbstractContextManager[Any]:
-    """Return the context of an evaluation: `torch.inference_mode`, or `torch.no_grad`."""
+    """Return `torch.inference_mode` or `torch.no_grad`."""
     return torch.inference_mode() if inference_mode else torch.no_grad()
 
 
 def takes_dataloader_idx(module: TrainModule, step: str) -> bool:
-    """Whether the module's step method wants to know which loader a batch is from."""
+    """Return True if the module's step method has a parameter for the loader's index."""
     parameters = inspect.signature(getattr(module, step)).parameters
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.kind in positional for p in parameters.values()) > 2

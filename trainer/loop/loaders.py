@@ -1,4 +1,4 @@
-"""Which loaders a stage runs on: given by the caller, by the data module, or by the module."""
+"""Make the loaders of a stage from the arguments of the call, the data module or the module."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ log = logging.getLogger("trainer")
 
 
 def refuse_data(loaders: Any, stage: str) -> None:
-    """Refuse what can be iterated but holds no batches: a dataset (it yields single samples), a tensor, a text.
+    """Refuse iterables without batches: datasets (which yield single samples), tensors, strings and paths.
 
     Raises:
-        ConfigError: with how to make a loader of it.
+        ConfigError: `loaders` is or contains one; the message says how to make a loader.
     """
     several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
     inside = [one for one in several if isinstance(one, Dataset)] if isinstance(several, (list, tuple)) else []
@@ -42,15 +42,15 @@ def refuse_data(loaders: Any, stage: str) -> None:
 
 
 def micro_batch_of(loader: Any) -> int | None:
-    """Return the samples of a micro-batch on one process, if they are known before the run; else None."""
+    """Return the samples of a micro-batch on one process; None if their number is not known before the run."""
     return loader.batch_size if is_plain(loader) else None
 
 
 def make_loaders(run: Run, given: dict[str, Any]) -> None:
-    """Make the loaders of the stage: training and validation for fit, else the stage's own.
+    """Make the loaders of the stage; `fit` has training and validation loaders.
 
     Raises:
-        ConfigError: there is no loader, or an empty one.
+        ConfigError: a loader is missing or empty.
     """
     settings, source = run.settings, run.datamodule if run.datamodule is not None else run.module
     if run.stage == "fit":
@@ -83,23 +83,24 @@ def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader
 
 
 def check_same_everywhere(run: Run) -> None:
-    """Check that all processes have loaders over the same samples, of which each gets its part. Collective.
+    """Check that the loaders have the same number of samples on all processes. Collective.
 
     Raises:
-        ConfigError: they differ; processes would wait for each other in the middle of an epoch.
+        ConfigError: the numbers differ, and processes would wait for each other in the middle of an epoch.
     """
-    feeds = {**run.val_loaders, **run.test_loaders, **run.predict_loaders}
-    counts = {f"evaluation loader {name!r}": feed.samples_per_epoch for name, feed in feeds.items()}
+    loaders = {**run.val_loaders, **run.test_loaders, **run.predict_loaders}
+    counts = {f"evaluation loader {name!r}": loader.samples_per_epoch for name, loader in loaders.items()}
     if run.train_loader is not None:
         counts["training loader"] = run.train_loader.samples_per_epoch
-    there = run.strategy.processes.all_gather_object(counts)
-    rank = next((rank for rank, theirs in enumerate(there) if theirs != there[0]), None)
+    by_rank = run.strategy.processes.all_gather_object(counts)
+    rank = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
     if rank is None:
         return
-    name = next(name for name in {**there[0], **there[rank]} if there[0].get(name) != there[rank].get(name))
+    first, other = by_rank[0], by_rank[rank]
+    name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
     raise ConfigError(
-        f"the {name} has {there[0].get(name)} samples in an epoch on rank 0, and {there[rank].get(name)} on rank "
-        f"{rank}. Give every process the whole dataset: the trainer divides it. Look for files, splits or filters that "
+        f"the {name} has {first.get(name)} samples in an epoch on rank 0, and {other.get(name)} on rank "
+        f"{rank}. Give every process the full dataset: the trainer splits it. Look for files, splits or filters that "
         "depend on the rank or on a random number without a seed."
     )
 
@@ -109,7 +110,7 @@ def _train_loader(run: Run, loader: Any) -> BatchLoader:
     refuse_data(loader, "fit")
     if settings.limit_train_batches == 0:
         raise ConfigError("limit_train_batches=0 leaves fit() nothing to train on: give a number above 0.")
-    feed = make_batch_loader(
+    batch_loader = make_batch_loader(
         loader,
         rank=run.strategy.processes.rank,
         world_size=run.strategy.processes.world_size,
@@ -119,19 +120,19 @@ def _train_loader(run: Run, loader: Any) -> BatchLoader:
         shuffle=False if settings.overfit_batches else None,
         seed_per_sample=settings.seed_per_sample,
     )
-    if feed.note is not None:
-        log.info("%s", feed.note)
-    if feed.one_shot and run.config.max_epochs not in (0, 1) and run.config.max_steps is None:
+    if batch_loader.note is not None:
+        log.info("%s", batch_loader.note)
+    if batch_loader.one_shot and run.config.max_epochs not in (0, 1) and run.config.max_steps is None:
         raise ConfigError(
             "the training loader can be iterated only once, but max_epochs allows more than one epoch: pass something "
             "that can be iterated again (a list, a DataLoader), or set max_epochs=1."
         )
-    _check_intervals(run, feed)
-    return feed
+    _check_intervals(run, batch_loader)
+    return batch_loader
 
 
-def _check_intervals(run: Run, feed: BatchLoader) -> None:
-    interval, length = run.config.val_check_interval, feed.length
+def _check_intervals(run: Run, batch_loader: BatchLoader) -> None:
+    interval, length = run.config.val_check_interval, batch_loader.length
     if length is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
             f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not tell its "

@@ -1,4 +1,4 @@
-"""Manual optimization: a step in which the module itself calls backward and steps its optimizers."""
+"""Manual optimization: steps in which the module calls backward and steps its optimizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.profiling import BACKWARD, FORWARD, OPTIMIZER
 
 
 def manual_training_step(run: Run, window: list[Batch]) -> StepOutputs:
-    """Call `training_step` with the window's one batch; the module's calls come back to the functions below."""
+    """Call `training_step` with the only batch of the window; the module calls `manual_backward` and the optimizers."""
     batch, batch_idx = window[0], run.progress.batch
     data = run.transfer(batch.data, 0)
     run.metrics.start_batch(data, batch.samples)
@@ -29,7 +29,7 @@ def manual_training_step(run: Run, window: list[Batch]) -> StepOutputs:
 
 
 def manual_backward(run: Run, loss: torch.Tensor) -> None:
-    """See `TrainModule.manual_backward`."""
+    """Run backward for `TrainModule.manual_backward`."""
     if run.module.automatic_optimization:
         raise ConfigError(
             "manual_backward is for automatic_optimization = False: set that in the module's __init__, or return "
@@ -46,9 +46,9 @@ def manual_backward(run: Run, loss: torch.Tensor) -> None:
 
 
 class ManualOptimizer:
-    """An optimizer in the hands of `training_step`, with `automatic_optimization = False`.
+    """Wrapper of an optimizer for `training_step`, with `automatic_optimization = False`.
 
-    Stepping it goes through the strategy (loss scaling, sharding); everything else is the torch optimizer's.
+    `step` goes through the strategy (loss scaling, sharding); other attributes are those of the torch optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
@@ -67,21 +67,21 @@ class ManualOptimizer:
         run.strategy.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget this optimizer's gradients."""
+        """Clear the gradients of this optimizer's parameters."""
         self._run.hooks.on_before_zero_grad(self.optimizer)
         self.optimizer.zero_grad(set_to_none)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Within the block only this optimizer's parameters require gradients.
+        """Disable gradients of the other optimizers' parameters within the block.
 
-        `sync_grad=False`: gradients are not yet summed over processes, because more micro-batches follow.
+        `sync_grad=False`: do not reduce gradients over processes yet, because more micro-batches follow.
         """
         with self._run.module.toggled_optimizer(self), self._run.strategy.gradient_sync(last=sync_grad):
             yield
 
     def _check_first_step(self) -> None:
-        """Refuse a step before any `manual_backward`: there are no gradients, or not those of all processes."""
+        """Raise ConfigError for a step before any `manual_backward`: gradients are missing or not reduced."""
         run, kind = self._run, type(self.optimizer).__name__
         if run.module.automatic_optimization:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""ResolvedConfig: what a run will use, and why. Made from the settings before any process is started."""
+"""ResolvedConfig: the choices for a run and their reasons, made from the settings before any process starts."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class ResolvedConfig:
     callbacks: list[Callback]
     loggers: list[Logger]
     compilation: Compilation | None
-    """What torch.compile is to do."""
+    """The parts to compile and the options of torch.compile; None: do not compile."""
     reasons: dict[str, str]
-    """Why it was chosen, in words: "device", "devices", "strategy", "precision"."""
+    """The reasons for "device", "devices", "strategy" and "precision", in words."""
 
     @property
     def max_epochs(self) -> int | None:
@@ -57,17 +57,17 @@ class ResolvedConfig:
 
     @property
     def val_check_interval(self) -> int | float:
-        """Batches (int) or share of an epoch (float) from validation to validation; a fast_dev_run ends with one."""
+        """Batches (int) or fraction of an epoch (float) between validations; 1.0 in a fast_dev_run."""
         return 1.0 if self.settings.fast_dev_run else self.settings.val_check_interval
 
 
 def settings_problems(settings: Settings) -> list[str]:
-    """Return everything wrong with the settings that can be known of each by itself, one sentence each."""
+    """Return the problems of single settings, one sentence each."""
     return [*_unknown_choices(settings), *settings.problems(), *_wrong_callbacks(settings)]
 
 
 def _unknown_choices(settings: Settings) -> list[str]:
-    """Names that are in no table, and devices that this machine does not have."""
+    """Return the problems of unknown names, and of devices that this machine does not have."""
     problems = []
     if isinstance(settings.strategy, type):
         name = settings.strategy.__name__
@@ -115,7 +115,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
     """Choose device, processes, strategy, precision, callbacks and loggers.
 
     Raises:
-        ConfigError: listing everything that cannot be, with what to do instead.
+        ConfigError: the settings cannot work; the message lists all problems and their fixes.
     """
     needed = needed_device(settings.strategy) if settings.accelerator == "auto" else None
     if needed is not None:
@@ -169,7 +169,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
 
 
 def step_config(settings: Settings, **known: Any) -> StepConfig:
-    """Return what strategies may need of the settings for a step, and of the run what is `known`."""
+    """Return the settings for the strategy, with values of the run that are `known`."""
     of_settings = {
         "accumulate_grad_batches": settings.accumulate_grad_batches,
         "clip_value": settings.gradient_clip_val,
@@ -179,7 +179,7 @@ def step_config(settings: Settings, **known: Any) -> StepConfig:
 
 
 def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback], list[Logger]]:
-    """The user's callbacks, and those that the settings ask for where the user gave none of the kind."""
+    """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
     given = [] if settings.callbacks is None else settings.callbacks
     callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
     for number, callback in enumerate(callbacks):
@@ -225,7 +225,11 @@ def _loggers(settings: Settings) -> list[Logger]:
 
 
 def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) -> list[Callback]:
-    """The trainer's callbacks and those of `configure_callbacks`, which replace the trainer's of the same class."""
+    """Return the trainer's callbacks and the module's, which replace the trainer's callbacks of the same class.
+
+    Raises:
+        ConfigError: `of_module`, the return value of `configure_callbacks`, is no list of callbacks.
+    """
     if not isinstance(of_module, (list, tuple)):
         raise ConfigError(f"configure_callbacks gave {of_module!r}: return a list of callbacks, or an empty one.")
     for callback in of_module:
@@ -235,5 +239,5 @@ def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) 
             raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
     kinds = {type(callback) for callback in of_module}
     kept = [callback for callback in callbacks if type(callback) not in kinds]
-    # A checkpoint holds the state of all the others, after they have handled the same hook.
+    # A checkpoint contains the state of the other callbacks, after they have handled the same hook.
     return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, Checkpoint))

@@ -1,4 +1,4 @@
-"""Run: what is alive during one stage of a Trainer, from its set-up to its end."""
+"""Run: the state of one stage of a Trainer, from its set-up to its end."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_af
 
 
 class Session:
-    """What outlives a run: the stages of one Trainer go on with it."""
+    """The state of a Trainer that outlives a run and is shared by its stages."""
 
     def __init__(self, settings: Settings) -> None:
         self.stage: str | None = None
-        """The stage in progress."""
+        """The current stage; None: nothing runs."""
         self.progress = Progress()
         self.has_fit = False
         self.accumulate_grad_batches = settings.accumulate_grad_batches
@@ -52,7 +52,7 @@ class Session:
         self.config_text: str | None = None
         """The configuration as YAML, for the run directory and checkpoints; None: the run was started from Python."""
         self.callback_metrics: dict[str, float] = {}
-        """The latest value of everything logged, as of the last flush: what `monitor=` looks at."""
+        """The latest values of all logged names, as of the last flush; `monitor=` reads these."""
         self.logged_metrics: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
 
@@ -60,9 +60,9 @@ class Session:
 class Run:
     """One stage ("fit", "validate", "test" or "predict") of one module.
 
-    `start_run` makes it and gives it away complete. User code that is called meanwhile (`configure_model`, the loaders'
-    methods, `configure_optimizers`) sees it with what there is by then: no loaders, no optimizers. Nothing in here
-    knows the Trainer: hooks have it bound as their first argument, see `CallbackList`.
+    `start_run` makes the run and yields it complete. User code called during the set-up (`configure_model`, the
+    methods for loaders, `configure_optimizers`) sees a run whose loaders and optimizers may be missing. A run does not
+    know the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
     """
 
     def __init__(
@@ -94,25 +94,25 @@ class Run:
         self.manual_optimizers: list[ManualOptimizer] = []
         self.scheduler_configs: list[SchedulerConfig] = []
         self.closure_needed = False
-        """The optimizer evaluates the loss several times a step (LBFGS)."""
+        """True if the optimizer evaluates the loss several times per step (LBFGS)."""
         self.clips_gradients = False
         self.weights_loss_by_items = False
-        """The module says how many items a batch has, by `num_items`."""
+        """True if the module defines `num_items`."""
         self.has_transfer_hooks = module.overrides_any(TRANSFER_HOOKS)
         self.manual_backwards = self.manual_steps = 0
-        """With manual optimization: calls of `manual_backward` and of an optimizer's `step`."""
+        """Number of calls of `manual_backward` and of an optimizer's `step`, with manual optimization."""
         self.manual_loss_divisor: Divisor = None
         self.resumed_from: StoragePath | None = None
-        """The checkpoint that the run began with."""
+        """The checkpoint from which the run was started."""
         self.rng_to_restore: dict[str, Any] | None = None
-        """Random numbers of the checkpoint, until the first epoch begins."""
+        """States of the generators in the checkpoint, until the first epoch restores them."""
 
         self.train_loader: BatchLoader | None = None
         self.val_loaders: dict[str, BatchLoader] = {}
         self.test_loaders: dict[str, BatchLoader] = {}
         self.predict_loaders: dict[str, BatchLoader] = {}
         self.dataloader_names: list[str] = []
-        """The loaders of the evaluation in progress, by name."""
+        """The names of the loaders of the current evaluation."""
 
         self.stop_coordinator = StopCoordinator(None)
         self.stop_reason: str | None = None
@@ -121,18 +121,18 @@ class Run:
         self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
         self.collective_check: CollectiveCheck | None = None
         self.shutting_down = False
-        """The last collective of the run is all that is left to do."""
+        """True while only the last collective of the run is left."""
 
-    # -- how far -------------------------------------------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------------------------------
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches of one epoch on this process; None: the loader does not tell."""
+        """Micro-batches of one epoch on this process; None: unknown."""
         return self.train_loader.length if self.train_loader is not None else None
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Steps of the whole `fit`, for schedules; `math.inf` if there is no end in sight."""
+        """Total steps of `fit`, for schedules; `math.inf` without a known end."""
         max_epochs, max_steps, batches = self.config.max_epochs, self.config.max_steps, self.num_training_batches
         limit = math.inf if max_steps is None else max_steps
         if batches is None or max_epochs is None:
@@ -145,12 +145,12 @@ class Run:
         return self.validating or self.stage == "test"
 
     def stops(self) -> bool:
-        """Return whether all processes stop at this boundary between two steps or epochs; each call is one boundary."""
+        """Return True if all processes stop at this boundary of a step or epoch. Call this once per boundary."""
         self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
         return self.stop_reason is not None
 
     def restore_rng(self) -> None:
-        """Go on with the checkpoint's random numbers, if this is a resumed run that has not done so yet."""
+        """Restore the generators' states from the checkpoint, once in a resumed run."""
         if self.rng_to_restore is not None:
             set_rng_state(self.rng_to_restore, self.strategy.device)
             self.rng_to_restore = None
@@ -158,7 +158,7 @@ class Run:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch on the device, by way of the module's transfer hooks if it has any."""
+        """Return the batch on the device; the module's transfer hooks are called if it defines any."""
         with self.phase(TRANSFER):
             if not self.has_transfer_hooks:
                 return self.strategy.to_device(batch)
@@ -172,7 +172,7 @@ class Run:
     # -- logging -------------------------------------------------------------------------------------------------------
 
     def read_metrics(self) -> dict[str, float]:
-        """Return everything logged that can be known now; see `Trainer.read_metrics`. Collective."""
+        """Return all logged values known so far; see `Trainer.read_metrics`. Collective."""
         self.update_metrics(self.metrics.read_step())
         if (self.progress.epoch_ended or self.evaluating) and not self.sanity_checking:
             self.log_to_loggers(self.metrics.read_epoch(self.metrics.hook_metrics))
@@ -181,7 +181,7 @@ class Run:
         return self.session.callback_metrics
 
     def log_to_loggers(self, values: ReducedMetrics) -> dict[str, float]:
-        """Remember reduced values and send them to the loggers; return them by name."""
+        """Store reduced values and send them to the loggers; return the values by name."""
         self.update_metrics(values)
         if values.logger and self.strategy.processes.is_global_zero:
             with self.phase(LOGGING):
@@ -190,7 +190,7 @@ class Run:
         return values.all
 
     def update_metrics(self, values: ReducedMetrics) -> None:
-        """Remember reduced values for `monitor=`, the loggers and the progress bar."""
+        """Store reduced values for `monitor=`, the loggers and the progress bar."""
         self.session.callback_metrics.update(values.all)
         self.session.logged_metrics.update(values.logger)
         self.session.progress_bar_metrics.update(values.progress_bar)
@@ -199,7 +199,7 @@ class Run:
 
     @property
     def checkpoint_group(self) -> ProcessGroup:
-        """The processes that write a checkpoint together: all of them where the state is sharded, else rank 0 alone."""
+        """The processes that write a checkpoint: all processes if the state is sharded, else rank 0."""
         return self.strategy.processes if self.strategy.shards_state else SINGLE_PROCESS
 
     @property
@@ -209,7 +209,7 @@ class Run:
 
     @contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
-        """Let the watchdog wait while the block writes a checkpoint, and the deadline know how long it took."""
+        """Suspend the watchdog while the block writes a checkpoint, and report the duration to the deadline."""
         self.watchdog.heartbeats += 1
         self.watchdog.allow_slow = True
         begun = time.monotonic()
@@ -223,16 +223,16 @@ class Run:
                 self.deadline.saved(time.monotonic() - begun)
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return what module and data module were built with."""
+        """Return the hyperparameters of module and data module."""
         data = self.datamodule.hparams if self.datamodule is not None else {}
         return {"module": dict(self.module.hparams), "data": dict(data)}
 
-    # -- all processes together ----------------------------------------------------------------------------------------
+    # -- collectives ---------------------------------------------------------------------------------------------------
 
     def check_all_ranks_call(self, what: str) -> None:
-        """Raise ConfigError where only some processes call the collective `what`. For a method that users call.
+        """Raise ConfigError if only some processes call the collective `what`, a method that users call.
 
-        The message names the function that called that method, since another one may call the same on another process.
+        The message names the function that called the method, because another process may call it elsewhere.
         """
         if self.collective_check is not None:
             code = sys._getframe(2).f_code
@@ -240,10 +240,10 @@ class Run:
 
 
 def require_batch(batch: Any, hook: str) -> Any:
-    """Return the batch that a transfer hook gave.
+    """Return the batch that a transfer hook returned.
 
     Raises:
-        ConfigError: it gave none.
+        ConfigError: `batch` is None.
     """
     if batch is None:
         raise ConfigError(f"{hook} returned None: end it with 'return batch'.")

@@ -1,4 +1,4 @@
-"""The run directory: where one run writes, and where a run that goes on finds what it wrote."""
+"""Choose and lock the run directory, and find checkpoints in run directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def versions(root: Path) -> list[Path]:
-    """The run directories below `root`, oldest first."""
+    """Return the run directories below `root`, oldest first."""
     if not root.is_dir():
         return []
     numbered = [
@@ -28,13 +28,13 @@ def versions(root: Path) -> list[Path]:
 
 
 def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | None:
-    """Return the checkpoint meant by `ckpt_path`; None for none, and for "last" in `fit` when there is none yet.
+    """Return the checkpoint for `ckpt_path`; None for None, and for "last" in `fit` if there is no checkpoint yet.
 
-    "last" and "best" are looked for in this trainer's own run directory or its ModelCheckpoint's `dirpath`; in a new
-    process in the newest run directory below `default_root_dir` that has one.
+    "last" and "best" are searched in this trainer's run directory or its ModelCheckpoint's `dirpath`; in a new process,
+    in the newest run directory below `default_root_dir` that has one.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
     if ckpt_path is None:
         return None
@@ -54,7 +54,7 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
             return CheckpointDirectory(folder).resolve(ckpt_path)
         except CheckpointError as error:
             if ckpt_path == "last" and (corruption_report := CheckpointDirectory(folder).corruption_report()):
-                # Neither an older run nor a fresh start is what was meant.
+                # Do not fall back to an older run or a new training.
                 raise CheckpointError(
                     f"ckpt_path='last': {error}, but there was one: {'; '.join(corruption_report)}. "
                     "To start anew, leave out ckpt_path or remove that folder."
@@ -71,21 +71,21 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
 
 
 def find_after_restart(run: Run, former: str) -> StoragePath | None:
-    """Return the newest checkpoint that a former attempt at this run wrote, in its run directory `former`; or None."""
+    """Return the newest checkpoint of an earlier attempt at this run, whose run directory is `former`; or None."""
     folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
     for folder in [*folders, Path(former) / CHECKPOINTS]:
         try:
             found = CheckpointDirectory(folder).resolve("last")
         except CheckpointError:
             continue
-        # A dirpath may hold those of older runs.
+        # A dirpath may contain checkpoints of older runs.
         if read_metadata(found)["run_dir"] == former:
             return found
     return None
 
 
 def checkpoint_dirs(run: Run) -> list[StoragePath]:
-    """Return the folders where checkpoints of this run may be, the likeliest first."""
+    """Return the folders that may contain checkpoints of this run, the likeliest first."""
     own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
     if run.session.has_fit:
         return [*own, run.session.run_dir / CHECKPOINTS]
@@ -93,10 +93,10 @@ def checkpoint_dirs(run: Run) -> list[StoragePath]:
 
 
 def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePath | None) -> Path:
-    """Return the folder that this run writes into.
+    """Return the run directory of this run; a new one is created by `fit` on rank 0, except in a fast_dev_run.
 
-    Training that goes on from "last" goes on in its directory, any other gets a new one.
-    Validate, test and predict write beside the checkpoint that they look at, or where this trainer's `fit` did.
+    A `fit` resumed from "last" keeps the checkpoint's run directory; any other `fit` gets a new one. Validate, test and
+    predict use the run directory of their checkpoint, or that of this trainer's `fit`.
     """
     goes_on = checkpoint is not None and (ckpt_path == "last" or run.stage != "fit")
     if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint)) is not None:
@@ -124,9 +124,9 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
 
 
 def _run_dir_of(checkpoint: StoragePath) -> Path | None:
-    """Where the run wrote that wrote this; None if that is no run directory here.
+    """Return the run directory of the run that wrote `checkpoint`; None if that is no run directory on this machine.
 
-    A checkpoint may come from another machine, or from anybody: it must not name the place where files are written.
+    A checkpoint may come from another machine, or from anybody: its content must not decide where files are written.
     """
     if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
         return checkpoint.parent.parent
@@ -137,12 +137,10 @@ def _run_dir_of(checkpoint: StoragePath) -> Path | None:
 
 @contextmanager
 def locked_folders(run: Run) -> Iterator[None]:
-    """Take the run directory, and the folders of checkpoints outside of it, for this training alone, until the end.
-
-    Rank 0 holds the locks; all processes call this.
+    """Lock the run directory, and folders of checkpoints outside of it, while training. Collective; rank 0 locks.
 
     Raises:
-        ConfigError: another run has one of them; says which process, where, since when.
+        ConfigError: another run has locked one of them; the message says which process, where, since when.
     """
     trains = run.strategy.processes.is_global_zero and run.stage == "fit"
     try:
@@ -159,14 +157,14 @@ def locked_folders(run: Run) -> Iterator[None]:
             yield
     except BaseException:
         if trains and run.progress.step == 0:
-            # A run that failed before it wrote anything leaves no directory, nor changes which one is the newest.
+            # A run that failed before its first step leaves no empty directory, which would be the newest one.
             with suppress(OSError):
                 run.session.run_dir.rmdir()
         raise
 
 
 def _lock(folder: Path, locks: ExitStack) -> str | None:
-    """Lock a folder until `locks` are closed; return what is wrong, or None."""
+    """Lock a folder until `locks` are closed; return the problem, or None."""
     lock = FolderLock(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Set-up: what happens between `fit` (or validate, test, predict) and its first batch, in running order."""
+"""Set up a run: the steps between `fit` (or validate, test, predict) and the first batch, in running order."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def start_run(
     ckpt_path: str | Path | None,
     adopt: Callable[[Run], object],
 ) -> Iterator[Run]:
-    """Bring everything up for a stage, give the complete `Run` to the `with` block, and take it down again.
+    """Set up a stage, yield the complete `Run`, and tear the stage down.
 
-    In the order of the pseudocode at the top of trainer/callback.py. What a step of the set-up changes outside of the
-    run is undone by `cleanup`, whatever happens.
+    Follows the order of the pseudocode at the top of trainer/callback.py. `cleanup` undoes the changes outside of the
+    run, also after an error.
 
     Args:
-        config: what was chosen from the settings.
-        session: what the runs before have left.
+        config: the choices made from the settings.
+        session: the state shared with earlier runs.
         stage: "fit", "validate", "test" or "predict".
-        module, datamodule, ckpt_path: as given by the user.
-        data: the loaders given by the user, by stage.
-        adopt: called with the run before any user code, to let modules find who runs them. Returns the object that
-            hooks are given first.
+        module, datamodule, ckpt_path: the user's arguments.
+        data: the user's loaders, by stage.
+        adopt: called with the run before any user code, to attach the trainer to modules. Returns the first argument
+            of hooks.
     """
     check_call(config, session.stage, stage, module, data, datamodule, ckpt_path)
     start_processes(config)
@@ -98,7 +98,7 @@ def start_run(
 
 
 def start_processes(config: ResolvedConfig) -> None:
-    """Start the other processes, if several are asked for and nobody has started them."""
+    """Start the other processes, unless a launcher has started them."""
     number, restarts = config.num_processes, config.settings.max_restarts
     if detect_environment().source == "single process":
         if number > 1 or restarts:
@@ -109,7 +109,7 @@ def start_processes(config: ResolvedConfig) -> None:
 
 
 def join_processes(run: Run, cleanup: ExitStack) -> None:
-    """Choose this process's device, join the other processes, and say what was chosen."""
+    """Choose this process's device, join the other processes, and log the choices."""
     cleanup.callback(run.strategy.teardown)
     run.strategy.setup_environment(run.config.device_type, run.config.precision, run.config.device_ids)
     configure_logging(run.strategy.processes.rank)
@@ -119,25 +119,25 @@ def join_processes(run: Run, cleanup: ExitStack) -> None:
 
 
 def connect_callbacks(run: Run, trainer: object) -> None:
-    """Ask the module for its callbacks, and bind the hooks of all to the trainer and the module."""
+    """Add the module's callbacks, and bind all hooks to the trainer and the module."""
     run.callbacks = with_module_callbacks(run.config.callbacks, run.module.configure_callbacks())
     run.phase = run.metrics.phase = phase_of(run.callbacks)
     run.hooks = build_callback_list(run.callbacks, trainer, run.module, run.phase)
 
 
 def listen_for_stops(run: Run, cleanup: ExitStack) -> None:
-    """Take signals over, and listen for the other processes."""
+    """Install signal handlers, and listen for stop requests of other processes."""
     strategy = run.strategy
     run.stop_coordinator = StopCoordinator(
         strategy.processes.store, strategy.processes.rank, strategy.processes.world_size
     )
     cleanup.callback(run.stop_coordinator.uninstall)
-    # Not the signals of an evaluation: there is nothing to save.
+    # No signal handlers in an evaluation, which has nothing to save.
     run.stop_coordinator.install(signals=run.stage == "fit")
 
 
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
-    """Find the checkpoint to begin with and the run directory, take the latter for this run, and read the former."""
+    """Choose the run directory and lock it; find the checkpoint to start from and read it."""
     strategy, session = run.strategy, run.session
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else None
     path, session.run_dir = strategy.processes.broadcast_object(found)  # type: ignore[misc]  # rank 0 has them
@@ -146,13 +146,13 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     if session.config_text is not None and writes:
         (session.run_dir / "config.yaml").write_text(session.config_text)
     run.resumed_from = path
-    # "last" has been verified when it was found.
+    # "last" was verified when it was found.
     verify = ckpt_path != "last"
     return load_training_state(path, verify, strategy.shards_state, strategy.processes) if path is not None else None
 
 
 def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tuple[StoragePath | None, Path]:
-    """Return, on rank 0, the checkpoint to begin with and the run directory. After a restart a run keeps its own."""
+    """Return, on rank 0, the checkpoint to start from and the run directory, which a restarted run keeps."""
     record = RestartRecord() if run.stage == "fit" else None
     path = find_after_restart(run, record.former) if record is not None and record.former is not None else None
     if path is not None:
@@ -168,7 +168,7 @@ def resolve_checkpoint_and_run_dir(run: Run, ckpt_path: str | Path | None) -> tu
 
 
 def prepare_data(run: Run) -> None:
-    """Call `prepare_data`, once per node or once in all, and then the `setup` hooks."""
+    """Call `prepare_data`, once per node or once overall, and then the `setup` hooks."""
     processes, data = run.strategy.processes, run.datamodule
     if data is not None and (processes.local_rank == 0 if data.prepare_data_per_node else processes.is_global_zero):
         data.prepare_data()
@@ -181,7 +181,7 @@ def prepare_data(run: Run) -> None:
 
 
 def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack) -> None:
-    """Have the module build its layers, place and wrap them, compile them, and load the checkpoint's weights."""
+    """Build the module's layers, move and wrap them, compile them, and load the checkpoint's weights."""
     module, strategy, training = run.module, run.strategy, run.stage == "fit"
     with strategy.init_context(module, will_load_checkpoint=checkpoint is not None):
         module.configure_model()
@@ -196,7 +196,7 @@ def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack
 
 
 def build_optimizers(run: Run) -> None:
-    """Ask the module for its optimizers and schedulers, and have the strategy take them over."""
+    """Get optimizers and schedulers from the module, and pass them to the strategy."""
     module, strategy, settings = run.module, run.strategy, run.settings
     optimizers, run.scheduler_configs = parse_optimizers(module.configure_optimizers(), type(module).__name__)
     check_parameters(optimizers, module, shared=not module.automatic_optimization)
@@ -224,7 +224,7 @@ def build_optimizers(run: Run) -> None:
 
 
 def watch_the_clock(run: Run, cleanup: ExitStack) -> None:
-    """Start the threads that look at the clock while the loop runs."""
+    """Start the threads of the watchdog and the deadline."""
     stop, strategy = run.stop_coordinator, run.strategy
     rank, world_size = strategy.processes.rank, strategy.processes.world_size
     if stop.store is not None:
@@ -240,7 +240,7 @@ def watch_the_clock(run: Run, cleanup: ExitStack) -> None:
 
 
 class _Shown(logging.StreamHandler):  # type: ignore[type-arg]
-    """To stderr, wherever that leads at the moment of the message."""
+    """Writes to the value of `sys.stderr` at the time of each message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.setStream(sys.stderr)
@@ -248,10 +248,10 @@ class _Shown(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure_logging(rank: int) -> None:
-    """From now on the logger "trainer" writes to stderr: rank 0 what was chosen and why, every process its warnings.
+    """Log to stderr: messages from level INFO on rank 0, warnings on every process.
 
-    Nothing happens where the program has a handler for it already (`logging.basicConfig`), and a level that was set
-    (`logging.getLogger("trainer").setLevel("WARNING")`) stays.
+    Does nothing if the program has a handler for the logger "trainer" (`logging.basicConfig`); keeps a level that was
+    set (`logging.getLogger("trainer").setLevel("WARNING")`).
     """
     log = logging.getLogger("trainer")
     if not log.hasHandlers():

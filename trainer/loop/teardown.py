@@ -1,4 +1,4 @@
-"""The end of a run: after its last batch, and after an error."""
+"""End a run, after its last batch or after an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("trainer")
 
 
 def finish(run: Run) -> None:
-    """Call the teardown hooks, say why a training was stopped, and leave together with the other processes."""
+    """Call the teardown hooks, print why a training was stopped, and wait for the other processes."""
     run.watchdog.allow_slow = True
     call_teardown_hooks(run)
     if run.stage == "fit" and exit_code(run.stop_reason) and run.strategy.processes.is_global_zero:
@@ -30,16 +30,16 @@ def finish(run: Run) -> None:
         )
         print_text(run.callbacks, words)
     run.shutting_down = True
-    # The first process to exit would have the others ended, in the middle of their closing work.
+    # When the first process exits, the launcher may end the others in the middle of their teardown.
     run.strategy.processes.barrier()
     run.stop_coordinator.done()
 
 
 def end_with_error(run: Run, error: BaseException) -> None:
-    """Report an error that ends the run, and call the hooks for it. No collectives: the others may be anywhere.
+    """Report an error that ends the run, and call its hooks, without collectives: other processes may be anywhere.
 
     Raises:
-        ConfigError: the error in words that name the fix, where torch's own do not.
+        ConfigError: there is advice for torch's error; see `explain_torch_error`.
     """
     run.stop_coordinator.failed()
     run.watchdog.stop()
@@ -76,7 +76,7 @@ def log_secondary_errors(what: str) -> Iterator[None]:
 
 
 def detach(run: Run) -> None:
-    """Let go of the module and the data module: nothing runs them any more."""
+    """Detach the trainer from the module and the data module."""
     run.session.stage, run.collective_check = None, None
     run.training = run.validating = run.sanity_checking = False
     run.module.attach(None)
@@ -86,7 +86,7 @@ def detach(run: Run) -> None:
 
 
 def exit_if_stopped(run: Run) -> None:
-    """End Python with the exit code of a signal or deadline that stopped the run, unless somebody types into it."""
+    """Exit with the code of a signal or deadline that stopped the run, except in an interactive session."""
     code = exit_code(run.stop_reason)
     if run.stop_reason is None or not code or in_interactive_session():
         return
@@ -96,9 +96,9 @@ def exit_if_stopped(run: Run) -> None:
 
 
 def in_interactive_session() -> bool:
-    """Whether a stopped run gives control back instead of ending Python.
+    """Return True if a stopped run must not exit Python.
 
-    So it does where somebody types into this Python, and in a worker of Ray, which takes SystemExit for a failure.
+    That is in a REPL or notebook, and in a worker of Ray, which treats SystemExit as a failure.
     """
     interactive = hasattr(sys, "ps1") or sys.flags.interactive == 1 or "ipykernel" in sys.modules
     return interactive or detect_environment().source == "Ray Train"

@@ -1,4 +1,4 @@
-"""The state of a training in a checkpoint: what is written, and below it what each entry gives back."""
+"""Write the state of a training to a checkpoint, and restore a training from its entries."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trainer.strategy import synchronize_buffers
 
 log = logging.getLogger("trainer")
 
-# -- written -----------------------------------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def training_state(run: Run) -> dict[str, Any]:
-    """Return everything that a run needs to go on as if it had never stopped, as data. Collective.
+    """Return, as data, everything needed to resume a run as if it had never stopped. Collective.
 
-    Of tensors that are sharded, this process's part. `KINDS` has the type of each entry, and the functions below take
-    the entries back.
+    Of sharded tensors this process's shards. `KINDS` lists the type of each entry; the functions below restore the
+    entries.
     """
     strategy = run.strategy
     synchronize_buffers(strategy)
@@ -88,30 +88,30 @@ KINDS: dict[str, tuple[type, ...]] = {
     "precision": (str,),
     "versions": (dict,),
 }
-"""The types of the entries that reading relies on; there may be more."""
+"""The types of the required entries; further entries are allowed."""
 
 PER_PROCESS = ("rng", "loader", "metrics")
-"""Entries that are lists with one item for each process."""
+"""Entries that are lists with one item per process."""
 
 SHARDED_KEYS = ("model", "optimizers")
-"""Entries whose tensors may be sharded, because no process has room for all of them."""
+"""Entries whose tensors may be sharded, because they may not fit into the memory of one process."""
 
-# -- read, in the order in which a run needs it ------------------------------------------------------------------------
+# -- reading, in running order -----------------------------------------------------------------------------------------
 
 
 def load_training_state(
     path: str | StoragePath, verify: bool = True, sharded: bool = False, peers: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
-    """Read a checkpoint that a Trainer wrote, as `read_checkpoint` does.
+    """Read a checkpoint of a Trainer, and check its entries.
 
     Args:
         path: the checkpoint's folder.
         verify: check the hashes of its files.
-        sharded: leave the tensors of `SHARDED_KEYS` in the files, as `StoredTensor`s; all `peers` call this, and share
-            the work of verifying.
+        sharded: return the tensors of `SHARDED_KEYS` as `StoredTensor`s, unread. Collective over `peers`, which share
+            the verification.
 
     Raises:
-        CheckpointError: it cannot be read; or something is missing in it, or is not what a Trainer writes.
+        CheckpointError: the checkpoint cannot be read, or an entry is missing or of another type.
     """
     checkpoint = open_checkpoint(path, SHARDED_KEYS, verify, peers) if sharded else read_checkpoint(path, verify=verify)
     problems = []
@@ -131,9 +131,9 @@ def load_training_state(
 
 
 def restore_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
-    """Seed the run: with the seed it was given, else with that of the checkpoint, else with one drawn for all ranks.
+    """Seed the run with the seed of the settings, else of the checkpoint, else with a new one for all ranks.
 
-    Each process draws its own numbers from it; the weights are alike.
+    Each process derives its own random numbers from the seed; the initial weights are equal.
     """
     given, session, strategy = run.settings.seed, run.session, run.strategy
     if given is not None:
@@ -149,21 +149,21 @@ def restore_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
             session.seed,
         )
     if given is not None and strategy.processes.rank > 0:
-        # Rank 0 goes on with the numbers of Trainer(seed=...), like a single process would.
+        # Rank 0 continues with the generators that Trainer(seed=...) has seeded, as a single process does.
         seed_everything(derive_seed(given, strategy.processes.rank))
 
 
 def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
-    """Give the module the checkpoint's weights, if there is one. After `setup_module`."""
+    """Load the checkpoint's weights, if there is a checkpoint. Called after `setup_module`."""
     if checkpoint is not None:
         run.strategy.load_module_state(checkpoint["model"])
         log.info("restored %s", run.resumed_from)
 
 
 def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
-    """Give optimizers, schedulers, counters, metrics, callbacks and random numbers their state back.
+    """Restore optimizers, schedulers, counters, metrics, callbacks and random numbers.
 
-    Does nothing without a checkpoint. A run that does not train takes the counters alone.
+    Does nothing without a checkpoint. Stages other than `fit` restore the counters only.
 
     Raises:
         CheckpointError: the checkpoint was written with other optimizers or schedulers.
@@ -186,7 +186,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     run.session.callback_metrics.update(checkpoint["callback_metrics"])
     if run.progress.epoch_ended:
         run.progress.next_epoch()
-    # On another number of processes a process takes over the sums of several, or of none.
+    # With another number of processes, a process merges the values of several processes, or of none.
     load_metrics_state(run.metrics, checkpoint["metrics"][rank :: strategy.processes.world_size], strategy.device)
     _move_cursor(run, checkpoint["global_micro_batch"])
     if checkpoint["world_size"] == strategy.processes.world_size:
@@ -213,7 +213,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
 
 
 def save_state(run: Run, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
-    """Give the run's state to `write`; see `Trainer.save_with`. Collective."""
+    """Pass the run's state to `write`; see `Trainer.save_with`. Collective."""
     strategy = run.strategy
     with run.saving_checkpoint():
         state = training_state(run)
@@ -237,19 +237,19 @@ def save_state(run: Run, write: Callable[[dict[str, Any], dict[str, Any]], None]
 
 
 def _global_micro_batch(run: Run) -> int | None:
-    """Return the samples of a micro-batch over all processes; None: unknown."""
+    """Return the samples of a micro-batch, summed over all processes; None: unknown."""
     size = run.train_loader.batch_size if run.train_loader is not None else None
     return None if size is None else size * run.strategy.processes.world_size
 
 
 def _move_cursor(run: Run, before: int | None) -> None:
-    """Count the place in the epoch, so far in micro-batches of `before` samples, in those of this run."""
-    feed, now = run.train_loader, _global_micro_batch(run)
-    if feed is None or before is None or now is None or before == now:
+    """Convert the cursor from micro-batches of `before` samples to micro-batches of this run."""
+    loader, now = run.train_loader, _global_micro_batch(run)
+    if loader is None or before is None or now is None or before == now:
         return
     consumed = run.progress.batch * before
-    if feed.samples_per_epoch is not None and feed.max_length is not None and consumed >= feed.samples_per_epoch:
-        run.progress.batch = feed.max_length
+    if loader.samples_per_epoch is not None and loader.max_length is not None and consumed >= loader.samples_per_epoch:
+        run.progress.batch = loader.max_length
         return
     run.progress.batch, again = divmod(consumed, now)
     if again:
@@ -262,7 +262,7 @@ def _move_cursor(run: Run, before: int | None) -> None:
 
 
 def callbacks_by_state_key(callbacks: list[Callback]) -> dict[str, Callback]:
-    """Return the callbacks by the name of their state; a second one of a kind gets a number."""
+    """Return the callbacks by `state_key`; further callbacks with the same key get a number."""
     by_key: dict[str, Callback] = {}
     for callback in callbacks:
         key, number = callback.state_key, 1
