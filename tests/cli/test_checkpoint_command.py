@@ -160,7 +160,7 @@ def test_verify_says_yes_or_names_the_file(checkpoint, run: Path) -> None:
     assert printed.code == 1
     assert "step=20: DAMAGED" in printed.out
     assert "optimizers.safetensors is damaged: its checksum differs" in printed.out
-    assert "2 of 3 checkpoints are whole" in printed.out
+    assert "2 of 3 checkpoints are intact" in printed.out
     assert checkpoint("verify", run, "--ckpt", "last").code == 0
     assert checkpoint("verify", run, "--ckpt", "best").code == 1
     assert checkpoint("verify", run / "checkpoints" / "step=20").code == 1

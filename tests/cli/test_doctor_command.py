@@ -21,8 +21,8 @@ from trainer.cli.doctor.results import CheckResult
 DIGITS = str(ROOT / "examples" / "digits" / "config.yaml")
 
 
-def of(verdicts: Any, subject: str) -> CheckResult:
-    found: CheckResult = next(verdict for verdict in verdicts if verdict.subject == subject)
+def of(results: Any, subject: str) -> CheckResult:
+    found: CheckResult = next(result for result in results if result.subject == subject)
     return found
 
 
@@ -117,7 +117,7 @@ def test_small_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPa
 def test_a_place_that_cannot_be_written_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = list(doctor_disk.disk(tmp_path / "file" / "runs"))
-    assert [verdict.status for verdict in said] == ["FAIL"]
+    assert [result.status for result in said] == ["FAIL"]
     assert "--trainer.default_root_dir" in said[0].fix
 
 
@@ -134,9 +134,9 @@ def test_a_disk_that_loses_data_fails(tmp_path: Path, monkeypatch: pytest.Monkey
         file.write_bytes(data)
 
     monkeypatch.setattr(writing, "write_checkpoint", losing)
-    verdict = doctor_disk._checkpoint(tmp_path)
-    assert verdict.status == "FAIL"
-    assert "model.safetensors" in verdict.found
+    result = doctor_disk._checkpoint(tmp_path)
+    assert result.status == "FAIL"
+    assert "model.safetensors" in result.found
 
 
 def test_file_systems_are_known_by_the_innermost_mount(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_file_systems_are_known_by_the_innermost_mount(tmp_path: Path) -> None:
 
 def test_an_interface_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    verdict = doctor_ranks.collectives(2)
-    assert verdict.status == "FAIL"
-    assert "cannot exchange tensors" in verdict.found
-    assert "nowhere0" in verdict.fix
+    result = doctor_ranks.collectives(2)
+    assert result.status == "FAIL"
+    assert "cannot exchange tensors" in result.found
+    assert "nowhere0" in result.fix
     assert os.environ["GLOO_SOCKET_IFNAME"] == "nowhere0"

@@ -1,4 +1,4 @@
-"""`trainer fit --dry-run`: a training on many processes, checked on one machine that need not have a GPU."""
+"""`trainer fit --dry-run`: check a training on many processes on one machine, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ examples:
   trainer fit --config run.yaml --dry-run --world-size 16 --no-data       without looking at the data
 """
 DEVICES = {"auto": "cuda", "gpu": "cuda"}
-"""What an accelerator is taken for: dry runs are for large machines."""
+"""Device types by accelerator: dry runs assume a large machine, so that auto means GPUs."""
 
 
 def run(arguments: list[str]) -> int:
-    """Print what was found. Returns the exit code: 1 when something cannot be, 2 for a wrong configuration or usage."""
+    """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration or usage."""
     from trainer.errors import ConfigError
 
     parser = _parser()
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help(), end="")
         return 0
-    verdicts = []
-    # JSON stands alone on stdout, whatever the user's files and DeepSpeed print.
+    results = []
+    # stdout holds nothing but the JSON, whatever the user's files and DeepSpeed print.
     with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
         try:
             given, configuration, accelerator = _read(parser, arguments)
             per_machine = _per_machine(given, configuration)
         except ConfigError as error:
             return usage_error(str(error))
-        for verdict in _checks(given, configuration, accelerator, per_machine):
-            verdicts.append(verdict)
+        for result in _checks(given, configuration, accelerator, per_machine):
+            results.append(result)
             if not given.json:
-                print(verdict.line(), flush=True)
-    print(as_json(verdicts) if given.json else f"\n{summary(verdicts)}; nothing was started, nothing written")
-    return int(failed(verdicts))
+                print(result.line(), flush=True)
+    print(as_json(results) if given.json else f"\n{summary(results)}; nothing was started, nothing written")
+    return int(failed(results))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]:
-    """The options, the checked configuration, and the accelerator that it asks for, which need not be here."""
+    """Return the options, the checked configuration, and its accelerator, which this machine need not have."""
     from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
     from trainer.errors import ConfigError
 
@@ -103,7 +103,7 @@ def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argpar
 
 
 def _accelerator(files: list[str], overrides: list[tuple[str, Any]]) -> str:
-    """`trainer.accelerator` as it was given; whether it is one of the known ones `load` finds out."""
+    """Return `trainer.accelerator` as it was given; `load` checks that the name is known."""
     from trainer.config.files import read_file
     from trainer.config.tree import Diagnostics
 
@@ -117,7 +117,7 @@ def _accelerator(files: list[str], overrides: list[tuple[str, Any]]) -> str:
 
 
 def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int:
-    """Processes on each machine; `given.world_size` is filled in."""
+    """Return the number of processes on each machine, and fill in `given.world_size`."""
     from trainer.errors import ConfigError
 
     wanted, machines = configuration.trainer.get("devices"), configuration.trainer.get("num_nodes", 1)
@@ -176,7 +176,7 @@ def _checks(
         return
     config = trainer.config
     if problems:
-        # They are reported: what follows is asked of one process's strategy.
+        # The problems are reported; the checks below use the strategy of one process.
         config.strategy.processes = strategy.processes
     else:
         config = replace(config, strategy=strategy, device_type=device_type, num_processes=world)
@@ -187,12 +187,12 @@ def _checks(
 
 
 def _trainer(configuration: Configuration) -> Trainer:
-    """The trainer of this process: with all of the configuration but where it runs."""
+    """Return a trainer with the configuration's arguments, but for one process on the CPU."""
     from trainer.config.check import instantiate
     from trainer.trainer import Trainer
 
     arguments = {name: instantiate(value) for name, value in configuration.trainer.items()}
-    # What this machine has says nothing of the others.
+    # The devices of this machine say nothing about those of the cluster.
     here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "compile": False}
     return Trainer(**{**arguments, **here})
 
@@ -200,7 +200,7 @@ def _trainer(configuration: Configuration) -> Trainer:
 def _layout(
     configuration: Configuration, config: ResolvedConfig, world: int, per_machine: int
 ) -> Iterator[CheckResult]:
-    """What the strategy does with the module among so many processes."""
+    """Report how the strategy lays the module out over the processes."""
     from trainer.cli.estimate.module import build_without_memory
     from trainer.distributed.fake_process_group import fake_process_group
     from trainer.errors import ConfigError
@@ -217,7 +217,7 @@ def _layout(
             lines = config.strategy.dry_run(module, precision)
     except ConfigError as error:
         yield CheckResult("FAIL", "layout", str(error))
-    # The user's constructor, or torch's wrapping of his module: whatever it raises.
+    # The user's constructor, and torch's wrapping of the module, may raise anything.
     except Exception as error:
         yield CheckResult("FAIL", "layout", f"{type(error).__name__}: {error}")
     else:
@@ -226,7 +226,7 @@ def _layout(
 
 
 def _data(configuration: Configuration, trainer: Trainer, config: ResolvedConfig, look: bool) -> Iterator[CheckResult]:
-    """What `fit` refuses; and, if `look`, how the samples are divided into steps."""
+    """Report the problems that `fit` would raise; with `look`, also how the samples are split into steps."""
     from trainer.config.check import instantiate
     from trainer.errors import ConfigError, raise_problems
     from trainer.loop.checks import check_call
@@ -258,7 +258,7 @@ def _data(configuration: Configuration, trainer: Trainer, config: ResolvedConfig
     except ConfigError as error:
         yield CheckResult("FAIL", subject, str(error))
         return
-    # The user's own code, on a machine that may not have the data.
+    # This is the user's own code, on a machine that may not have the data.
     except Exception as error:
         found = f"it cannot be looked at here: {type(error).__name__}: {error}."
         yield CheckResult("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
@@ -269,7 +269,7 @@ def _data(configuration: Configuration, trainer: Trainer, config: ResolvedConfig
 
 
 def _bare(configuration: Configuration) -> Any:
-    """The module without memory, for what data modules and loaders ask of it."""
+    """Return the module on the meta device, for data modules and loaders that use it."""
     import torch
 
     from trainer.config.check import instantiate
@@ -281,29 +281,29 @@ def _bare(configuration: Configuration) -> Any:
         return instantiate(configuration.module)
 
 
-def steps(feed: BatchLoader, window: int, world: int) -> Iterator[CheckResult]:
-    """The global batch, and what the last step of an epoch has of it."""
-    size, samples, batches = feed.batch_size, feed.samples_per_epoch, feed.length
+def steps(loader: BatchLoader, window: int, world: int) -> Iterator[CheckResult]:
+    """Report the global batch, and how full the last step of an epoch is."""
+    size, samples, batches = loader.batch_size, loader.samples_per_epoch, loader.length
     if size is None:
         yield CheckResult("WARN", "global batch", "not known: the loader does not tell its batch size.")
         return
-    whole = size * window * world
-    words = f"{size} samples x {window} micro-batch{'es' if window > 1 else ''} x {world} processes = {whole:,} samples"
-    yield CheckResult("OK", "global batch", words)
+    global_batch = size * window * world
+    factors = f"{size} samples x {window} micro-batch{'es' if window > 1 else ''} x {world} processes"
+    yield CheckResult("OK", "global batch", f"{factors} = {global_batch:,} samples")
     if samples is None or not batches:
         yield CheckResult("WARN", "epoch", "not known: the loader does not tell its length.")
         return
     number = math.ceil(batches / window)
-    last_window, last = batches - (number - 1) * window, samples - (number - 1) * whole
+    last_window, last = batches - (number - 1) * window, samples - (number - 1) * global_batch
     words = f"{samples:,} samples in {number:,} step{'s' if number > 1 else ''}"
-    if last == whole:
+    if last == global_batch:
         yield CheckResult("OK", "epoch", f"{words}, all of them full")
         return
-    words += f"; the last one has {last:,} of {whole:,} samples, in {last_window} of {window} micro-batches"
+    words += f"; the last one has {last:,} of {global_batch:,} samples, in {last_window} of {window} micro-batches"
     if number == 1:
         fix = "Fewer processes, smaller micro-batches or a smaller window do the same with less."
         yield CheckResult("WARN", "epoch", f"{words}.", fix)
-    elif last * 2 < whole:
+    elif last * 2 < global_batch:
         fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
         yield CheckResult("WARN", "epoch", f"{words}.", fix)
     else:
@@ -313,7 +313,7 @@ def steps(feed: BatchLoader, window: int, world: int) -> Iterator[CheckResult]:
 def _memory(
     given: argparse.Namespace, configuration: Configuration, strategy: Strategy, per_machine: int
 ) -> Iterator[CheckResult]:
-    """What each process needs, by `trainer estimate`'s arithmetic."""
+    """Report the memory of each process, by the formulas of `trainer estimate`."""
     from trainer.cli.estimate.module import examine
     from trainer.errors import ConfigError
     from trainer.model.memory import Setup, Transformer, activations, layout_of, needed, number_sizes, possible

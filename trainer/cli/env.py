@@ -1,4 +1,4 @@
-"""`trainer env`: how this process was started and why that is known, versions and devices."""
+"""`trainer env`: print how this process was started, by which variables that is known, versions and devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PREFIXES = (
 
 
 def run(arguments: list[str]) -> int:
-    """Print what was found. Returns the exit code: 2 if the variables contradict each other."""
+    """Print the environment. Returns the exit code: 2 if the variables contradict each other."""
     from trainer.errors import ConfigError
 
     parser = ErrorParser(
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     try:
         options = parser.parse_args(arguments)
-    except SystemExit as end:  # of --help
+    except SystemExit as end:  # argparse exits after --help
         return int(end.code or 0)
     except ConfigError as error:
         return usage_error(str(error))
@@ -69,14 +69,14 @@ def run(arguments: list[str]) -> int:
         text = json.dumps(found, indent=2)
     else:
         text = "\n".join(_lines(found))
-    # In one piece, since several processes may print at once.
+    # One call of print, since several processes may print at once.
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
     return 2 if found["problem"] else 0
 
 
 def versions() -> dict[str, str | None]:
-    """The packages that matter, None for those that are not installed. Imports none of them."""
+    """Return the versions of the packages that matter, None if not installed, without importing them."""
     found: dict[str, str | None] = {"trainer": trainer.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -87,7 +87,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """Name, system, processors and memory of this machine."""
+    """Return the name, system, processors and memory of this machine."""
     from trainer.launchers.launcher import usable_cores
 
     memory = None
@@ -102,7 +102,7 @@ def machine() -> dict[str, Any]:
 
 
 def devices() -> dict[str, Any]:
-    """The accelerators that torch sees, and the backends for collectives that it has."""
+    """Return the accelerators that torch sees, and its backends for collectives."""
     import torch
     import torch.distributed as dist
 
@@ -120,7 +120,7 @@ def devices() -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """What was detected, and for each way to be started which of its variables are seen and what follows."""
+    """Return the detected environment and, for each launcher, the variables that are set and their meaning."""
     from trainer.distributed.environment import SOURCES, detect_environment
     from trainer.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""`trainer fit`: train, then print the last metrics and where the files are."""
+"""`trainer fit`: train, then print the last metrics and the paths of the run's files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _fit(job: Job) -> None:
     try:
         job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
     except SystemExit:
-        # Stopped by a signal, with everything saved: also then it is good to know where.
+        # A run that a signal stopped has saved everything; its paths are printed, too.
         _say(job.trainer)
         raise
     _say(job.trainer)
@@ -49,7 +49,7 @@ def _say(trainer: Trainer) -> None:
 
 
 def closing_words(trainer: Trainer) -> list[str]:
-    """Return the last metrics, where the run's files are, and how to look at them."""
+    """Return the last metrics, the paths of the run's files, and the commands that show them."""
     from trainer.callbacks.csv_logger import CSVLogger
     from trainer.callbacks.tensorboard import TensorBoardLogger
     from trainer.checkpoint.directory import CheckpointDirectory
@@ -57,7 +57,7 @@ def closing_words(trainer: Trainer) -> list[str]:
     lines = []
     if trainer.callback_metrics:
         lines += [f"after {trainer.global_step} steps:", table(dict(trainer.callback_metrics))]
-    if not trainer.run_dir.is_dir():  # fast_dev_run leaves nothing
+    if not trainer.run_dir.is_dir():  # fast_dev_run writes no files
         return lines
     lines.append(f"run directory:  {shown(trainer.run_dir)}")
     checkpoints = trainer.run_dir / "checkpoints"
@@ -78,6 +78,6 @@ def closing_words(trainer: Trainer) -> list[str]:
 
 
 def shown(path: Path) -> str:
-    """Return a path as short as it can be typed from here."""
+    """Return a path relative to the current folder where that is shorter."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else os.fspath(path)

@@ -1,4 +1,4 @@
-"""`trainer init`: begin a project with a copy of an example: module, data, configuration, README and test."""
+"""`trainer init`: start a project from a copy of an example: module, data, configuration, README and test."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(arguments: list[str]) -> int:
             print("\n".join(f"{name:<21}{words}" for name, words in TEMPLATES.items()))
             return 0
         _write(options.template, options.folder)
-    except SystemExit as end:  # of --help
+    except SystemExit as end:  # argparse exits after --help
         return int(end.code or 0)
     except ConfigError as error:
         return usage_error(str(error))

@@ -50,7 +50,7 @@ TORCHRUN_ONLY = {
 
 
 def run(arguments: list[str]) -> int:
-    """Start what the arguments say, and end as it does. Returns the exit code of wrong usage."""
+    """Start the program and exit with its code. Returns only after wrong usage, with the exit code for it."""
     from trainer.errors import ConfigError, TrainerError
 
     parser = _parser(os.environ)
@@ -89,7 +89,7 @@ def _start(command: list[str], number: int, restarts: int, machines: Machines | 
 
 @contextmanager
 def _quiet_torch() -> Iterator[None]:
-    """Without the stack traces that torch's C++ prints beside an exception; only in this process."""
+    """Suppress the stack traces that torch's C++ code prints with an exception, in this process only."""
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
         yield
@@ -155,7 +155,7 @@ def _joined(environ: Mapping[str, str], address: str, port: str) -> str | None:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    """The arguments of Python that run the program."""
+    """Return the arguments with which Python runs the program."""
     from trainer.errors import ConfigError
 
     program = [word for i, word in enumerate(options.program) if not (i == 0 and word == "--")]
@@ -188,7 +188,7 @@ def _unknown_option(option: str) -> str:
 
 
 def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machines | None:
-    """Which machines take part; None for this one alone. Finds all that is wrong with it."""
+    """Return the machines that take part; None: only this one. Reports all problems of the options together."""
     from trainer.errors import raise_problems
     from trainer.launchers.multinode import CONF, Machines
 
@@ -276,14 +276,14 @@ _WARN_S = 120
 
 
 def sbatch_file(options: argparse.Namespace, typed: list[str]) -> str:
-    """A batch script: one process per GPU, a signal before the time is over, and back into the queue after saving.
+    """Return a batch script: one process per GPU, a signal before the time limit, and a requeue after saving.
 
     Args:
-        options: of `trainer launch`.
-        typed: the command line, to stand in the file.
+        options: the options of `trainer launch`.
+        typed: the command line, which the file quotes.
 
     Raises:
-        ConfigError: a number is none.
+        ConfigError: a count is not a number.
     """
     from trainer.errors import raise_problems
 
@@ -337,7 +337,7 @@ def _run(options: argparse.Namespace, processes: int, launcher: bool) -> list[st
     program = shlex.join([*(["-m"] if options.module else []), *(word for word in options.program if word != "--")])
     of_trainer = not options.module and options.program[0] == "trainer"
     python = shlex.quote(sys.executable)
-    # srun does not take over this one of sbatch's options.
+    # srun does not inherit --cpus-per-task from sbatch.
     cores = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
     stop_all = f"srun --kill-on-bad-exit=1{cores}"
     if not launcher:

@@ -1,4 +1,4 @@
-"""Run the command that was asked for. Only its module is imported; nothing here imports torch."""
+"""Run one command: only the module of that command is imported, and nothing in this file imports torch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 done, 1 error, 2 wrong usage or configuration, 130 interrupted.
 
     Args:
-        arguments: of the command line, without the program's name; default: this process's.
+        arguments: the command line without the program's name; default: `sys.argv[1:]`.
     """
     try:
         return _main(list(sys.argv[1:] if arguments is None else arguments))
@@ -97,7 +97,7 @@ def _unknown_command(first: str) -> str:
 
 
 def reject_unknown(parser: ArgumentParser, rest: list[str], command: str) -> None:
-    """Raise a ConfigError for the first of the words that a parser does not know."""
+    """Raise a ConfigError for the first word that the parser does not know."""
     from trainer.errors import ConfigError, did_you_mean
 
     if rest:

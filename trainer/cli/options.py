@@ -1,4 +1,4 @@
-"""Parse the options of the commands: a few fixed ones, and dotted ones that change any value of a configuration."""
+"""Parse the options of the commands: fixed ones, and dotted ones that change any value of a configuration."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class Options:
     overrides: list[tuple[str, Node]] = field(default_factory=list)
     """Dotted names and values; `--ckpt-path` is one of them."""
     ray: RayOptions | None = None
-    """Of `fit` only: train in Ray's workers."""
+    """Options of `fit --ray`: train in Ray's workers."""
 
 
 class ErrorParser(argparse.ArgumentParser):
-    """Raises a ConfigError where argparse would print and exit."""
+    """An argument parser that raises a ConfigError where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
-    """Return the parser of the fixed options. No prefix of an option stands for it."""
+    """Return the parser of the fixed options, which accepts no abbreviated options."""
     parser = ErrorParser(
         prog=f"trainer {command}",
         usage=f"trainer {command} --config FILE [FILE ...] [OPTIONS]",
@@ -81,7 +81,7 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
 
 
 def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:
-    """Return the dotted options of a command line as names and values, and the words that are none of them."""
+    """Return the dotted options of a command line as names and values, and all other words."""
     from trainer.config.files import read_value
     from trainer.config.tree import COMMAND_LINE
 
@@ -139,7 +139,7 @@ def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, s
 
 
 def _unknown(rest: list[str]) -> Iterator[str]:
-    """Yield a problem for each unknown option (its value goes with it), and for each stray word."""
+    """Yield a problem for each unknown option, together with its value, and for each stray word."""
     from trainer.settings import ARGUMENTS
 
     known = {name: f"--trainer.{name}" for name in ARGUMENTS}

@@ -16,7 +16,7 @@ EXAMPLES = """\
 
 
 def run(arguments: list[str]) -> int:
-    """Predict as the arguments say. Returns the exit code."""
+    """Run prediction and write the files. Returns the exit code."""
     return run_command("predict", arguments, EXAMPLES, _predict, prepare=_write_predictions)
 
 

@@ -1,4 +1,4 @@
-"""`trainer fit --ray`: the same training in the workers of Ray Train."""
+"""`trainer fit --ray`: run the same training in the workers of Ray Train."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """What `--ray NAME=VALUE ...` gives, in Ray's words and meaning."""
+    """The options of `--ray NAME=VALUE ...`, with Ray's names and meaning."""
 
     num_workers: int = 1
     use_gpu: bool = False
     """One GPU for each worker."""
     resources_per_worker: dict[str, float] | None = None
     storage_path: str | None = None
-    """A folder that all machines see: Ray's files, and ours too unless `default_root_dir` is given."""
+    """A folder that all machines see, for Ray's files and, unless `default_root_dir` is given, the run directories."""
     max_failures: int = 0
-    """How often the workers are started again after one of them failed; -1: without end."""
+    """How often the workers are restarted after one of them failed; -1: without limit."""
     address: str | None = None
-    """Of a running cluster, or "auto"; default: `RAY_ADDRESS`, the cluster that runs on this machine, or a new one."""
+    """Address of a running cluster, or "auto"; default: `RAY_ADDRESS`, the cluster on this machine, or a new one."""
 
 
 def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
-    """The options as they were typed; what is wrong with them goes to `findings`."""
+    """Parse the options; problems go to `findings`."""
     from trainer.config.files import read_value
     from trainer.config.tree import COMMAND_LINE
     from trainer.config.types import TypeMismatchError, allowed, options_of, parameters_of, validate
@@ -66,7 +66,7 @@ def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
 
 
 def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
-    """Train in Ray's workers and wait for them. Returns the exit code: 0, or 1 when they failed once too often.
+    """Train in Ray's workers and wait for them. Returns the exit code: 0, or 1 after more than `max_failures` failures.
 
     Raises:
         ConfigError: the configuration contradicts the options, or there is no such cluster.
@@ -105,7 +105,7 @@ def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
             run_config=RunConfig(
                 storage_path=options.storage_path, failure_config=FailureConfig(max_failures=options.max_failures)
             ),
-            # With NCCL alone, small data of the CPU could not be gathered.
+            # NCCL alone could not gather data that is on the CPU.
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if options.use_gpu else "gloo"),
         ).fit()
     except ray.train.TrainingFailedError as error:
@@ -118,7 +118,7 @@ def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
 
 
 def _root(options: RayOptions, configuration: Configuration) -> str:
-    """Where the run directories are, the same for all workers."""
+    """Return the folder of the run directories, which is the same for all workers."""
     from trainer.errors import ConfigError
     from trainer.settings import Settings
 
@@ -134,15 +134,15 @@ def _root(options: RayOptions, configuration: Configuration) -> str:
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
-    """What each worker runs: `trainer fit` with the configuration that was checked where it was typed.
+    """Run `trainer fit` in a worker, with the configuration that the command has checked.
 
     Raises:
-        TrainerError: `trainer fit` refused, for the reason that it has printed.
+        TrainerError: `trainer fit` failed, and has printed the reason.
     """
     from trainer.cli.main import main
     from trainer.errors import TrainerError
 
-    # Ray gives each worker a folder of its own, where no path of the user's leads anywhere.
+    # Ray gives each worker a folder of its own, in which the user's relative paths do not exist.
     if Path(config["folder"]).is_dir():
         os.chdir(config["folder"])
     sys.path += [folder for folder in config["path"] if folder not in sys.path]

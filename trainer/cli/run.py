@@ -44,9 +44,9 @@ def run_command(
     """Run a command. Returns the exit code.
 
     Args:
-        examples: shown by `--help`.
-        act: runs it and prints the result.
-        prepare: changes the checked configuration before anything is built.
+        examples: text for `--help`.
+        act: function that runs the job and prints the result.
+        prepare: function that changes the checked configuration before anything is built.
     """
     parser = make_parser(command, COMMANDS[command][1])
     if "-h" in arguments or "--help" in arguments:
@@ -84,9 +84,9 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
             f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
             f"or a module, trainer {command} --module file.py:Class. See trainer {command} --help."
         )
-    if not options.config:  # what the files would have given cannot be missed
+    if not options.config:  # values of a file that cannot be read are not reported as missing
         findings.report()
-    from trainer.config.load import load  # from here on torch is needed
+    from trainer.config.load import load  # torch is needed from here on
 
     configuration = load(options.config, options.overrides, findings)
     if "RANK" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHED not in os.environ):
@@ -96,14 +96,14 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
 
 
 def _run(act: Callable[[Job], None], job: Job) -> int:
-    """Run a job. Errors that name their fix are shown without a traceback; all others as Python shows them."""
+    """Run a job. Errors that name their fix are printed without a traceback; all others propagate."""
     from trainer.errors import ConfigError, TrainerError
 
     try:
         act(job)
     except TrainerError as error:
         if job.trainer.world_size > 1:
-            raise  # which process was the first to fail is found out elsewhere
+            raise  # the launcher finds the process that failed first
         from trainer.config.classes import user_frame
 
         where = user_frame(error)

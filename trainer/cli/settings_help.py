@@ -1,4 +1,4 @@
-"""The trainer's arguments for `--help`."""
+"""List the trainer's arguments for `--help`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.settings import Settings
 
 
 def arguments_help(width: int = 110) -> str:
-    """Return the list of the trainer's arguments as `trainer fit --help` shows it."""
+    """Return the list of the trainer's arguments for `trainer fit --help`."""
     lines = ["trainer arguments (under `trainer:` in a file, or as options):"]
     for field in fields(Settings):
         lines.append(f"  --trainer.{field.name} {_readable(str(field.type))} (default: {_as_yaml(field.default)})")
@@ -21,12 +21,12 @@ def arguments_help(width: int = 110) -> str:
 
 
 def _readable(annotation: str) -> str:
-    """Return an annotation with the values of its `Literal` in place of it."""
+    """Return an annotation in which a `Literal` is replaced by its values."""
     return re.sub(r"Literal\[(.*?)\]", lambda choice: choice[1].replace(", ", " | "), annotation)
 
 
 def _as_yaml(default: Any) -> str:
-    """Return a default as it would stand in a configuration."""
+    """Return a default as YAML."""
     if default is None or isinstance(default, bool):
         return {None: "null", True: "true", False: "false"}[default]
     return str(default)

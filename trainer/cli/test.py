@@ -1,4 +1,4 @@
-"""`trainer test`: the test metrics of a checkpoint."""
+"""`trainer test`: compute the test metrics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXAMPLES = """\
 
 
 def run(arguments: list[str]) -> int:
-    """Test as the arguments say. Returns the exit code."""
+    """Run the test loop and print the metrics. Returns the exit code."""
     return run_command("test", arguments, EXAMPLES, _test)
 
 

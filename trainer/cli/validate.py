@@ -1,4 +1,4 @@
-"""`trainer validate`: the validation metrics of a checkpoint."""
+"""`trainer validate`: compute the validation metrics of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLES = """\
 
 
 def run(arguments: list[str]) -> int:
-    """Validate as the arguments say. Returns the exit code."""
+    """Run validation and print the metrics. Returns the exit code."""
     return run_command("validate", arguments, EXAMPLES, _validate)
 
 

@@ -1,4 +1,4 @@
-"""`trainer checkpoint`: what is in a run directory, what a checkpoint holds, whether it is whole, its weights alone."""
+"""`trainer checkpoint`: list, show and verify checkpoints, and export their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.cli.options import ErrorParser
 SUBCOMMANDS = {
     "ls": "list the checkpoints of a run",
     "show": "show what is in a checkpoint",
-    "verify": "read checkpoints whole and compare every file with its checksum",
+    "verify": "read checkpoints completely and compare every file with its checksum",
     "export": "write the weights alone, to one safetensors file or to several",
 }
 
@@ -30,7 +30,7 @@ EXAMPLES = {
 """,
     "verify": """\
   trainer checkpoint verify runs/digits/version_0      each one of this run
-  trainer checkpoint verify runs/digits/version_0 --ckpt last && echo whole
+  trainer checkpoint verify runs/digits/version_0 --ckpt last && echo intact
 """,
     "export": """\
   trainer checkpoint export runs/digits/version_0 digits.safetensors --ckpt best
@@ -43,7 +43,7 @@ PATH_HELP = "a checkpoint, a run directory, its folder of checkpoints, or a fold
 
 
 def run(arguments: list[str]) -> int:
-    """Do what the arguments say. Returns the exit code: 1 for a damaged checkpoint or one that is not there."""
+    """Run a subcommand. Returns the exit code: 1 for a damaged or missing checkpoint, 2 for wrong usage."""
     from trainer.errors import ConfigError, TrainerError
 
     parser = _parser()
@@ -53,14 +53,14 @@ def run(arguments: list[str]) -> int:
     try:
         options = parser.parse_args(arguments)
         code: int = {"ls": _ls, "show": _show, "verify": _verify, "export": _export}[options.name](options)
-    except SystemExit as end:  # of --help
+    except SystemExit as end:  # argparse exits after --help
         return int(end.code or 0)
     except ConfigError as error:
         return usage_error(str(error))
     except TrainerError as error:
         usage_error(str(error))
         return 1
-    except BrokenPipeError:  # of `trainer checkpoint show ... | head`
+    except BrokenPipeError:  # as after `trainer checkpoint show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("ls", "show"):
         of[name].add_argument("--json", action="store_true", help="print JSON")
     of["ls"].add_argument("--metric", metavar="NAME", action="append", default=[], help="show this logged value")
-    of["ls"].add_argument("--verify", action="store_true", help="read the files whole; else only sizes are compared")
+    of["ls"].add_argument("--verify", action="store_true", help="read the files completely; default: compare sizes")
     of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")
     of["export"].add_argument("out", metavar="OUT", help="the file to write; with --max-shard-size the folder")
     of["export"].add_argument(
@@ -175,7 +175,7 @@ def _verify(options: argparse.Namespace) -> int:
     for problem in pointers:
         print(plain(problem))
     if len(paths) != 1:
-        print(f"{len(paths) - broken} of {len(paths)} checkpoints are whole")
+        print(f"{len(paths) - broken} of {len(paths)} checkpoints are intact")
     return 1 if broken or pointers or not paths else 0
 
 

@@ -1,4 +1,4 @@
-"""`trainer checkpoint export`: the weights of a checkpoint as safetensors files, one tensor in memory at a time."""
+"""`trainer checkpoint export`: write a checkpoint's weights as safetensors files, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write what the arguments of the command say."""
+    """Write the weights that the options select. Returns the exit code."""
     out, most = Path(options.out), _bytes(options.max_shard_size)
     if most is None and out.is_dir():
         raise ConfigError(
@@ -55,7 +55,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 class Converted(StoredTensor):
-    """A floating tensor in another dtype; others as they are."""
+    """A stored tensor that is converted to another dtype when read, if floating."""
 
     def __init__(self, stored: StoredTensor, dtype: torch.dtype) -> None:
         self.shape = stored.shape
@@ -76,7 +76,7 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, StoredTensor], list[str]]:
-    """What is written, by name; and what is left out."""
+    """Return the weights to write by name, and notes about those left out."""
     if not isinstance(state, dict):
         raise CheckpointError("its 'model' is not a state_dict: it was not written by a Trainer.")
     weights: dict[str, StoredTensor] = {}
@@ -111,7 +111,7 @@ def _write_file(out: Path, weights: Mapping[str, StoredTensor]) -> int:
 
 
 def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int) -> int:
-    """Files of at most `most` bytes of weights (one tensor may be larger), and the index that says what is where."""
+    """Write files of at most `most` bytes of weights (one tensor may be larger) and their index; return their size."""
     shards: list[dict[str, StoredTensor]] = [{}]
     room = most
     for name, weight in weights.items():

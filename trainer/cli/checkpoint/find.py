@@ -1,4 +1,4 @@
-"""Which checkpoints are meant by a path on the command line: a checkpoint, a run, or a folder of either."""
+"""Find the checkpoints for a path on the command line: a checkpoint, a run, or a folder of either."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class Found:
 
     path: StoragePath
     info: dict[str, Any]
-    """What its manifest says; empty when that cannot be read."""
+    """The manifest's `info`; empty when the manifest cannot be read."""
     bytes: int
     written: float | None
     """Seconds since 1970."""
     pointers: list[str]
-    """Which of "last" and "best" it is."""
+    """The pointers, "last" and "best", that name this checkpoint."""
     damage: list[str]
-    """What is wrong with it, as far as was looked."""
+    """Problems that were found."""
 
     @property
     def step(self) -> float:
-        """For sorting: those that do not say it come first."""
+        """The step for sorting; -1 when it is not known."""
         step = self.info.get("step")
         return step if isinstance(step, (int, float)) else -1
 
 
 def checkpoint_folders(path: str) -> list[StoragePath]:
-    """The folders with checkpoints that are meant: of a run, or of all runs below; the newest run last.
+    """Return the folders of checkpoints at a path: of one run, or of all runs in the folder, the newest run last.
 
     Raises:
-        CheckpointError: there is nothing of that kind.
+        CheckpointError: the path does not exist or holds no checkpoint.
     """
     given = as_storage_path(path)
     if not given.exists():
@@ -60,10 +60,10 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
 
 
 def listing(folder: StoragePath, contents: bool) -> list[Found]:
-    """All checkpoints of a folder, by step; damaged ones too.
+    """Return all checkpoints of a folder, sorted by step, including damaged ones.
 
     Args:
-        contents: read them whole to find damage; else only sizes are looked at.
+        contents: compare checksums of the files, too, and not only their sizes.
     """
     pointed = {pointer: CheckpointDirectory(folder).pointer(pointer) for pointer in POINTERS}
     paths = [*checkpoints_in(folder), *_half_written(folder)]
@@ -79,7 +79,7 @@ def listing(folder: StoragePath, contents: bool) -> list[Found]:
 
 
 def look(path: StoragePath, pointers: list[str], contents: bool) -> Found:
-    """What can be known of one checkpoint."""
+    """Describe one checkpoint, which may be damaged."""
     damage = find_damage(path, contents)
     try:
         manifest = read_manifest(path)
@@ -90,13 +90,13 @@ def look(path: StoragePath, pointers: list[str], contents: bool) -> Found:
 
 
 def choose(path: str, wanted: str | None) -> StoragePath:
-    """The one checkpoint that is meant: `path` itself, or `wanted` ("last", "best" or a name) of a run.
+    """Return the checkpoint at `path`, or the one named `wanted` ("last", "best" or a folder's name) of a run.
 
-    Nothing falls back here: what "last" points to is meant, damaged or not.
+    The target of "last" is returned even if it is damaged.
 
     Raises:
-        ConfigError: `wanted` of something that is itself a checkpoint.
-        CheckpointError: there is none.
+        ConfigError: `wanted` was given, and `path` is itself a checkpoint.
+        CheckpointError: there is no such checkpoint.
     """
     given = as_storage_path(path)
     if is_committed(given):
@@ -122,12 +122,12 @@ def choose(path: str, wanted: str | None) -> StoragePath:
 
 
 def leftover_names(folder: StoragePath) -> list[str]:
-    """Return the names of what interrupted writes left, and of what is being written now."""
+    """Return the names of temporary folders: of interrupted writes, and of writes in progress."""
     return [path.name for path in storage_of(folder).leftovers(folder)]
 
 
 def written_at(path: StoragePath) -> float | None:
-    """When a checkpoint was completed."""
+    """Return the time at which a checkpoint was committed, in seconds since 1970; None if there is no manifest."""
     try:
         if isinstance(path, RemotePath):
             return (path / MANIFEST_FILE).modified()
@@ -137,7 +137,7 @@ def written_at(path: StoragePath) -> float | None:
 
 
 def _half_written(folder: StoragePath) -> list[StoragePath]:
-    """Folders that hold a part of a checkpoint, and no manifest."""
+    """Return the folders that hold files of a checkpoint, but no manifest."""
     if not folder.is_dir():
         return []
     return [

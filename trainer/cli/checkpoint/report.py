@@ -1,4 +1,4 @@
-"""Checkpoints in words: the table of `ls`, and the page of `show`."""
+"""Format checkpoints for people and programs: the table of `ls` and the page of `show`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENSORS_SHOWN = 20
 
 
 def table_of(found: list[Found], metrics: list[str]) -> list[str]:
-    """One line for each checkpoint, under a head; below it, what is wrong with the damaged ones."""
+    """Return a table with a line for each checkpoint; the problems of damaged ones follow it."""
     names = metrics or _most_telling(found)
     head = ["name", "step", "epoch", *names, "size", "written", "", "state"]
     rows = [head]
@@ -50,16 +50,16 @@ def table_of(found: list[Found], metrics: list[str]) -> list[str]:
 
 
 def _most_telling(found: list[Found]) -> list[str]:
-    """The names of a few metrics for the table: those of validation first."""
+    """Return the names of a few metrics for the table, those of validation first."""
     names = {name for one in found if isinstance(metrics := one.info.get("metrics"), dict) for name in metrics}
     return sorted(names, key=lambda name: (not str(name).startswith("val"), str(name)))[:METRICS_SHOWN]
 
 
 def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float | None, every: bool) -> Iterator[str]:
-    """Everything that a checkpoint says of itself, by lines.
+    """Yield the lines that describe a checkpoint.
 
     Args:
-        data: as `read_metadata` gives it.
+        data: the result of `read_metadata`.
         every: list all tensors, not only the first of each file.
     """
     progress = data.get("progress")
@@ -105,7 +105,7 @@ def _file(key: str, manifest: Manifest, tensors: list[TensorInfo], every: bool) 
 
 
 def as_data(found: Found) -> dict[str, Any]:
-    """For `--json`."""
+    """Return a checkpoint's description for `--json`."""
     return {
         "path": str(found.path),
         "info": json_ready(found.info),
@@ -117,7 +117,7 @@ def as_data(found: Found) -> dict[str, Any]:
 
 
 def json_ready(value: Any) -> Any:
-    """Data as JSON has it: other keys as text, nan and infinities as text, tensors as what they are."""
+    """Return data for JSON: keys, nan and infinities as text, tensors as name, dtype and shape."""
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -130,7 +130,7 @@ def json_ready(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[TensorInfo]:
-    """The tensors of a part of a checkpoint's metadata, in order."""
+    """Yield the tensors in a part of a checkpoint's metadata, in order."""
     if isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
@@ -142,19 +142,19 @@ def tensors_in(value: Any) -> Iterator[TensorInfo]:
 
 
 def bytes_of(info: TensorInfo) -> int:
-    """The size of a tensor in memory."""
+    """Return the size of a tensor in memory."""
     return math.prod(info.shape) * info.dtype.itemsize
 
 
 def number(value: object) -> str:
-    """A value of a table; empty for none."""
+    """Return a cell of a table; empty for None."""
     if isinstance(value, float):
         return f"{value:.5g}"
     return "" if value is None else plain(str(value))
 
 
 def size(count: int) -> str:
-    """Bytes in words: 1.2 MB."""
+    """Return a number of bytes as text, such as "1.2 MB"."""
     amount = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000:
@@ -164,17 +164,17 @@ def size(count: int) -> str:
 
 
 def when(seconds: float | None) -> str:
-    """A time in this machine's zone."""
+    """Return a time as text, in this machine's time zone."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def plain(text: str) -> str:
-    """Without characters that a terminal would take for commands: a checkpoint may come from anybody."""
+    """Escape the characters that a terminal would interpret, since checkpoints may come from strangers."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Nested data as lines of dotted names and values."""
+    """Yield the dotted names and the values of nested data."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _flat(f"{name}.{key}" if name else str(key), item)

@@ -1,4 +1,4 @@
-"""Answers to the questions of `trainer config`: their words, their settings, and the presets."""
+"""Define the answers to the questions of `trainer config`, their settings, and the presets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = {
     "zero3": ("strategy: deepspeed_stage_3", "DeepSpeed: optimizer, gradients and weights are sharded"),
     "tpu": ("strategy: xla", "one program for all TPU cores, by torch_xla"),
 }
-"""What each process holds: the line of a configuration, and its meaning."""
+"""Layouts of the model over the processes: the line of a configuration, and its meaning."""
 
 
 def strategy_name(layout: str) -> str:
@@ -46,7 +46,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class WizardAnswers:
-    """Where and how to train; None: no setting is written."""
+    """The answers on where and how to train; None: no setting is written."""
 
     machine: str | None = None
     machines: int = 1
@@ -81,7 +81,7 @@ OFFLOADED = {
     ("zero3", "optimizer"): ["offload_optimizer"],
     ("zero3", "all"): ["offload_optimizer", "offload_parameters"],
 }
-"""Arguments of the strategy by layout and by what is kept in the memory of the CPU."""
+"""Arguments of the strategy by layout and by the state that is kept in the CPU's memory."""
 
 
 def offloads_of(layout: str | None) -> list[str]:
@@ -119,7 +119,7 @@ def draft_of(answers: WizardAnswers) -> ConfigDraft:
 
 
 def launch_line(command: str, machines: int, devices: int | str | None, address: str = "HOST:29500") -> str:
-    """Return a trainer command with what starts it on several machines."""
+    """Return a trainer command, preceded by the launcher where there are several machines."""
     if machines == 1:
         return command
     processes = f" --nproc-per-node {devices}" if isinstance(devices, int) else ""

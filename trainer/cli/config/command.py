@@ -27,7 +27,7 @@ def run(arguments: list[str]) -> int:
     """Write a configuration. Returns the exit code: 2 when nothing was written, 130 after Ctrl-C."""
     try:
         return _write(_parser().parse_args(arguments))
-    except SystemExit as end:  # of --help
+    except SystemExit as end:  # argparse exits after --help
         return int(end.code or 0)
     except KeyboardInterrupt:
         print("\nnothing was written", file=sys.stderr)
@@ -88,7 +88,7 @@ def _write(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise a ConfigError for wrong options, before anything is asked."""
+    """Raise a ConfigError for wrong options, before the first question."""
     if options.preset is not None and options.source is not None:
         raise ConfigError("--preset and --from are two ways to the same file: remove one.")
     if options.preset is not None and options.preset not in PRESETS:

@@ -1,4 +1,4 @@
-"""Rules for an Accelerate configuration (`default_config.yaml`); key names are those of accelerate 1.15."""
+"""Translate an Accelerate configuration (`default_config.yaml`, with the keys of accelerate 1.15)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Given = dict[str, Any]
 Rules = dict[str, Rule]
 
 KINDS = {"MULTI_GPU": "copies", "MULTI_CPU": "copies", "FSDP": "shards", "XLA": "tpu", "TPU": "tpu"}
-"""Values of distributed_type, and the layouts that they mean."""
+"""Layouts by value of distributed_type."""
 ON_CPU = ("accelerator", "cpu", "the CPU, even where there is a GPU")
 RECOMPUTE = ("activation_checkpointing", "auto", "compute activations again instead of keeping them")
 TPU_POD = "gcloud compute tpus tpu-vm ssh {name} --zone {zone} --worker=all --command 'trainer fit ...'"
@@ -46,13 +46,13 @@ def from_accelerate(report: MigrationReport, given: Given) -> None:
     sagemaker = str(given.get("compute_environment", "")).endswith("SAGEMAKER")
     _read_processes(report, given, kind)
     for key, value in given.items():
-        if key == "dynamo_backend":  # as older versions wrote it
+        if key == "dynamo_backend":  # the spelling of older versions
             key, value = "dynamo_config", {key: value}
         section = SECTIONS.get(key)
         if section is not None and isinstance(value, dict):
             _section(report, key, section, value, kind)
             continue
-        rules = _rules(report, given, kind)  # after what the sections before it have set
+        rules = _rules(report, given, kind)  # last: it depends on what the sections before it have set
         if sagemaker:
             rules = {**dict.fromkeys(given, SAGEMAKER), **rules, "compute_environment": SAGEMAKER}
         report.section("", {key: value}, rules)
@@ -66,7 +66,7 @@ def _kind(given: Given) -> str:
 
 
 def _read_processes(report: MigrationReport, given: Given, kind: str) -> None:
-    """Read the counts and addresses by which several keys are explained."""
+    """Read the counts and addresses that several keys depend on."""
     report.machines = int(number(given.get("num_machines", 1)) or 1)
     total = number(given.get("num_processes"))
     if total is not None and total > 0 and kind not in ("XLA", "TPU"):
@@ -202,10 +202,10 @@ class Section:
     """A section's rules.
 
     Args:
-        prefix: of its keys, left out in the rules.
-        rules: made of its values by key.
-        kind: the only distributed_type that reads it; "": any.
-        other: for keys without a rule; None: they are mistakes.
+        prefix: the keys' prefix, left out in the rules.
+        rules: function from the section's values to the rules by key.
+        kind: the only distributed_type that reads the section; "": any.
+        other: rule for all other keys; None: unknown keys are mistakes.
     """
 
     prefix: str
@@ -227,7 +227,7 @@ def _section(report: MigrationReport, key: str, section: Section, value: Given, 
 
 
 def _json(source: Path, name: str) -> tuple[Given, str]:
-    """Read a file named in a configuration, from its folder or the current one; return it, and a prefix of its keys."""
+    """Read a file that a configuration names (from its folder or the current one); return it and its keys' prefix."""
     candidates = [source.parent / name, Path(name)]
     path = next((path for path in candidates if path.is_file()), candidates[0])
     findings = Diagnostics()
@@ -238,7 +238,7 @@ def _json(source: Path, name: str) -> tuple[Given, str]:
 
 
 SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Accelerate numbers them from 1, too."""
+"""Sharding strategies; Accelerate also accepts their numbers, from 1."""
 RESHARD = ("strategy.reshard_after_forward", False, "")
 
 

@@ -1,4 +1,4 @@
-"""Rules for a DeepSpeed JSON: what the trainer has itself becomes a setting, the rest stays what DeepSpeed reads."""
+"""Translate a DeepSpeed JSON: keys with an equivalent become settings, and DeepSpeed still reads all others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def read_deepspeed(report: MigrationReport, given: dict[str, Any], prefix: str =
     """Account for every key of a DeepSpeed configuration.
 
     Args:
-        prefix: put before the keys in the account.
+        prefix: printed before the keys in the report.
     """
     left = report.deepspeed
     for key, value in given.items():
@@ -89,7 +89,7 @@ def read_deepspeed(report: MigrationReport, given: dict[str, Any], prefix: str =
 
 
 def choose_stage(report: MigrationReport) -> None:
-    """Name the strategy, and give it what DeepSpeed itself reads."""
+    """Choose the strategy, and pass it the keys that DeepSpeed itself reads."""
     draft = report.draft
     if report.stage == 0:
         draft.set(*strategy_setting("copies"))
@@ -101,13 +101,13 @@ def choose_stage(report: MigrationReport) -> None:
 
 
 def stage_rule(report: MigrationReport, value: Any) -> Rule:
-    """Remember the ZeRO stage, and return its rule."""
+    """Record the ZeRO stage, and return its rule."""
     report.stage = int(value)
     return Rule(TAKEN, f"strategy: deepspeed_stage_{report.stage}" if report.stage else "strategy: ddp")
 
 
 def _rule(key: str, value: Any) -> Rule | None:
-    """Return what becomes of a plain key; None: DeepSpeed reads it."""
+    """Return the rule of a plain key; None: DeepSpeed reads the key."""
     off = "it is off" if isinstance(value, dict) and value.get("enabled") is False else ""
     if key in BATCH_SIZES:
         if value == AUTO:
@@ -136,7 +136,7 @@ def _rule(key: str, value: Any) -> Rule | None:
 
 
 def _zero(report: MigrationReport, given: dict[str, Any], name: str) -> dict[str, Any]:
-    """Take the stage and the devices of offloading; return what is left for DeepSpeed."""
+    """Take the stage and the devices of offloading; return the remaining keys, for DeepSpeed."""
     rest: dict[str, Any] = {}
     for key, value in given.items():
         where = f"{name}.{key}"
@@ -167,7 +167,7 @@ def _offload(report: MigrationReport, key: str, value: Any, where: str) -> dict[
 
 
 def _precision(report: MigrationReport, name: str, given: dict[str, Any], key: str) -> dict[str, Any]:
-    """Take `enabled`; return what is left for DeepSpeed."""
+    """Take `enabled`; return the remaining keys, for DeepSpeed."""
     rest = dict(given)
     enabled = rest.pop("enabled", None)
     if enabled is True:
@@ -181,7 +181,7 @@ def _precision(report: MigrationReport, name: str, given: dict[str, Any], key: s
 
 
 def _of_module(report: MigrationReport, key: str, given: dict[str, Any], name: str) -> None:
-    """Account for optimizer and schedule, which configure_optimizers makes."""
+    """Account for the optimizer and the schedule, which `configure_optimizers` creates."""
     kind, parameters = str(given.get("type", "")), given.get("params", {})
     parameters = parameters if isinstance(parameters, dict) else {}
     modes = ("torch_adam", "adam_w_mode")

@@ -1,4 +1,4 @@
-"""The questions of `trainer config`: each shows its default, and is asked again after an answer that cannot be."""
+"""Ask the questions of `trainer config`: each shows its default, and is repeated after an invalid answer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trainer.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 UNITS = {"step": ("every_n_train_steps", 1), "epoch": ("every_n_epochs", 1), "minute": ("train_time_interval", 60)}
-"""An argument of ModelCheckpoint, and how much one is of its unit."""
+"""Arguments of ModelCheckpoint by unit, with the factor of the unit."""
 
 
 def ask_all() -> WizardAnswers:
-    """Ask everything; questions without a choice are left out.
+    """Ask all questions but those with only one possible answer.
 
     Raises:
         ConfigError: the input has ended.
@@ -45,7 +45,7 @@ def ask_all() -> WizardAnswers:
 
 
 def _processes(machine: str, machines: int) -> tuple[int | str, str]:
-    """Ask for the number on each machine, and for what each one holds."""
+    """Ask for the number of processes on each machine, and for how the model is sharded over them."""
     if machine == "tpu":
         return "auto", "tpu"
     if machine == "mps" and machines == 1:
@@ -77,7 +77,7 @@ def _checkpoints() -> dict[str, Any]:
 
 
 def ask(question: str, default: str, read: Callable[[str], T]) -> T:
-    """Return the answer as `read` understands it; ask again after a ValueError, whose words are shown."""
+    """Return `read(answer)`; print the message of a ValueError and ask again."""
     while True:
         try:
             typed = input(f"{question} [{default}] ").strip()
@@ -97,8 +97,8 @@ def choose(question: str, options: Mapping[str, str], default: str, also: Mappin
     """Return one of the options, by its number or its name.
 
     Args:
-        options: name: what it means.
-        also: other names, and the options that they stand for.
+        options: meanings by name.
+        also: options by other names.
     """
     names = list(options)
     width = max(map(len, names))
@@ -135,7 +135,7 @@ def number_or_all(text: str) -> int | str:
 
 
 def interval(text: str) -> tuple[str, int] | None:
-    """Return an argument of ModelCheckpoint and its value; None: never."""
+    """Return an argument of ModelCheckpoint and its value; None: no checkpoints."""
     if text.lower() in ("never", "no"):
         return None
     match = re.fullmatch(r"(?:every\s+)?(\d+)?\s*(step|epoch|minute)s?", text.lower())
@@ -146,7 +146,7 @@ def interval(text: str) -> tuple[str, int] | None:
 
 
 def logged_name(text: str) -> str | None:
-    """Return a name under which the module logs; None: none."""
+    """Return the name of a logged value; None: no name was given."""
     if text.lower() in ("none", "no"):
         return None
     if not re.fullmatch(r"[\w./-]+", text):

@@ -1,4 +1,4 @@
-"""What becomes of each key of another program's configuration, as rules, and the account of them."""
+"""Report what became of each key of another program's configuration, by a rule for each."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Setting = tuple[str, Any, str]
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of a key.
+    """The translation of a key.
 
     Args:
         kind: one of KINDS.
-        words: about it; `{line}` stands for the settings that are written.
-        settings: written to our configuration; `strategy.NAME` is an argument of the strategy.
-        off: said instead of an empty or false value, of which nothing is written; "": such a value is like any other.
+        words: explanation; `{line}` stands for the settings that are written.
+        settings: the settings to write; `strategy.NAME` is an argument of the strategy.
+        off: explanation of an empty or false value, for which nothing is written; "": no such special case.
     """
 
     kind: str
@@ -38,13 +38,13 @@ class Rule:
 
 
 def strategy_setting(layout: str) -> Setting:
-    """Return the setting that chooses a strategy of LAYOUTS."""
+    """Return the setting for a strategy of LAYOUTS."""
     return ("strategy", strategy_name(layout), LAYOUTS[layout][1])
 
 
 @dataclass(frozen=True)
 class Row:
-    """A key of the other program, and what became of it."""
+    """A key of the other program, and its translation."""
 
     kind: str
     key: str
@@ -54,11 +54,11 @@ class Row:
 
 @dataclass
 class MigrationReport:
-    """The translation of a configuration: our settings so far, how to start it, and the account of its keys."""
+    """The translation of a configuration: the settings so far, the launch command, and a row for each key."""
 
     source: Path
     kind: str = ""
-    """The program that it belongs to, in words."""
+    """Name of the other program's format."""
     draft: ConfigDraft = field(default_factory=ConfigDraft)
     rows: list[Row] = field(default_factory=list)
     machines: int = 1
@@ -91,10 +91,10 @@ class MigrationReport:
         """Apply the rules of a section.
 
         Args:
-            name: of the section, with a dot; "": the top of the file.
-            rules: by key.
-            prefix: of the keys, left out in `rules`.
-            other: for keys without a rule; None: they are mistakes.
+            name: the section's name with a dot; "": the top of the file.
+            rules: rules by key.
+            prefix: the keys' prefix, left out in `rules`.
+            other: rule for all other keys; None: unknown keys are mistakes.
         """
         for key, value in given.items():
             close = did_you_mean(str(key), [prefix + known for known in rules])
@@ -104,11 +104,11 @@ class MigrationReport:
     # -- the account ---------------------------------------------------------------------------------------------------
 
     def start(self, command: str) -> str:
-        """Return the command with what starts it on these machines."""
+        """Return the command that starts the training on these machines."""
         return launch_line(command, self.machines, self.devices, f"{self.host or 'HOST'}:{self.port}")
 
     def report(self, written: str | None) -> str:
-        """Return every key, sorted by what became of it, and how to go on.
+        """Return a list of all keys, grouped by kind of translation, and the next commands.
 
         Args:
             written: the new file; None: it was printed.
@@ -127,12 +127,12 @@ class MigrationReport:
 
 
 def is_off(value: Any) -> bool:
-    """Accelerate writes no, 'no', false, null and ''."""
+    """Whether a value means "off": Accelerate writes no, 'no', false, null and ''."""
     return value in ([], {}) or str(value).lower() in ("", "no", "none", "false", "n", "off", "0")
 
 
 def number(value: Any) -> float | None:
-    """Return a number that may have been written as text; None: it is none."""
+    """Return a number that may be given as text; None: the value is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -140,7 +140,7 @@ def number(value: Any) -> float | None:
 
 
 def precision_rule(report: MigrationReport, name: str, remark: str = "") -> Rule:
-    """Return the rule of fp16 or bf16, of which the first one holds."""
+    """Return the rule of fp16 or bf16; the first of the two that is enabled counts."""
     full, why = {
         "fp16": ("16-mixed", "float16 with a scaled loss, master weights in float32"),
         "bf16": ("bf16-mixed", "bfloat16, master weights in float32"),
@@ -163,7 +163,7 @@ def window_rule(value: Any) -> Rule:
 
 
 def clipping_rule(value: Any) -> Rule:
-    """Return the rule of the norm by which gradients are clipped."""
+    """Return the rule of the norm to which gradients are clipped."""
     norm = number(value)
     if not norm or norm < 0:
         return Rule(IMPOSSIBLE, "it has to be a number above 0; nothing is written")

@@ -1,4 +1,4 @@
-"""Translate another program's configuration, and account for every key of it."""
+"""Translate another program's configuration, and account for each of its keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def translate(name: str) -> MigrationReport:
     """Read a file of another program.
 
     Raises:
-        ConfigError: it cannot be read, or is none that is known.
+        ConfigError: the file cannot be read, or has no known format.
     """
     findings = Diagnostics()
     path = Path(name).expanduser()

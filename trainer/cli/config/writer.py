@@ -21,7 +21,7 @@ ORDER = (
     "callbacks",
     "enable_checkpointing",
 )
-"""In which settings are written."""
+"""Order in which settings are written."""
 
 OFTEN_SET = {
     "max_epochs: 10": "when to stop; also max_steps, max_time",
@@ -30,25 +30,25 @@ OFTEN_SET = {
     "seed: 42": "the same weights and the same order of the data in every run",
     "default_root_dir: runs": "run directories are made here",
 }
-"""Written as comments."""
+"""Settings that are written as comments."""
 
 WIDTH = 110
 
 
 @dataclass
 class ConfigDraft:
-    """Settings of the trainer that are known so far."""
+    """The settings of the trainer that are known so far."""
 
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Value and reason by name."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the strategy."""
+    """Arguments of the strategy."""
 
     def set(self, name: str, value: Any, why: str = "") -> str:
-        """Have a setting, or an argument of the strategy (`strategy.NAME`). Returns it as a line of YAML.
+        """Add a setting, or an argument of the strategy (`strategy.NAME`). Returns a line of YAML.
 
         Args:
-            why: written above a setting.
+            why: comment above the setting.
         """
         owner, _, argument = name.partition(".")
         if argument:
@@ -58,14 +58,14 @@ class ConfigDraft:
         return f"{name}: {_inline(value)}"
 
     def value(self, name: str) -> Any:
-        """Return a setting's value; None: it is not set."""
+        """Return a setting's value; None: not set."""
         return self.settings[name][0] if name in self.settings else None
 
     def text(self, head: list[str]) -> str:
         """Return the file's text.
 
         Args:
-            head: its first lines, written as comments.
+            head: the first lines, written as comments.
         """
         from trainer.config.files import to_yaml
 

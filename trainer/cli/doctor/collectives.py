@@ -1,4 +1,4 @@
-"""Collectives between processes: whether they meet, whether the numbers are right, and how fast they are."""
+"""Check collectives between processes: the rendezvous, the results, and the speed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PATIENCE_S = 120.0
 
 
 def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) -> dict[str, Any]:
-    """On each of several processes: join the others as a run does, and compare collectives with what they must give.
+    """Join the other processes as a run does, and compare the results of collectives with the known ones.
 
     Returns:
-        `world_size`, `device`, `backend`; `wrong`: the collectives whose numbers are not right; `all_reduce` and
-        `all_gather`: bytes in a second that each process sends and receives (nccl-tests calls it the bus bandwidth).
+        `world_size`, `device`, `backend`; `wrong`: the collectives with wrong results; `all_reduce` and
+        `all_gather`: the bandwidth in bytes per second (the bus bandwidth of nccl-tests).
     """
     import torch
     import torch.distributed as dist
@@ -64,7 +64,7 @@ def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) ->
 
 
 def _seconds(collective: Any, device: Any) -> float:
-    """Of one, the device's work included."""
+    """Return the seconds that one collective takes, including the device's work."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +78,7 @@ def _seconds(collective: Any, device: Any) -> float:
 
 
 def collectives(number: int) -> CheckResult:
-    """Start so many processes here and have them exchange; among processes that are there already, take part."""
+    """Run `exchange` in `number` new processes, or, when this process was started as one of several, in it."""
     from trainer.distributed.environment import detect_environment
     from trainer.errors import ConfigError, TrainerError
     from trainer.launchers.notebook import launch

@@ -1,4 +1,4 @@
-"""`trainer doctor`: tries what a training needs on this machine, and says in words what is wrong."""
+"""`trainer doctor`: check what a training needs on this machine, and say how to fix what is wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONE_STEP = ("fast_dev_run=true", "detect_anomaly=true", "overfit_batches=0", "ma
 
 
 def run(arguments: list[str]) -> int:
-    """Print what was found. Returns the exit code: 1 when something fails, 2 for a wrong configuration."""
+    """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration."""
     from trainer.distributed.environment import detect_environment
     from trainer.errors import ConfigError
 
@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
         print(parser.format_help(), end="")
         return 0
     results = []
-    # JSON stands alone on stdout, whatever the user's files print.
+    # stdout holds nothing but the JSON, whatever the user's files print.
     with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
         try:
             given, overrides = _options(parser, arguments)
@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> int:
             return usage_error(str(error))
         for result in _checks(given, configuration, arguments, place.local_rank == 0):
             results.append(result)
-            # Of several processes the first one speaks, the others only where something is wrong with them.
+            # Rank 0 prints everything; the other ranks print only their problems.
             if not given.json and place.rank == 0:
                 print(result.line(), flush=True)
             elif not given.json and result.status != "OK":
@@ -96,10 +96,10 @@ def _options(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[arg
 
 
 def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]]) -> Configuration | None:
-    """The configuration, checked; None: none is given.
+    """Return the checked configuration; None: none was given.
 
     Raises:
-        ConfigError: everything that is wrong with it.
+        ConfigError: the configuration has problems, all of which are listed.
     """
     if not given.config and not overrides:
         return None
@@ -111,7 +111,7 @@ def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]]) 
 def _checks(
     given: argparse.Namespace, configuration: Configuration | None, arguments: list[str], first_here: bool
 ) -> Iterator[CheckResult]:
-    """`first_here`: of the processes of a machine, one looks at it."""
+    """Run all checks; `first_here`: also those that one process does for its machine."""
     from trainer.cli.doctor.collectives import collectives
     from trainer.cli.doctor.disk import disk
     from trainer.cli.doctor.machine import machine
@@ -127,7 +127,7 @@ def _checks(
 
 
 def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
-    """A batch of training and of validation in processes of their own, as `trainer fit` would start them."""
+    """Run a batch of training and of validation in processes of their own, started by `trainer fit`."""
     from trainer.config.tree import Diagnostics
 
     findings = Diagnostics()
@@ -144,15 +144,15 @@ def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
     if done.returncode == 0:
         return CheckResult("OK", "one step", "a batch of training, and of validation where there is one, went through")
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("error: ")] or lines[-1:]
+    errors = [line for line in lines if line.startswith("error: ")] or lines[-1:]
     typed = " ".join(command[1:])
     end = f"was killed by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
-    found = f"trainer fit {end}: {' '.join(told) or 'it said nothing'}"
+    found = f"trainer fit {end}: {' '.join(errors) or 'it printed nothing'}"
     return CheckResult("FAIL", "one step", found, f"To see all of it: python {typed}")
 
 
 def _as_yaml(node: Any) -> str:
-    """A value of the command line as it was typed, or to the same effect."""
+    """Return a value of the command line as YAML with the same meaning."""
     import json
 
     return json.dumps(node.plain())

@@ -1,4 +1,4 @@
-"""Whether checkpoints can be written where a run writes them: space, speed, kind of file system, a save and a load."""
+"""Check the disk that checkpoints are written to: space, speed, kind of file system, a save and a load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.cli.doctor.results import CheckResult, gib
 
 ENOUGH_DISK = 10 * 2**30
 SAMPLE = 32 * 2**20
-"""Bytes that are written to see how fast that goes."""
+"""Bytes that are written to measure the speed."""
 SLOW_SYNC_S = 0.5
 SKEW_S = 5.0
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "lustre", "beegfs", "gpfs", "ceph", "glusterfs", "wekafs"}
@@ -22,7 +22,7 @@ NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "lustre", "beegfs", "gp
 
 @contextmanager
 def scratch(root: Path) -> Iterator[Path]:
-    """A folder below `root` that is removed afterwards, as are those above it that had to be made."""
+    """Make a folder below `root`, and remove it at the end together with the parents made for it."""
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     root.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=root))
@@ -33,12 +33,12 @@ def scratch(root: Path) -> Iterator[Path]:
         for made in missing:
             try:
                 made.rmdir()
-            except OSError:  # somebody has put something there
+            except OSError:  # another process has written there
                 break
 
 
 def disk(root: Path) -> Iterator[CheckResult]:
-    """The file system of `default_root_dir`, and a checkpoint in it. Nothing is left there."""
+    """Check the file system of `default_root_dir` with a checkpoint that is removed again."""
     try:
         with scratch(root) as folder:
             yield _space(root)
@@ -61,7 +61,7 @@ def _space(root: Path) -> CheckResult:
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """The kind of file system that holds `path`, such as "ext4" or "nfs4"; None where it cannot be known."""
+    """Return the kind of file system that holds `path`, such as "ext4" or "nfs4"; None: not known."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
 
 
 def _writing(folder: Path) -> Iterator[CheckResult]:
-    """Bytes in a second, the time of a flush, and the clock of whoever keeps the files."""
+    """Check the bandwidth of writing, the time of a flush, and the clock of the file server."""
     began = time.perf_counter()
     path = folder / "sample"
     with path.open("wb") as file:
@@ -103,7 +103,7 @@ def _writing(folder: Path) -> Iterator[CheckResult]:
 
 
 def _checkpoint(folder: Path) -> CheckResult:
-    """Save tensors as a run does, read them back, and compare every bit."""
+    """Save tensors as a run does, load them, and compare every bit."""
     import torch
 
     from trainer.checkpoint.format import read_checkpoint, verify_checkpoint

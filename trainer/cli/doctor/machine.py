@@ -1,4 +1,4 @@
-"""What this machine has of what a training needs: versions, compilers, devices, memory, limits, network, clock."""
+"""Check this machine: versions, compilers, devices, memory, limits, network, clock."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EXTRAS = {
     "torchmetrics": ("metrics", "torchmetrics objects in self.log"),
     "deepspeed": ("deepspeed", "the strategies deepspeed_stage_1 to 3"),
 }
-"""Optional packages: the extra that brings each, and what it gives."""
+"""Optional packages: the extra that installs each, and its purpose."""
 ENOUGH_SHM = 2**30
 ENOUGH_FILES = 4096
 ENOUGH_MEMORY = 2 * 2**30
 
 
 def machine(accelerators: bool = True) -> Iterator[CheckResult]:
-    """Everything that can be seen without writing, and without another process."""
+    """Run the checks that write nothing and need no other process."""
     yield from _versions()
     yield from _compilers()
     if accelerators:
@@ -41,7 +41,7 @@ def machine(accelerators: bool = True) -> Iterator[CheckResult]:
 
 def _versions() -> Iterator[CheckResult]:
     python = platform.python_version()
-    yield CheckResult("OK", "python", f"{python}, {sys.executable}")  # an older one could not even read this file
+    yield CheckResult("OK", "python", f"{python}, {sys.executable}")  # an older Python could not even parse this file
     torch = _version("torch")
     if torch is None:
         yield CheckResult("FAIL", "torch", "is not installed.", "pip install torch")
@@ -85,7 +85,7 @@ def _compilers() -> Iterator[CheckResult]:
 
 
 def devices() -> Iterator[CheckResult]:
-    """The accelerators, and whether torch can use them."""
+    """Check that torch can use the accelerators."""
     import torch
 
     built = torch.version.cuda or torch.version.hip
@@ -133,7 +133,7 @@ def _memory() -> Iterator[CheckResult]:
 
 
 def _available_memory() -> int | None:
-    """Bytes that this process can still get: the machine's, or what its container is allowed."""
+    """Return the bytes that this process can still allocate, by the machine's memory and the container's limit."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -197,9 +197,9 @@ def _network() -> Iterator[CheckResult]:
 
 
 def _clock() -> CheckResult:
-    """Logs, deadlines and the choice of the newest run go by it; certificates of remote places too."""
+    """Check the clock, which logs, deadlines, the choice of the newest run, and TLS certificates depend on."""
     now = time.time()
-    # No machine is older than the Python that it runs.
+    # The clock cannot be earlier than the installation of Python.
     built = Path(os.__file__).stat().st_mtime
     text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     if now < built - 86400:

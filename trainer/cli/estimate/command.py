@@ -157,7 +157,7 @@ def _number(text: str) -> int:
 
 
 def _chosen(word: str | None) -> list[MemoryLayout]:
-    """Return the layouts with a word in their label; complete words come first."""
+    """Return the layouts whose label contains a word; a match of a complete word is preferred."""
     if word is None:
         return list(LAYOUTS)
     words = {layout.label: re.findall(r"[\w-]+", layout.label) for layout in LAYOUTS}
@@ -169,7 +169,7 @@ def _chosen(word: str | None) -> list[MemoryLayout]:
 
 
 def _counts(given: argparse.Namespace, devices: list[int], machines: int, window: int) -> tuple[list[int], int, int]:
-    """Return processes on each machine, machines and window: the command line's, or these."""
+    """Return processes on each machine, machines and window from the command line, or else these."""
     devices = given.devices or devices
     machines = machines if given.num_nodes is None else given.num_nodes
     window = window if given.accumulate is None else given.accumulate
@@ -203,7 +203,7 @@ def _of_configuration(
 
     if given.precision is not None:
         overrides.append(("trainer.precision", Node(given.precision, COMMAND_LINE)))
-    # The machine on which this is asked need not be the one for which it is.
+    # The training need not run on this machine.
     overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
     if not given.config:
         findings.report()

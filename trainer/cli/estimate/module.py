@@ -1,4 +1,4 @@
-"""Build a configuration's module without memory, and count its weights, buffers and optimizer states."""
+"""Build a configuration's module on the meta device, and count its weights, buffers and optimizer states."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ NOT_PROBED = ("LBFGS", "SparseAdam")
 
 
 def examine(configuration: Configuration, states: OptimizerStates | None) -> ModuleSize:
-    """Build the configuration's module and its optimizers without memory, and count.
+    """Build the configuration's module and its optimizers on the meta device, and count.
 
     Args:
-        states: those of the optimizer, where the command line says it.
+        states: the optimizer's states, if the command line gives them.
 
     Raises:
         ConfigError: the module cannot be built, or has no parameters.
@@ -78,12 +78,12 @@ def examine(configuration: Configuration, states: OptimizerStates | None) -> Mod
 
 
 def build_without_memory(recipe: ClassSpec, precision: Precision, notes: list[str]) -> TrainModule:
-    """Build the module on the meta device; in memory where that fails, and say why in `notes`."""
+    """Build the module on the meta device or, where that fails, in memory, with the reason in `notes`."""
     try:
         with torch.device("meta"):
             module: TrainModule = instantiate(recipe)
             _configure(module, precision)
-    # Anything that wants to know a value fails without memory: `.item()` on a row of dropout rates, for example.
+    # Code that reads a value fails on the meta device: `.item()` on a row of dropout rates, for example.
     except Exception as error:
         module = instantiate(recipe)
         _configure(module, precision)
@@ -95,7 +95,7 @@ def _configure(module: TrainModule, precision: Precision) -> None:
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    # Schedules ask how many steps there are.
+    # Schedules may depend on the number of steps.
     module.attach(Trainer(accelerator="cpu", devices=1, max_steps=1000, **quiet))
     with precision.init_context():
         module.configure_model()
@@ -104,7 +104,7 @@ def _configure(module: TrainModule, precision: Precision) -> None:
 def _optimizers(module: TrainModule, notes: list[str]) -> list[Optimizer]:
     try:
         return parse_optimizers(module.configure_optimizers(), type(module).__name__)[0]
-    # The user's method, outside of a run: whatever it misses.
+    # The user's method may raise anything outside of a run.
     except Exception as error:
         notes.append(
             f"configure_optimizers cannot be asked here ({type(error).__name__}: {error}); AdamW is assumed. "
@@ -114,7 +114,7 @@ def _optimizers(module: TrainModule, notes: list[str]) -> list[Optimizer]:
 
 
 def _states(optimizers: list[Optimizer], given: OptimizerStates | None, notes: list[str]) -> OptimizerStates:
-    """Find the states of the optimizers by a step on a small parameter."""
+    """Measure the states of the optimizers by a step on a small parameter."""
     if given is not None or not optimizers:
         return given or ADAMW
     kinds = [probe(optimizer) for optimizer in optimizers]
@@ -128,7 +128,7 @@ def named_states(name: str) -> OptimizerStates:
     """Return the states of a class of torch.optim with its default options.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: torch.optim has no such class.
     """
     dense = {key.lower(): kind for key, kind in vars(torch.optim).items() if key not in ("Optimizer", *NOT_PROBED)}
     kinds = {key: kind for key, kind in dense.items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
@@ -161,7 +161,7 @@ def _buffers(module: nn.Module, precision: Precision) -> int:
 
 
 def _shape(module: TrainModule, configuration: Configuration) -> dict[str, Any]:
-    """Return each size as the hyperparameters, the attributes of the module, or those of its parts name it."""
+    """Return the sizes that hyperparameters, the module's attributes, or those of its submodules name."""
     shape: dict[str, Any] = {}
     sources = list(_sources(module, configuration))
     for size, names in SIZES.items():

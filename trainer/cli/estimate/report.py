@@ -17,10 +17,10 @@ when the gradients are there; what stands in brackets is not: it is in the memor
 
 @dataclass
 class ModuleSize:
-    """The sizes of a module that count."""
+    """The sizes of a module on which its memory depends."""
 
     name: str
-    """Of its class; "": only the number of parameters is known."""
+    """Name of its class; "": only the number of parameters is known."""
     weights: list[Weight]
     states: OptimizerStates
     buffers: int = 0
@@ -38,7 +38,7 @@ class ModuleSize:
 
 @dataclass
 class EstimateInput:
-    """The module to train, and where."""
+    """The module to train, and the machines."""
 
     size: ModuleSize
     precision: str
@@ -51,7 +51,7 @@ class EstimateInput:
     """The strategy of the configuration."""
 
     def setup(self, devices: int) -> Setup:
-        """Return the setup with so many processes on each machine."""
+        """Return the setup for this number of processes on each machine."""
         from trainer.precision import resolve_precision
 
         return Setup(
@@ -82,7 +82,7 @@ def describe(size: ModuleSize) -> str:
 def report(
     subject: EstimateInput, tables: dict[int, list[Memory]], transformer: Transformer | None, kept: int | None
 ) -> str:
-    """Return the tables by processes on each machine, and the lines around them."""
+    """Return a table for each number of processes on a machine, and the lines around the tables."""
     states = f"{subject.size.states.name} ({subject.size.states.per_element:g} numbers for each parameter)"
     lines = [describe(subject.size), f"precision {subject.precision}, {states}, {subject.window} micro-batches a step"]
     lines = [line.replace("1 micro-batches", "1 micro-batch") for line in lines]
@@ -143,7 +143,7 @@ def _activation_lines(subject: EstimateInput, model: Transformer | None, kept: i
 
 
 def zero_report(elements: int, processes: int) -> str:
-    """Return the table of the paper, laid out as in tutorials."""
+    """Return the table of the ZeRO paper, in the layout of DeepSpeed's tutorials."""
     table = zero_table(elements, processes)
     unit, size = _unit(table[0].device)
     lines = [f"{elements:,} parameters, {processes} processes, Adam in mixed precision: {unit} on each process"]
@@ -162,7 +162,7 @@ def zero_report(elements: int, processes: int) -> str:
 
 
 def as_data(subject: EstimateInput, tables: dict[int, list[Memory]], kept: int | None) -> dict[str, Any]:
-    """Return everything in bytes, for JSON."""
+    """Return the estimate in bytes, for JSON."""
     return {
         "parameters": sum(weight.elements for weight in subject.size.weights),
         "trainable": sum(weight.elements for weight in subject.size.weights if weight.trainable),
