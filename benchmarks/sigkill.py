@@ -45,8 +45,8 @@ def undisturbed(folder: Path, *options: str) -> Path:
     return last_run(folder)
 
 
-def disturbed(folder: Path, whole: Path, kills: int, seed: int, longest: float, *options: str) -> Outcome:
-    """Kill a training at most `kills` times, let it end, and compare it with `whole`."""
+def disturbed(folder: Path, uninterrupted: Path, kills: int, seed: int, longest: float, *options: str) -> Outcome:
+    """Kill a training at most `kills` times, let it end, and compare it with `uninterrupted`."""
     began = time.monotonic()
     storm = kill_at_random(
         SCRIPT,
@@ -59,21 +59,21 @@ def disturbed(folder: Path, whole: Path, kills: int, seed: int, longest: float, 
         env=python_path(),
     )
     outcome = Outcome(storm.kills, storm.starts, time.monotonic() - began)
-    outcome.problems = problems(folder, whole)
+    outcome.problems = problems(folder, uninterrupted)
     outcome.passed_over = storm.result.stderr.count("Skipping the damaged checkpoint")
     return outcome
 
 
-def problems(folder: Path, whole: Path) -> list[str]:
+def problems(folder: Path, uninterrupted: Path) -> list[str]:
     """Return differences from the uninterrupted training, and problems in the folder of checkpoints."""
     run = last_run(folder)
-    store = CheckpointDirectory(run / "checkpoints")
-    found = compare_runs(whole, run)
-    found += [problem for path in store.list() for problem in verify_checkpoint(path)]
-    found += [f"left behind: {path}" for path in store.folder.iterdir() if path.name.startswith(".")]
-    kept, expected = len(store.list()), len(CheckpointDirectory(whole / "checkpoints").list())
+    directory = CheckpointDirectory(run / "checkpoints")
+    found = compare_runs(uninterrupted, run)
+    found += [problem for path in directory.list() for problem in verify_checkpoint(path)]
+    found += [f"left behind: {path}" for path in directory.folder.iterdir() if path.name.startswith(".")]
+    kept, expected = len(directory.list()), len(CheckpointDirectory(uninterrupted / "checkpoints").list())
     if kept != expected:
-        found.append(f"{kept} checkpoints are kept instead of {expected}: {[path.name for path in store.list()]}")
+        found.append(f"{kept} checkpoints are kept instead of {expected}: {[path.name for path in directory.list()]}")
     return found
 
 
@@ -104,15 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, folder: Path) -> int:
-    whole = undisturbed(folder / "whole", "--epochs", str(options.epochs))
+    uninterrupted = undisturbed(folder / "uninterrupted", "--epochs", str(options.epochs))
     done = run = bad = 0
     began = time.monotonic()
     while done < options.kills:
-        workers = str(options.workers[run % len(options.workers)])  # changes no bit, so there is one `whole`
+        workers = str(options.workers[run % len(options.workers)])  # changes no bit
         kills = min(options.kills_per_run, options.kills - done)
         seed = options.seed + run
         arguments = ("--epochs", str(options.epochs), "--workers", workers)
-        outcome = disturbed(folder / f"run-{run}", whole, kills, seed, options.longest, *arguments)
+        outcome = disturbed(folder / f"run-{run}", uninterrupted, kills, seed, options.longest, *arguments)
         done, run, bad = done + outcome.kills, run + 1, bad + bool(outcome.problems)
         verdict = "the same" if not outcome.problems else "; ".join(outcome.problems[:5])
         print(

@@ -1,4 +1,4 @@
-"""What every test gets: one thread, a directory of its own, the same random numbers, and GPU tests only on GPUs."""
+"""Set up every test: one thread, a directory of its own, fixed random numbers, and GPU tests only on GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.seed import isolated_rng, seed_everything
 
 torch.set_num_threads(1)
 
-# A shell starts what runs in the background with these ignored, and so would be the processes that the tests start.
+# A shell starts background jobs with these signals ignored, and the processes of the tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _not_in_the_repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where fixtures of a module run, which have no directory of their own."""
+    """Run the fixtures of a module outside of the repository, since they have no directory of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("session"))
         yield

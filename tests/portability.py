@@ -32,7 +32,7 @@ Cell = tuple[str, str]
 
 
 class SaveAt(Callback):
-    """A checkpoint in the middle of a run."""
+    """Save a checkpoint in the middle of a run."""
 
     def __init__(self, step: int, path: str) -> None:
         self.step = step
@@ -62,32 +62,32 @@ def fit(name: str, trainer: Trainer, ckpt_path: str | None = None) -> None:
 
 
 def uninterrupted() -> list[float]:
-    """The losses of all steps on one process."""
-    told = StepLosses()
-    fit(SINGLE, make_trainer(SINGLE, STEPS, told))
-    return told.losses
+    """Return the losses of all steps on one process."""
+    recorder = StepLosses()
+    fit(SINGLE, make_trainer(SINGLE, STEPS, recorder))
+    return recorder.losses
 
 
 def save(name: str, folder: str) -> None:
-    """The first half of the run, one way, and a checkpoint with the way's name."""
+    """Train the first half of a run, and save a checkpoint with the way's name."""
     fit(name, make_trainer(name, SAVED_AT, SaveAt(SAVED_AT, os.path.join(folder, name))))
 
 
 def go_on(name: str, folder: str, cells: Iterable[Cell]) -> dict[str, list[float]]:
-    """The losses of the second half, one way, from the checkpoint of each other way that `cells` names."""
+    """Return the losses of the second half, resumed from the checkpoint of each other way that `cells` names."""
     losses = {}
     for source in [source for source, target in cells if target == name]:
-        told = StepLosses()
+        recorder = StepLosses()
         torch.manual_seed(99)
-        fit(name, make_trainer(name, STEPS, told), ckpt_path=os.path.join(folder, source))
-        losses[source] = told.losses
+        fit(name, make_trainer(name, STEPS, recorder), ckpt_path=os.path.join(folder, source))
+        losses[source] = recorder.losses
     return losses
 
 
 def differences(cells: Iterable[Cell], folder: Path) -> dict[Cell, float]:
-    """The largest difference of a loss from the uninterrupted run, for each cell whose two ways can run here.
+    """Return the largest difference of a loss from the uninterrupted run, for each cell whose two ways can run here.
 
-    Every rank has to tell the same losses.
+    Every rank has to report the same losses.
     """
     cells = [cell for cell in cells if not any(WAYS[name].missing() for name in cell)]
     run_each(save, dict.fromkeys(source for source, _ in cells), str(folder))
@@ -101,12 +101,12 @@ def differences(cells: Iterable[Cell], folder: Path) -> dict[Cell, float]:
 
 
 def matrix() -> list[Cell]:
-    """Every pair of ways, a way and itself included."""
+    """Return every pair of ways, including a way and itself."""
     return [(source, target) for source in PORTABLE for target in PORTABLE]
 
 
 def table(found: dict[Cell, float]) -> str:
-    """Rows: saved under. Columns: resumed under."""
+    """Return a Markdown table: rows are the ways of saving, columns those of resuming."""
     lines = [f"| saved under | {' | '.join(PORTABLE)} |", "|---" * (len(PORTABLE) + 1) + "|"]
     for source in PORTABLE:
         row = [f"{found[source, target]:.0e}" if (source, target) in found else "-" for target in PORTABLE]
@@ -132,7 +132,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # By the name under which other processes find its functions.
+    # Other processes import the functions by this module's name.
     from tests import portability
 
     sys.exit(portability.main())

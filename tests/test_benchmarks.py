@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they measured; how fast anything is, no test asserts."""
+"""The benchmarks run and report what they measured; no test asserts a speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.processes import run_python
 
 
 @pytest.mark.parametrize("name", ["overhead", "dataloader", "accumulate", "validate"])
-def test_contenders_do_the_work_and_the_report_is_whole(name: str, tmp_path: Path) -> None:
+def test_contenders_do_the_work_and_the_report_is_complete(name: str, tmp_path: Path) -> None:
     if name == "validate":
         pytest.importorskip("torchmetrics")
     options = ("--steps", "20", "--rounds", "1", "--only", "ours", "--save", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What every strategy keeps: it trains, evaluates, checkpoints and resumes; a new one is tested by being listed."""
+"""Every strategy of the table trains, evaluates, checkpoints and resumes; a new one is tested by being listed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RATE = 0.05
 
 
 class Classifier(TrainModule):
-    """Everything that a checkpoint has to keep: buffers, dropout, two kinds of schedulers, an epoch's running mean."""
+    """A module with all kinds of state: buffers, dropout, two kinds of schedulers, an epoch's running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def make_data() -> TensorDataset:
 
 
 class Remember(Callback):
-    """What the loop did, step by step, and a state of its own."""
+    """Record what the loop did, step by step, and keep a state of its own."""
 
     def __init__(self) -> None:
         self.batches: list[list[float]] = []
@@ -129,7 +129,7 @@ class Remember(Callback):
 def train(
     strategy: str, folder: str, stop_at: int | None = None, go_on: bool = False, interval: int | float = 1.0
 ) -> dict[str, Any]:
-    """One `fit` with shuffled data in a run directory below `folder`; returns all that must not depend on a break."""
+    """Run `fit` with shuffled data in a run directory below `folder`; return what must not depend on a break."""
     remember = Remember()
     trainer = Trainer(
         strategy=strategy,
@@ -168,21 +168,21 @@ def train(
 
 
 def break_at_every_step(strategy: str, folder: str) -> list[int]:
-    """The steps at which a break changes what comes out; with validation inside the epochs."""
-    whole = train(strategy, f"{folder}/unbroken", interval=4)
+    """Return the steps at which a break changes the result, with validation inside the epochs."""
+    uninterrupted = train(strategy, f"{folder}/unbroken", interval=4)
     different = []
-    for step in range(1, whole["progress"]["step"]):
+    for step in range(1, uninterrupted["progress"]["step"]):
         train(strategy, f"{folder}/{step}", stop_at=step, interval=4)
         resumed = train(strategy, f"{folder}/{step}", go_on=True, interval=4)
         try:
-            assert_same_bits({key: whole[key] for key in KEPT}, {key: resumed[key] for key in KEPT})
+            assert_same_bits({key: uninterrupted[key] for key in KEPT}, {key: resumed[key] for key in KEPT})
         except AssertionError:
             different.append(step)
     return different
 
 
 def evaluate(strategy: str, checkpoint: str) -> dict[str, Any]:
-    """Validation and prediction with the weights of a checkpoint, by a new trainer."""
+    """Validate and predict with the weights of a checkpoint, by a new trainer."""
     trainer = Trainer(strategy=strategy, devices=PROCESSES[strategy], **QUIET)
     module, loader = Classifier(), DataLoader(make_data(), MICRO_BATCH)
     metrics = trainer.validate(module, loader, ckpt_path=checkpoint)
@@ -192,7 +192,7 @@ def evaluate(strategy: str, checkpoint: str) -> dict[str, Any]:
 
 
 def frames_to_backward(strategy: str) -> list[str]:
-    """The names of all frames from `fit` to `loss.backward()`, Python's and torch's own too."""
+    """Return the names of all frames from `fit` to `loss.backward()`, including torch's own."""
     stacks = []
     backward = torch.Tensor.backward
 
@@ -208,7 +208,7 @@ def frames_to_backward(strategy: str) -> list[str]:
 
 
 def train_gan(strategy: str) -> dict[str, Any] | str:
-    """Ten steps of two optimizers, or why not."""
+    """Train ten steps with two optimizers; return the result, or the reason why the strategy refuses."""
     trainer = Trainer(strategy=strategy, devices=PROCESSES[strategy], max_steps=10, seed=0, **QUIET)
     module = Gan()
     if strategy in ITS_OWN_STEP:
@@ -229,10 +229,10 @@ def train_gan(strategy: str) -> dict[str, Any] | str:
 
 @dataclass
 class Everything:
-    """One strategy's runs on all of its processes; lists are by rank."""
+    """The runs of one strategy on all of its processes; lists are by rank."""
 
     strategy: str
-    whole: list[dict[str, Any]]
+    uninterrupted: list[dict[str, Any]]
     stopped: list[dict[str, Any]]
     resumed: list[dict[str, Any]]
     evaluated: list[dict[str, Any]]
@@ -246,11 +246,11 @@ STOP_AT = 4
 
 
 def first_process(strategy: str, folder: str) -> dict[str, Any]:
-    whole = train(strategy, f"{folder}/whole")
+    uninterrupted = train(strategy, f"{folder}/uninterrupted")
     return {
-        "whole": whole,
+        "uninterrupted": uninterrupted,
         "stopped": train(strategy, f"{folder}/broken", stop_at=STOP_AT),
-        "evaluated": evaluate(strategy, whole["checkpoint"]),
+        "evaluated": evaluate(strategy, uninterrupted["checkpoint"]),
         "gan": train_gan(strategy),
         "frames": frames_to_backward(strategy),
         "breaks": break_at_every_step(strategy, folder) if strategy not in BROKEN_AT_SOME_STEP else [],
@@ -258,13 +258,13 @@ def first_process(strategy: str, folder: str) -> dict[str, Any]:
 
 
 def second_process(strategy: str, folder: str) -> dict[str, Any]:
-    torch.manual_seed(12345)  # A new process knows nothing of the old one's random numbers.
+    torch.manual_seed(12345)  # A new process has other random numbers than the old one.
     return train(strategy, f"{folder}/broken", go_on=True)
 
 
 @pytest.fixture(scope="module", params=sorted(PROCESSES))
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Everything:
-    """Two starts of the strategy's processes: what is resumed is resumed in new ones."""
+    """Start the strategy's processes twice: the second start resumes the runs of the first one."""
     strategy, folder = request.param, tmp_path_factory.mktemp(request.param)
     if STRATEGIES[strategy].required_device is not None:
         pytest.skip(
@@ -282,29 +282,29 @@ def run_everything(strategy: str, folder: Path, timeout: float = 120) -> Everyth
 
 
 def test_it_trains(runs: Everything) -> None:
-    for rank in runs.whole:
+    for rank in runs.uninterrupted:
         losses = rank["callback metrics"]
         assert losses["val_loss"] < 0.9 < math.log(3)
         assert rank["progress"]["samples"] == EPOCHS * SAMPLES
-    assert_same_bits(runs.whole[0]["weights"], runs.whole[-1]["weights"])
+    assert_same_bits(runs.uninterrupted[0]["weights"], runs.uninterrupted[-1]["weights"])
 
 
 def test_every_sample_is_seen_once_an_epoch(runs: Everything) -> None:
     expected = sorted(make_data().tensors[0][:, 0].tolist() * EPOCHS)
-    seen = [value for rank in runs.whole for batch in rank["batches"] for value in batch]
+    seen = [value for rank in runs.uninterrupted for batch in rank["batches"] for value in batch]
     assert sorted(seen) == expected
 
 
 def test_it_evaluates_every_sample_once(runs: Everything) -> None:
     module = Classifier()
-    module.load_state_dict(runs.whole[0]["weights"])
+    module.load_state_dict(runs.uninterrupted[0]["weights"])
     module.eval()
     x, y = make_data().tensors
     with torch.no_grad():
         logits = module(x)
     for rank in runs.evaluated:
         assert rank["metrics"] == pytest.approx({"val_loss": cross_entropy(logits, y).item()}, rel=1e-5, abs=1e-6)
-    assert runs.whole[0]["callback metrics"]["val_loss"] == pytest.approx(
+    assert runs.uninterrupted[0]["callback metrics"]["val_loss"] == pytest.approx(
         rank["metrics"]["val_loss"], rel=1e-5, abs=1e-7
     )
     predicted = torch.cat([batch for rank in runs.evaluated for batch in rank["predictions"]])
@@ -313,24 +313,29 @@ def test_it_evaluates_every_sample_once(runs: Everything) -> None:
 
 
 def test_state_dict_has_the_keys_of_the_plain_module(runs: Everything) -> None:
-    for rank in range(len(runs.whole)):
+    for rank in range(len(runs.uninterrupted)):
         keys = list(Classifier().state_dict())
-        assert list(runs.whole[rank]["weights"]) == runs.whole[rank]["keys"] == runs.evaluated[rank]["keys"] == keys
+        assert (
+            list(runs.uninterrupted[rank]["weights"])
+            == runs.uninterrupted[rank]["keys"]
+            == runs.evaluated[rank]["keys"]
+            == keys
+        )
 
 
 def test_a_checkpoint_is_read_without_a_trainer(runs: Everything) -> None:
-    module = Classifier.load_from_checkpoint(runs.whole[0]["checkpoint"])
-    assert_same_bits(module.state_dict(), runs.whole[0]["weights"])
+    module = Classifier.load_from_checkpoint(runs.uninterrupted[0]["checkpoint"])
+    assert_same_bits(module.state_dict(), runs.uninterrupted[0]["weights"])
 
 
 def test_a_stopped_run_ends_with_the_same_bits(runs: Everything) -> None:
-    for whole, stopped, resumed in zip(runs.whole, runs.stopped, runs.resumed, strict=True):
+    for uninterrupted, stopped, resumed in zip(runs.uninterrupted, runs.stopped, runs.resumed, strict=True):
         assert stopped["progress"]["step"] == STOP_AT
-        assert 0 < stopped["progress"]["batch"] < len(whole["batches"]) // EPOCHS
+        assert 0 < stopped["progress"]["batch"] < len(uninterrupted["batches"]) // EPOCHS
         assert stopped["run directory"] == resumed["run directory"]
         for key in KEPT:
-            assert_same_bits(whole[key], resumed[key], key)
-        assert stopped["batches"] + resumed["batches"] == whole["batches"]
+            assert_same_bits(uninterrupted[key], resumed[key], key)
+        assert stopped["batches"] + resumed["batches"] == uninterrupted["batches"]
 
 
 def test_a_break_at_any_step_changes_nothing(runs: Everything) -> None:
@@ -341,16 +346,16 @@ def test_a_break_at_any_step_changes_nothing(runs: Everything) -> None:
 
 
 def test_a_stopped_run_ends_with_the_same_rows_in_its_log(runs: Everything) -> None:
-    rows = runs.whole[0]["rows"]
+    rows = runs.uninterrupted[0]["rows"]
     assert runs.resumed[0]["rows"] == rows
-    assert len(rows) - 1 >= runs.whole[0]["progress"]["step"]
+    assert len(rows) - 1 >= runs.uninterrupted[0]["progress"]["step"]
     assert {"step", "loss_step", "loss_epoch", "val_loss", "largest"} <= set(rows[0])
 
 
 def test_backward_is_four_frames_away_from_fit(runs: Everything) -> None:
     for rank in runs.frames:
         assert rank[:4] == ["fit", "_train_epoch", "_train_step", "backward"]
-        assert len(rank) == 4 or runs.strategy in ITS_OWN_STEP  # whose engine stands between
+        assert len(rank) == 4 or runs.strategy in ITS_OWN_STEP  # DeepSpeed's engine adds frames
 
 
 def test_ten_steps_of_two_optimizers_are_ten_steps(runs: Everything) -> None:
@@ -365,8 +370,8 @@ def test_ten_steps_of_two_optimizers_are_ten_steps(runs: Everything) -> None:
 
 
 def test_a_scheduler_steps_once_a_step_on_any_number_of_processes(runs: Everything) -> None:
-    for rank in runs.whole:
-        steps = EPOCHS * math.ceil(math.ceil(SAMPLES / (MICRO_BATCH * len(runs.whole))) / WINDOW)
+    for rank in runs.uninterrupted:
+        steps = EPOCHS * math.ceil(math.ceil(SAMPLES / (MICRO_BATCH * len(runs.uninterrupted))) / WINDOW)
         assert rank["progress"]["step"] == rank["scheduler"]["last_epoch"] == rank["callback steps"] == steps
         assert rank["scheduler"]["_last_lr"] == pytest.approx([RATE * 0.95**steps])
 

@@ -45,13 +45,13 @@ COMMAND_PAGES = [page for page in PAGES if trainer_commands(page)]
 
 @pytest.mark.parametrize("page", COMMAND_PAGES, ids=names(COMMAND_PAGES))
 def test_commands_run(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the order of the page, in one directory, as a reader would type them; trainings are shortened."""
+    """The commands run in the order of the page, in one directory; trainings are shortened."""
     from trainer.cli.main import main
 
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for command in trainer_commands(page):
         words = shlex.split(command)[1:]
-        # Quick, and without effect on this process.
+        # In this process, where the command is quick and changes nothing.
         if QUICK & set(words):
             assert main(words) == 0, capsys.readouterr().err
             continue
@@ -67,7 +67,7 @@ def test_pages_have_commands() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_yaml_blocks_are_configs(page: Path) -> None:
-    """Each one is merged into the digits example and accepted, without running it."""
+    """Each block is merged into the digits example and accepted, without a run."""
     from trainer.cli.main import main
 
     Path("examples").symlink_to(ROOT / "examples")

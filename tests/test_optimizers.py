@@ -1,4 +1,4 @@
-"""Gradients are forgotten as `zero_grad` does it, and by an optimizer's own `zero_grad` where it has one."""
+"""Gradients are reset as by torch's `zero_grad`, and by an optimizer's own `zero_grad` where it has one."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ FEATURES, CLASSES = 6, 3
 
 @dataclass
 class Case:
-    """One way to train, understood by the hand-written loop and by the module below."""
+    """A training that both the hand-written loop and the module below can run."""
 
     optimizers: Callable[[nn.Module], list[Optimizer]]
     samples: int = 40
@@ -123,9 +123,9 @@ def make_data(samples: int) -> TensorDataset:
 
 
 def train_by_hand(model: Classifier, case: Case) -> tuple[list[Optimizer], Any]:
-    """What a careful user would write, with nothing of ours."""
+    """Train with plain torch, as a careful user would."""
     model.to(dtype := DTYPES.get(case.precision, torch.float32))
-    # A generator of its own: torch's DataLoader draws from the global one otherwise, and ours does not.
+    # A generator of its own: torch's DataLoader would draw from the global one, and the trainer's does not.
     loader = DataLoader(make_data(case.samples), 4, generator=torch.Generator())
     batches = [(x.to(dtype), y) for x, y in loader]
     optimizers = case.optimizers(model)
@@ -202,7 +202,7 @@ def test_one_device_has_the_same_bits_as_a_hand_written_loop(name: str) -> None:
 
 
 def test_every_case_is_a_different_training() -> None:
-    """Otherwise what it switches on would not be tested."""
+    """A case that changes nothing would test nothing."""
     ends = set()
     for case in CASES.values():
         seed_everything(7)
@@ -245,7 +245,7 @@ def test_lbfgs_has_the_same_bits_as_a_hand_written_loop(accumulate: int, line_se
 
 
 def test_everything_switched_on_changes_no_bit(tmp_path: Path) -> None:
-    """Progress bar, summary, loggers and checkpoints only look on."""
+    """Progress bar, summary, loggers and checkpoints do not influence the training."""
     case = CASES["dropout"]
     seed_everything(7)
     expected = Classifier(case)

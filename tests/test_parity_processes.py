@@ -27,7 +27,7 @@ FEATURES = 6
 
 @dataclass
 class Shared:
-    """A run on two processes with micro-batches of 4, and on one with micro-batches of 8."""
+    """A case that runs on two processes with micro-batches of 4, and on one with micro-batches of 8."""
 
     kind: str = "regressor"
     samples: int = 40
@@ -41,7 +41,7 @@ class Shared:
 
 
 def counting_hook(calls, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
-    """DDP's own reduction, counted."""
+    """Count the calls of DDP's own reduction."""
     calls.append(bucket.index())
     return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
@@ -77,7 +77,7 @@ def cosine(optimizer: Optimizer) -> Any:
 
 
 class Regressor(TrainModule):
-    """A loss that is a mean over the samples."""
+    """A module whose loss is a mean over the samples."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Regressor(TrainModule):
 
 
 class Tokens(Regressor):
-    """Sample i has i % 5 + 1 tokens: the loss is a mean over tokens, and their number differs between processes."""
+    """A module whose loss is a mean over tokens: sample i has i % 5 + 1, so their number differs between processes."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y, length = batch
@@ -121,7 +121,7 @@ class Tokens(Regressor):
 
 
 class Unused(Regressor):
-    """A branch is used by the samples of every second batch of one process only; another one never."""
+    """A module with a branch that only every second batch of one process uses, and one that is never used."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
@@ -138,7 +138,7 @@ class Unused(Regressor):
 
 
 class Gan(TrainModule):
-    """Manual optimization with two optimizers; the noise comes with the data, so that it can be split."""
+    """Manual optimization with two optimizers; the noise is part of the data, so that it can be split."""
 
     automatic_optimization = False
 
@@ -149,7 +149,7 @@ class Gan(TrainModule):
         self.discriminator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def losses(self, batch: Any) -> Iterator[torch.Tensor]:
-        """The discriminator's loss, then the generator's."""
+        """Return the losses of the discriminator and of the generator."""
         noise, real = batch[0][:, 2:], batch[0][:, :2]
         yield (
             softplus(-self.discriminator(real)).mean()
@@ -203,7 +203,7 @@ class CountSchedulerSteps(Callback):
 
 
 def train_all_on_this_process() -> dict[str, Any]:
-    """Every case of SHARED, one after the other, as one of two processes."""
+    """Train every case of SHARED, one after the other, as one of two processes."""
     ended = {}
     for name, shared in SHARED.items():
         module = make_shared(shared)
@@ -237,7 +237,7 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def shared_by_hand(module: Any, shared: Shared) -> int:
-    """One process, and each window as one big batch; returns the number of steps."""
+    """Train on one process, with each window as one big batch; return the number of steps."""
     data = shared_data(shared)
     optimizer = module.optimizer()
     scheduler = cosine(optimizer) if shared.scheduler else None

@@ -53,7 +53,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 
 
 def files() -> dict[str, Path]:
-    """The package's files by the name under which they are imported, without `trainer.`."""
+    """Return the package's files by the name under which they are imported, without `trainer.`."""
     found = {}
     for path in sorted((ROOT / "trainer").rglob("*.py")):
         if not {"strategies", "callbacks", "examples"} & set(path.relative_to(ROOT / "trainer").parts[:1]):
@@ -76,12 +76,12 @@ def room_of(name: str) -> str:
 
 
 def row_of(name: str) -> int | None:
-    """The row of ROOMS in which a file's room stands; None: it has none."""
+    """Return the row of ROOMS that lists a file's room; None: there is none."""
     return next((number for number, row in enumerate(ROOMS) if room_of(name) in row), None)
 
 
 def run_time_nodes(nodes: Any) -> Iterator[ast.AST]:
-    """All nodes except what stands under `if TYPE_CHECKING:`."""
+    """Return all nodes except those under `if TYPE_CHECKING:`."""
     for node in nodes:
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             yield from run_time_nodes(node.orelse)
@@ -91,7 +91,7 @@ def run_time_nodes(nodes: Any) -> Iterator[ast.AST]:
 
 
 def imports_of(source: str) -> Iterator[tuple[str, list[str]]]:
-    """The imports from `trainer`, inside functions too: (module without `trainer.`, names)."""
+    """Return the imports from `trainer`, also inside functions: (module without `trainer.`, names)."""
     for node in run_time_nodes(ast.parse(source).body):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, "absolute imports only"
@@ -104,7 +104,7 @@ def imports_of(source: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def wrong_imports(name: str, source: str) -> list[str]:
-    """The imports of a file that the order of the rooms forbids."""
+    """Return the imports of a file that the order of the rooms forbids."""
     own = row_of(name)
     if own is None:
         return [f"trainer.{name} is in no room: give it a place in ROOMS"]
@@ -175,7 +175,7 @@ OTHER_MEANINGS = {"xla", "deepspeed"}
 
 
 def telling_apart(source: str) -> list[str]:
-    """Places that know a concrete strategy: its class, its file, or its name."""
+    """Return the lines that know a concrete strategy: its class, its file, or its name."""
     classes = {kind.__name__ for kind in STRATEGIES.values()} | {"DistributedStrategy"}
     modules = {kind.__module__ for kind in STRATEGIES.values()} | {"trainer.strategies.distributed"}
     found = []
@@ -287,7 +287,7 @@ PYTHON += FILES.values()
 
 
 def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from `def` to the end, without the docstring."""
+    """Return the number of lines from `def` to the end, without the docstring."""
     assert function.end_lineno is not None
     first = function.body[0]
     docstring = 0
@@ -435,7 +435,7 @@ def test_a_module_says_its_job_in_one_sentence(name: str) -> None:
 
 
 def public_names() -> dict[str, Any]:
-    """What users see: the three packages' names, and the public methods of their classes."""
+    """Return the names of the three packages, and the public methods of their classes."""
     found = {}
     for package in (trainer, trainer.strategies, trainer.callbacks):
         names = getattr(package, "__all__", [name for name in vars(package) if not name.startswith("_")])
@@ -517,7 +517,7 @@ def test_a_callback_or_strategy_is_one_file_and_one_line(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("package", [trainer.strategies, trainer.callbacks])
 def test_type_checkers_see_the_classes_behind_the_names(package: Any) -> None:
-    # Whoever looks a name up in a function has type checkers take it for Any.
+    # Names that a function looks up are Any for type checkers.
     assert "__getattr__" not in vars(package)
     tree = ast.parse(Path(package.__file__).read_text())
     exported = {name.asname for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}

@@ -191,9 +191,9 @@ def test_the_new_one_is_committed_and_pointed_to_before_an_old_one_goes(
     seen = []
     remove = CheckpointDirectory.remove
 
-    def spy(store: CheckpointDirectory, name: str) -> None:
+    def spy(directory: CheckpointDirectory, name: str) -> None:
         seen.append((there(tmp_path), pointers(tmp_path)[0]))
-        remove(store, name)
+        remove(directory, name)
 
     monkeypatch.setattr(CheckpointDirectory, "remove", spy)
     fit(ModelCheckpoint(tmp_path, filename="{epoch}"), max_epochs=3)
@@ -263,7 +263,7 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> No
     ("name", "mode"),
     [("val_loss", "min"), ("train/WER", "min"), ("val_acc", "max"), ("top5_accuracy", "max"), ("bbox_mAP", "max")],
 )
-def test_the_better_direction_is_told_by_the_name(name: str, mode: str) -> None:
+def test_the_better_direction_follows_from_the_name(name: str, mode: str) -> None:
     assert ModelCheckpoint(monitor=name).mode == mode
 
 
@@ -297,7 +297,7 @@ def test_what_is_kept_is_known_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_what_a_dying_process_could_not_delete_goes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(store: CheckpointDirectory, name: str) -> None:
+    def die(directory: CheckpointDirectory, name: str) -> None:
         raise KeyboardInterrupt
 
     def go_on(epochs: int) -> None:
@@ -313,19 +313,19 @@ def test_what_a_dying_process_could_not_delete_goes_later(tmp_path: Path, monkey
     assert there(folder) == ["epoch=2"]
 
 
-def test_a_checkpoint_by_hand_is_told_of_too(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_checkpoint_by_hand_is_announced_too(tmp_path: Path) -> None:
+    saved: list[str] = []
 
-    class Told(Callback):
+    class SavedPaths(Callback):
         def on_checkpoint_saved(self, trainer: Trainer, module: Any, path: str) -> None:
-            told.append(path)
+            saved.append(path)
 
         def on_train_step_end(self, trainer: Trainer, module: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(tmp_path / "by hand", {"why": "a test"})
 
-    quiet(max_epochs=1, callbacks=Told()).fit(Toy(), loader(4))
-    assert told == [str(tmp_path / "by hand")]
+    quiet(max_epochs=1, callbacks=SavedPaths()).fit(Toy(), loader(4))
+    assert saved == [str(tmp_path / "by hand")]
     assert read_manifest(tmp_path / "by hand").info == {"step": 2, "epoch": 0, "why": "a test"}
     assert read_checkpoint(tmp_path / "by hand")["progress"]["step"] == 2
 

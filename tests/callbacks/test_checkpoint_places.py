@@ -14,7 +14,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.helpers.processes import start_python
-from tests.helpers.saving import At, Told, fit, steps, there
+from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Trainer
 from trainer.checkpoint.format import is_committed
@@ -34,12 +34,12 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_checkpoints_in_an_object_store(async_save: bool, memory: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dirpath": memory, "async_save": async_save, "monitor": "train_loss"}
     run: dict[str, Any] = {"default_root_dir": tmp_path / "runs", "ckpt_path": "last"}
-    first, told = steps(**options), Told()
-    trainer = fit([told, first], max_steps=4, **run)
+    first, saved = steps(**options), SavedPaths()
+    trainer = fit([saved, first], max_steps=4, **run)
     assert list(first.kept) == there(memory)
     assert there(memory)[-1] == "step=4"
     assert first.last_model_path == f"{memory}/step=4"
-    assert [name for name, _ in told.told] == ["step=1", "step=2", "step=3", "step=4"]
+    assert [name for name, _ in saved.paths] == ["step=1", "step=2", "step=3", "step=4"]
     second = steps(**options)
     again = fit([second], **run)
     assert (again.global_step, again.run_dir) == (6, trainer.run_dir)

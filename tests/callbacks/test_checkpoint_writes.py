@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.processes import run_distributed, start_python
-from tests.helpers.saving import At, Told, fit, steps, there
+from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy
 from trainer import Callback, CheckpointError, Trainer
 from trainer.callbacks import ModelCheckpoint
@@ -88,11 +88,11 @@ def test_training_goes_on_with_the_former_checkpoint_if_wanted(
         step5=lambda trainer: (wait_for(checkpoint), limit_files(-1)),
         step6=lambda trainer: kept.append(list(checkpoint.kept)),
     )
-    told = Told()
-    fit([hole, told, checkpoint])
+    saved = SavedPaths()
+    fit([hole, saved, checkpoint])
     assert kept[0] == ["step=2", "step=5"]
     assert there(tmp_path) == ["step=5", "step=6"]
-    assert [name for name, _ in told.told] == ["step=1", "step=2", "step=5", "step=6"]
+    assert [name for name, _ in saved.paths] == ["step=1", "step=2", "step=5", "step=6"]
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 2
     for number, message in zip((3, 4), errors, strict=True):
@@ -164,9 +164,9 @@ def test_what_cannot_be_stored_ends_the_run_whatever_the_policy(tmp_path: Path) 
 def test_the_same_checkpoints_in_the_background(tmp_path: Path) -> None:
     for async_save in (False, True):
         folder = tmp_path / str(async_save)
-        told = Told()
-        fit([told, steps(dirpath=folder, save_top_k=-1, async_save=async_save, monitor="train_loss")])
-        assert [name for name, _ in told.told] == [f"step={number}" for number in range(1, 7)]
+        saved = SavedPaths()
+        fit([saved, steps(dirpath=folder, save_top_k=-1, async_save=async_save, monitor="train_loss")])
+        assert [name for name, _ in saved.paths] == [f"step={number}" for number in range(1, 7)]
     for number in range(1, 7):
         one, other = (read_checkpoint(tmp_path / str(which) / f"step={number}") for which in (False, True))
         assert torch.equal(one["model"]["layer.weight"], other["model"]["layer.weight"])
@@ -180,14 +180,14 @@ def test_training_goes_on_while_one_is_written(
     gate: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[list[str]] = []
-    told = Told()
+    saved = SavedPaths()
     look = At(step4=lambda trainer: (seen.append(there(tmp_path)), gate.set()))
-    fit([look, told, steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)])
+    fit([look, saved, steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)])
     assert seen == [[]]  # two steps later
     assert there(tmp_path) == ["step=4", "step=6"]
     assert read_checkpoint(tmp_path / "step=4")["progress"]["step"] == 4
-    assert told.told[0] == ("step=2", 4)
-    assert told.told[-1] == ("step=6", 6)
+    assert saved.paths[0] == ("step=2", 4)
+    assert saved.paths[-1] == ("step=6", 6)
 
 
 def test_a_due_one_waits_for_the_one_before_and_says_so_once(
@@ -225,12 +225,12 @@ def test_nothing_ends_before_the_commit(how: str, gate: threading.Event, tmp_pat
         if how == "interrupt":
             raise KeyboardInterrupt
 
-    told = Told()
-    callbacks = [At(step3=end), told, steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)]
+    saved = SavedPaths()
+    callbacks = [At(step3=end), saved, steps(dirpath=tmp_path, async_save=True, every_n_train_steps=2)]
     if how in ("exception", "interrupt"):
         with pytest.raises((ZeroDivisionError, KeyboardInterrupt)):
             fit(callbacks)
-        assert told.told == [("step=2", 3)]
+        assert saved.paths == [("step=2", 3)]
     else:
         fit(callbacks)
     last = {"stop": 3, "end": 6}.get(how, 2)
@@ -274,15 +274,15 @@ def test_sigterm_waits_for_the_commit(tmp_path: Path) -> None:
 def _two_processes(folder: str) -> Any:
     torch.set_num_threads(1)
     checkpoint = steps(dirpath=folder, async_save=True, on_write_error="warn", save_top_k=-1)
-    told = Told()
+    saved = SavedPaths()
 
     def fill(trainer: Trainer) -> None:
         wait_for(checkpoint)
         limit_files(1000 if trainer.is_global_zero else -1)
 
     hole = At(step3=fill, step5=lambda trainer: (wait_for(checkpoint), limit_files(-1)))
-    trainer = fit([hole, told, checkpoint], batches=12, devices=2, strategy="ddp", default_root_dir=folder)
-    return trainer.global_step, checkpoint.kept, checkpoint.last_model_path, [name for name, _ in told.told]
+    trainer = fit([hole, saved, checkpoint], batches=12, devices=2, strategy="ddp", default_root_dir=folder)
+    return trainer.global_step, checkpoint.kept, checkpoint.last_model_path, [name for name, _ in saved.paths]
 
 
 def test_two_processes_agree_on_what_was_written(tmp_path: Path) -> None:

@@ -160,22 +160,22 @@ def train(folder: str, crash_at: int | None = None, **settings: Any) -> Path:
 @pytest.mark.parametrize("settings", [{}, {"val_check_interval": 4}], ids=["val by epoch", "val by step"])
 @pytest.mark.parametrize("crash_at", [4, 7, 8, 9, 15])
 def test_an_interrupted_run_leaves_the_file_of_one_that_was_not(crash_at: int, settings: dict[str, Any]) -> None:
-    whole = train("whole", **settings)
+    uninterrupted = train("uninterrupted", **settings)
     assert train("broken", crash_at, **settings) == train("broken", **settings)
     broken = Path("broken/version_0/metrics.csv")
-    assert [row["step"] for row in rows(whole)] == [str(step) for step in range(1, 25)]
-    assert broken.read_text() == whole.read_text()
+    assert [row["step"] for row in rows(uninterrupted)] == [str(step) for step in range(1, 25)]
+    assert broken.read_text() == uninterrupted.read_text()
 
 
 def test_the_row_of_the_checkpoint_survives_a_power_cut() -> None:
     """What is not on the disk when the machine dies comes back from the checkpoint."""
-    whole = train("whole")
+    uninterrupted = train("uninterrupted")
     broken = train("broken", crash_at=9)
     lines = broken.read_text().splitlines(keepends=True)
     assert lines[8].startswith("8,")
     broken.write_text("".join(lines[:8]) + lines[8][:5])
     train("broken")
-    assert broken.read_text() == whole.read_text()
+    assert broken.read_text() == uninterrupted.read_text()
 
 
 def test_evaluation_after_training_adds_to_the_file() -> None:

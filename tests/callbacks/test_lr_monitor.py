@@ -135,8 +135,8 @@ def test_accumulation_does_not_change_the_value() -> None:
 
 
 def test_a_resumed_epoch_logs_the_rate_of_its_start() -> None:
-    whole, first, second = Kept(), Kept(), Kept()
-    for kept, steps, ckpt_path in ((whole, 6, None), (first, 4, None), (second, 6, "last")):
+    uninterrupted, first, second = Kept(), Kept(), Kept()
+    for kept, steps, ckpt_path in ((uninterrupted, 6, None), (first, 4, None), (second, 6, "last")):
         trainer = quiet(
             max_steps=steps,
             logger=kept,
@@ -144,7 +144,7 @@ def test_a_resumed_epoch_logs_the_rate_of_its_start() -> None:
             callbacks=[LearningRateMonitor("epoch"), ModelCheckpoint(every_n_train_steps=2)],
         )
         trainer.fit(Configured(by_step), loader(3), ckpt_path=ckpt_path)
-    assert first.values["lr-AdamW"] + second.values["lr-AdamW"] == whole.values["lr-AdamW"]
+    assert first.values["lr-AdamW"] + second.values["lr-AdamW"] == uninterrupted.values["lr-AdamW"]
 
 
 def test_a_wrong_interval() -> None:

@@ -187,7 +187,7 @@ def profiled_on(data: Any, clock: Clock) -> None:
     quiet(max_epochs=1, profiler=SimpleProfiler(clock=clock)).fit(Slow(clock), data)
 
 
-def test_slow_loading_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_loading_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     profiled_on(DataLoader(SlowSamples(clock), batch_size=8), clock)  # 8 s of 30 s for each batch
     printed = capsys.readouterr().out
@@ -196,7 +196,7 @@ def test_slow_loading_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "persistent_workers=True" in printed
 
 
-def test_slow_iterables_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_iterables_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     profiled_on(SlowData(clock, 3, seconds=78.0), clock)
     printed = capsys.readouterr().out

@@ -81,7 +81,7 @@ def test_every_step_but_the_first_is_counted_once(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.count("rank 0") == 1
 
 
-def test_what_is_wrong_is_told() -> None:
+def test_what_is_wrong_is_reported() -> None:
     with pytest.raises(ConfigError, match="4 problems"):
         StragglerMonitor(every_n_steps=0, patience=0, max_rows=0, factor=1.0)
 

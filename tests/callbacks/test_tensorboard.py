@@ -72,9 +72,9 @@ def test_curves() -> None:
 @pytest.mark.parametrize("settings", [{}, {"val_check_interval": 4}], ids=["val by epoch", "val by step"])
 @pytest.mark.parametrize("crash_at", [4, 9, 15])
 def test_an_interrupted_run_leaves_the_curves_of_one_that_was_not(crash_at: int, settings: dict[str, Any]) -> None:
-    whole = train("whole", **settings)
+    uninterrupted = train("uninterrupted", **settings)
     assert train("broken", crash_at, **settings) == train("broken", **settings)
-    assert curves("broken/version_0") == curves(whole)
+    assert curves("broken/version_0") == curves(uninterrupted)
 
 
 def test_hyperparameters_once() -> None:

@@ -35,7 +35,7 @@ def test_stops_in_the_middle_of_an_epoch() -> None:
     assert timer.time_elapsed() >= 0.1
 
 
-def test_stops_only_after_whole_epochs() -> None:
+def test_stops_only_after_complete_epochs() -> None:
     trainer = quiet(max_epochs=9, callbacks=[Timer(0.05, interval="epoch")])
     trainer.fit(Slow(), loader(10))
     assert (trainer.current_epoch, trainer.global_step) == (1, 10)

@@ -17,22 +17,22 @@ from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
 
 
-def add(store: CheckpointDirectory, name: str, **info: Any) -> Path:
-    write_checkpoint(store.folder / name, {"model": {"w": torch.ones(5)}, "name": name}, info=info)
-    return store.folder / name
+def add(directory: CheckpointDirectory, name: str, **info: Any) -> Path:
+    write_checkpoint(directory.folder / name, {"model": {"w": torch.ones(5)}, "name": name}, info=info)
+    return directory.folder / name
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointDirectory:
+def directory(tmp_path: Path) -> CheckpointDirectory:
     """Checkpoints of steps 2, 10 and 30, the latest first by name."""
-    store = CheckpointDirectory(tmp_path / "checkpoints")
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
     for name, step in (("c", 2), ("b", 10), ("a", 30)):
-        add(store, name, step=step)
-    return store
+        add(directory, name, step=step)
+    return directory
 
 
-def names(store: CheckpointDirectory) -> list[str]:
-    return [path.name for path in store.list()]
+def names(directory: CheckpointDirectory) -> list[str]:
+    return [path.name for path in directory.list()]
 
 
 def damage(path: Path) -> None:
@@ -42,156 +42,162 @@ def damage(path: Path) -> None:
     file.write_bytes(data)
 
 
-def test_checkpoints_are_listed_by_step_then_name(store: CheckpointDirectory) -> None:
-    add(store, "without")
-    add(store, "also10", step=10)
-    (store.folder / "uncommitted").mkdir()
-    (store.folder / ".tmp-x-1-00000000").mkdir()
-    (store.folder / "notes.txt").write_text("")
-    assert names(store) == ["without", "c", "also10", "b", "a"]
-    assert store.info("b") == store.info(store.folder / "b") == {"step": 10}
-    assert CheckpointDirectory(store.folder / "none").list() == []
+def test_checkpoints_are_listed_by_step_then_name(directory: CheckpointDirectory) -> None:
+    add(directory, "without")
+    add(directory, "also10", step=10)
+    (directory.folder / "uncommitted").mkdir()
+    (directory.folder / ".tmp-x-1-00000000").mkdir()
+    (directory.folder / "notes.txt").write_text("")
+    assert names(directory) == ["without", "c", "also10", "b", "a"]
+    assert directory.info("b") == directory.info(directory.folder / "b") == {"step": 10}
+    assert CheckpointDirectory(directory.folder / "none").list() == []
 
 
-def test_a_damaged_manifest_is_named_and_left_out(store: CheckpointDirectory, caplog: pytest.LogCaptureFixture) -> None:
-    (store.folder / "a" / "manifest.json").write_text("{")
-    assert names(store) == ["c", "b"]
-    assert str(store.folder / "a" / "manifest.json") in caplog.text
+def test_a_damaged_manifest_is_named_and_left_out(
+    directory: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    (directory.folder / "a" / "manifest.json").write_text("{")
+    assert names(directory) == ["c", "b"]
+    assert str(directory.folder / "a" / "manifest.json") in caplog.text
 
 
-def test_pointers_are_set_moved_and_read(store: CheckpointDirectory) -> None:
-    assert store.pointer("last") is None
-    store.set_pointer("last", "b")
-    store.set_pointer("best", store.folder / "c")
-    store.set_pointer("last", "a")
-    assert store.pointer("last") == store.resolve("last") == store.folder / "a"
-    assert store.pointer("best") == store.resolve("best") == store.folder / "c"
-    assert sorted(path.name for path in store.folder.iterdir()) == ["a", "b", "best.json", "c", "last.json"]
+def test_pointers_are_set_moved_and_read(directory: CheckpointDirectory) -> None:
+    assert directory.pointer("last") is None
+    directory.set_pointer("last", "b")
+    directory.set_pointer("best", directory.folder / "c")
+    directory.set_pointer("last", "a")
+    assert directory.pointer("last") == directory.resolve("last") == directory.folder / "a"
+    assert directory.pointer("best") == directory.resolve("best") == directory.folder / "c"
+    assert sorted(path.name for path in directory.folder.iterdir()) == ["a", "b", "best.json", "c", "last.json"]
 
 
 @pytest.mark.parametrize("name", ["missing", "../checkpoints/a/x", "..", "/etc", "", ".tmp-x"])
-def test_pointers_point_to_checkpoints_only(store: CheckpointDirectory, name: str) -> None:
+def test_pointers_point_to_checkpoints_only(directory: CheckpointDirectory, name: str) -> None:
     with pytest.raises(CheckpointError):
-        store.set_pointer("last", name)
+        directory.set_pointer("last", name)
     with pytest.raises(CheckpointError):
-        store.remove(name)
+        directory.remove(name)
     with pytest.raises(CheckpointError, match="unknown pointer 'latest'"):
-        store.set_pointer("latest", "a")  # type: ignore[arg-type]
-    assert store.pointer("last") is None
+        directory.set_pointer("latest", "a")  # type: ignore[arg-type]
+    assert directory.pointer("last") is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"checkpoint": 3}', '{"checkpoint": "../a"}', '{"checkpoint": "gone"}']
 )
 def test_a_pointer_that_leads_nowhere_is_reported_and_passed_over(
-    store: CheckpointDirectory, text: str, caplog: pytest.LogCaptureFixture
+    directory: CheckpointDirectory, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for pointer in ("last", "best"):
-        (store.folder / f"{pointer}.json").write_text(text)
-    assert store.pointer("last") is None
+        (directory.folder / f"{pointer}.json").write_text(text)
+    assert directory.pointer("last") is None
     assert "last.json" in caplog.text
-    assert store.resolve("last") == store.folder / "a"
+    assert directory.resolve("last") == directory.folder / "a"
     with pytest.raises(CheckpointError, match=r"no checkpoint is recorded as 'best' .* There are: c, b, a"):
-        store.resolve("best")
+        directory.resolve("best")
 
 
-def test_readers_always_see_a_whole_pointer(store: CheckpointDirectory) -> None:
-    store.set_pointer("last", "a")
+def test_readers_always_see_a_complete_pointer(directory: CheckpointDirectory) -> None:
+    directory.set_pointer("last", "a")
     stop = threading.Event()
     seen: list[Path | None] = []
 
     def read() -> None:
         while not stop.is_set():
-            seen.append(store.pointer("last"))
+            seen.append(directory.pointer("last"))
 
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(50):
-        store.set_pointer("last", "b")
-        store.set_pointer("last", "a")
+        directory.set_pointer("last", "b")
+        directory.set_pointer("last", "a")
     stop.set()
     reader.join()
-    assert set(seen) == {store.folder / "a", store.folder / "b"}
+    assert set(seen) == {directory.folder / "a", directory.folder / "b"}
 
 
-def test_a_pointer_that_cannot_be_written_stays(store: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.set_pointer("last", "b")
+def test_a_pointer_that_cannot_be_written_stays(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.set_pointer("last", "b")
 
     def refuse(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(CheckpointError, match=r"cannot write .*last\.json: No space"):
-        store.set_pointer("last", "a")
-    assert store.pointer("last") == store.folder / "b"
-    assert sorted(path.name for path in store.folder.iterdir()) == ["a", "b", "c", "last.json"]
+        directory.set_pointer("last", "a")
+    assert directory.pointer("last") == directory.folder / "b"
+    assert sorted(path.name for path in directory.folder.iterdir()) == ["a", "b", "c", "last.json"]
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    store: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+    directory: CheckpointDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.set_pointer("last", "a")
-    assert store.newest_valid() == store.folder / "a"
-    (store.folder / "a" / "notes.txt").write_text("a file too many is no damage")
-    assert store.newest_valid() == store.folder / "a"
-    damage(store.folder / "a")
-    assert store.newest_valid() == store.folder / "b"
-    assert str(store.folder / "a" / "model.safetensors") in caplog.text
-    assert store.resolve("last") == store.folder / "b"
+    directory.set_pointer("last", "a")
+    assert directory.newest_valid() == directory.folder / "a"
+    (directory.folder / "a" / "notes.txt").write_text("a file too many is no damage")
+    assert directory.newest_valid() == directory.folder / "a"
+    damage(directory.folder / "a")
+    assert directory.newest_valid() == directory.folder / "b"
+    assert str(directory.folder / "a" / "model.safetensors") in caplog.text
+    assert directory.resolve("last") == directory.folder / "b"
     for name in ("b", "c"):
-        damage(store.folder / name)
-    assert store.newest_valid() is None
+        damage(directory.folder / name)
+    assert directory.newest_valid() is None
     with pytest.raises(CheckpointError, match="no intact checkpoint"):
-        store.resolve("last")
+        directory.resolve("last")
 
 
-def test_paths_and_names_are_resolved(store: CheckpointDirectory, tmp_path: Path) -> None:
+def test_paths_and_names_are_resolved(directory: CheckpointDirectory, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     write_checkpoint(elsewhere, {})
-    assert store.resolve(elsewhere) == store.resolve(str(elsewhere)) == elsewhere
-    assert store.resolve("b") == store.folder / "b"
+    assert directory.resolve(elsewhere) == directory.resolve(str(elsewhere)) == elsewhere
+    assert directory.resolve("b") == directory.folder / "b"
     with pytest.raises(CheckpointError, match=r"no checkpoint lats\. Did you mean 'last'\? .*there are: c, b, a\."):
-        store.resolve("lats")
+        directory.resolve("lats")
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
-        store.resolve(tmp_path / "folder")
+        directory.resolve(tmp_path / "folder")
 
 
-def test_all_but_the_last_whole_checkpoint_can_be_removed(store: CheckpointDirectory) -> None:
-    store.remove("b")
-    (store.folder / "a" / "model.safetensors").unlink()
+def test_all_but_the_last_intact_checkpoint_can_be_removed(directory: CheckpointDirectory) -> None:
+    directory.remove("b")
+    (directory.folder / "a" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="c is the only intact checkpoint"):
-        store.remove("c")
-    store.remove(store.folder / "a")
-    assert [path.name for path in store.folder.iterdir()] == ["c"]
+        directory.remove("c")
+    directory.remove(directory.folder / "a")
+    assert [path.name for path in directory.folder.iterdir()] == ["c"]
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        store.remove("a")
+        directory.remove("a")
 
 
-def test_readers_see_a_removed_checkpoint_whole_or_not_at_all(
-    store: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+def test_readers_see_a_removed_checkpoint_complete_or_not_at_all(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     unlink = os.unlink
 
     def spy(*args: Any, **kwargs: Any) -> None:
-        seen.append(names(store))
+        seen.append(names(directory))
         unlink(*args, **kwargs)
 
     monkeypatch.setattr(os, "unlink", spy)
-    store.remove("b")
+    directory.remove("b")
     assert len(seen) == 3
     assert all(listed == ["c", "a"] for listed in seen)
 
 
-def test_leftovers_of_dead_writers_are_cleaned(store: CheckpointDirectory, caplog: pytest.LogCaptureFixture) -> None:
+def test_leftovers_of_dead_writers_are_cleaned(
+    directory: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     leftovers = {
-        "dead": store.folder / f".tmp-x-{dead.pid}-00000000",
-        "alive": store.folder / f".tmp-x-{os.getpid()}-00000000",
-        "dead file": store.folder / f".tmp-last.json-{dead.pid}-00000000",
-        "not ours": store.folder / ".tmp-notes",
+        "dead": directory.folder / f".tmp-x-{dead.pid}-00000000",
+        "alive": directory.folder / f".tmp-x-{os.getpid()}-00000000",
+        "dead file": directory.folder / f".tmp-last.json-{dead.pid}-00000000",
+        "not ours": directory.folder / ".tmp-notes",
     }
     for name, path in leftovers.items():
         if name == "dead file":
@@ -199,28 +205,28 @@ def test_leftovers_of_dead_writers_are_cleaned(store: CheckpointDirectory, caplo
         else:
             path.mkdir()
             (path / "model.safetensors").write_text("partial")
-    assert sorted(store.clean()) == sorted([leftovers["dead"], leftovers["dead file"]])
+    assert sorted(directory.clean()) == sorted([leftovers["dead"], leftovers["dead file"]])
     assert leftovers["alive"].exists()
-    assert store.clean(max_age=-1) == [leftovers["alive"]]
+    assert directory.clean(max_age=-1) == [leftovers["alive"]]
     assert leftovers["not ours"].exists()
-    assert names(store) == ["c", "b", "a"]
-    assert CheckpointDirectory(store.folder / "none").clean() == []
+    assert names(directory) == ["c", "b", "a"]
+    assert CheckpointDirectory(directory.folder / "none").clean() == []
 
 
 def test_a_checkpoint_set_aside_by_a_dead_writer_goes_back(
-    store: CheckpointDirectory, caplog: pytest.LogCaptureFixture
+    directory: CheckpointDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    aside = store.folder / f".old-b-{dead.pid}-00000000"
-    (store.folder / "b").rename(aside)
+    aside = directory.folder / f".old-b-{dead.pid}-00000000"
+    (directory.folder / "b").rename(aside)
     with caplog.at_level(logging.WARNING):
-        assert store.clean() == []
+        assert directory.clean() == []
     assert "the old one is back" in caplog.text
-    assert read_checkpoint(store.folder / "b")["name"] == "b"
-    (store.folder / "c").rename(aside)
-    assert store.clean() == [aside]  # the new one was in place already
-    assert read_checkpoint(store.folder / "b")["name"] == "b"
+    assert read_checkpoint(directory.folder / "b")["name"] == "b"
+    (directory.folder / "c").rename(aside)
+    assert directory.clean() == [aside]  # the new one was in place already
+    assert read_checkpoint(directory.folder / "b")["name"] == "b"
 
 
 def test_a_pointer_may_end_a_path(tmp_path: Path) -> None:

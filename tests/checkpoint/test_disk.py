@@ -58,7 +58,7 @@ for round in range(int(sys.argv[3])):
 """
 
 
-def test_a_killed_writer_leaves_whole_checkpoints_or_nothing(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_complete_checkpoints_or_nothing(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", WRITER, str(tmp_path), "1", str(ROUNDS)],
         check=True,
@@ -81,9 +81,9 @@ def test_a_killed_writer_leaves_whole_checkpoints_or_nothing(tmp_path: Path) -> 
                 committed += 1
         names = ["same", *(f"new-{number}" for number in range(1, last + 1))] if last else []
         assert all((folder / name).exists() for name in names)
-        store = CheckpointDirectory(folder)
-        assert store.newest_valid() == (store.list()[-1] if store.list() else None)
-        store.clean()
+        directory = CheckpointDirectory(folder)
+        assert directory.newest_valid() == (directory.list()[-1] if directory.list() else None)
+        directory.clean()
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert interrupted >= 3  # the kills did hit writers at work
     assert committed >= 3

@@ -64,7 +64,7 @@ def test_schedulers_resume_across_a_milestone(tmp_path: Path) -> None:
             result.append(optimizer.param_groups[0]["lr"])
         return result
 
-    whole = rates(*build(), 8)
+    uninterrupted = rates(*build(), 8)
     optimizer, scheduler = build()
     first = rates(optimizer, scheduler, 1)
     write_checkpoint(tmp_path / "c", {"o": optimizer.state_dict(), "s": scheduler.state_dict()})
@@ -72,7 +72,7 @@ def test_schedulers_resume_across_a_milestone(tmp_path: Path) -> None:
     back = read_checkpoint(tmp_path / "c")
     optimizer.load_state_dict(back["o"])
     scheduler.load_state_dict(back["s"])
-    assert first + rates(optimizer, scheduler, 7) == whole
+    assert first + rates(optimizer, scheduler, 7) == uninterrupted
 
 
 @pytest.mark.gpu

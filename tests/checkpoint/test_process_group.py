@@ -42,10 +42,10 @@ def shard(tensor: torch.Tensor, rank: int, world: int) -> Shard:
 
 def state(rank: int, world: int) -> dict[str, Any]:
     weights = whole_state()
-    divided: dict[str, Any] = {name: shard(tensor, rank, world) for name, tensor in weights.items()}
-    divided["tied"] = divided["w"]
-    divided["buffer"] = torch.arange(3)
-    return {"model": divided, "optimizers": [{"m": {"w": shard(weights["w"] * 2, rank, world)}}], "step": 7}
+    shards: dict[str, Any] = {name: shard(tensor, rank, world) for name, tensor in weights.items()}
+    shards["tied"] = shards["w"]
+    shards["buffer"] = torch.arange(3)
+    return {"model": shards, "optimizers": [{"m": {"w": shard(weights["w"] * 2, rank, world)}}], "step": 7}
 
 
 def joined() -> SingleProcess:
@@ -65,17 +65,17 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def write_and_fail(folder: str) -> dict[str, Any]:
     """What each process sees of good and bad writes."""
-    peers = joined()
-    rank, place = peers.rank, Path(folder)
+    group = joined()
+    rank, place = group.rank, Path(folder)
     own = state(rank, WORLD)
     results: dict[str, Any] = {}
-    write_checkpoint(place / "good", own, info={"step": 7}, process_group=peers)
-    results["again"] = error_of(lambda: write_checkpoint(place / "good", own, process_group=peers))
-    write_checkpoint(place / "good", {**own, "step": 8}, overwrite=True, process_group=peers)
+    write_checkpoint(place / "good", own, info={"step": 7}, process_group=group)
+    results["again"] = error_of(lambda: write_checkpoint(place / "good", own, process_group=group))
+    write_checkpoint(place / "good", {**own, "step": 8}, overwrite=True, process_group=group)
     bad = {**own, "bad": {1}} if rank == 1 else own
-    results["a field on rank 1"] = error_of(lambda: write_checkpoint(place / "field", bad, process_group=peers))
+    results["a field on rank 1"] = error_of(lambda: write_checkpoint(place / "field", bad, process_group=group))
     lacking = {**own, "model": {**own["model"], "w": Shard(torch.empty(0), (5, 4), EMPTY_SLICE)}} if rank == 2 else own
-    results["a part is missing"] = error_of(lambda: write_checkpoint(place / "missing", lacking, process_group=peers))
+    results["a part is missing"] = error_of(lambda: write_checkpoint(place / "missing", lacking, process_group=group))
     if rank == 1:
         # Writing under this rank's name is impossible: a folder is in the way.
         from trainer.checkpoint.disk import LocalStorage
@@ -84,9 +84,9 @@ def write_and_fail(folder: str) -> dict[str, Any]:
             raise OSError(28, "No space left on device")
 
         LocalStorage.write_file = refuse  # type: ignore[method-assign]
-    results["a full disk on rank 1"] = error_of(lambda: write_checkpoint(place / "full", own, process_group=peers))
+    results["a full disk on rank 1"] = error_of(lambda: write_checkpoint(place / "full", own, process_group=group))
     results["left"] = sorted(path.name for path in place.iterdir())
-    peers.barrier()
+    group.barrier()
     return results
 
 
@@ -117,29 +117,29 @@ def test_all_or_nothing(tmp_path: Path) -> None:
 
 def write_in_threads(folder: str) -> dict[str, Any]:
     """In the background, while the processes use their group."""
-    peers = joined()
-    store: Any = peers.store
+    group = joined()
+    store: Any = group.store
     writer, done = BackgroundWriter(), threading.Event()
-    own = state(peers.rank, WORLD)
+    own = state(group.rank, WORLD)
     results: dict[str, Any] = {}
-    beside = StoreProcessGroup(store.clone(), peers.rank, WORLD, "one", timeout=60)
-    writer.start(Path(folder) / "background", own, {"step": 1}, done.set, peers, beside)
+    background = StoreProcessGroup(store.clone(), group.rank, WORLD, "one", timeout=60)
+    writer.start(Path(folder) / "background", own, {"step": 1}, done.set, group, background)
     for _ in range(50):
         dist.all_reduce(torch.ones(1000))
     writer.wait()
     results["written"] = (*writer.result(), done.is_set())
-    if peers.rank != 2:
-        lonely = StoreProcessGroup(store.clone(), peers.rank, WORLD, "two", timeout=0.5)
+    if group.rank != 2:
+        lonely = StoreProcessGroup(store.clone(), group.rank, WORLD, "two", timeout=0.5)
         results["nobody comes"] = error_of(lambda: lonely.all_gather_object(1))
-    peers.barrier()
+    group.barrier()
     os.sync()
     return results
 
 
 def open_damaged(folders: list[str]) -> list[str]:
-    peers = joined()
+    group = joined()
     return [
-        error_of(partial(open_checkpoint, folder, ("model",), verify=True, process_group=peers)) for folder in folders
+        error_of(partial(open_checkpoint, folder, ("model",), verify=True, process_group=group)) for folder in folders
     ]
 
 
@@ -157,5 +157,5 @@ def test_in_the_background_and_damage_afterwards(tmp_path: Path) -> None:
         content = bytearray((tmp_path / file / file).read_bytes())
         content[-1] ^= 1
         (tmp_path / file / file).write_bytes(content)
-    for told in run_distributed(open_damaged, 2, [str(tmp_path / file) for file in files]):
-        assert all(file in message for file, message in zip(files, told, strict=True)), told
+    for messages in run_distributed(open_damaged, 2, [str(tmp_path / file) for file in files]):
+        assert all(file in message for file, message in zip(files, messages, strict=True)), messages

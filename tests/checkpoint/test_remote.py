@@ -112,7 +112,7 @@ def test_the_manifest_comes_last_and_goes_first(folder: RemotePath, monkeypatch:
     assert not [name for name in objects(folder) if name.startswith("a")]
 
 
-def test_a_store_lists_points_resolves_and_removes(folder: RemotePath, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_lists_points_resolves_and_removes(folder: RemotePath, caplog: pytest.LogCaptureFixture) -> None:
     store = CheckpointDirectory(str(folder))
     assert store.list() == []
     with pytest.raises(CheckpointError, match="no intact checkpoint"):
@@ -256,7 +256,7 @@ FAULTS = {
 }
 
 
-def test_a_killed_writer_leaves_whole_checkpoints_or_nothing(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_complete_checkpoints_or_nothing(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), *FAULTS],
         check=True,

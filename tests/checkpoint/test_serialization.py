@@ -97,9 +97,9 @@ def test_tied_tensors_are_stored_once_and_come_back_for_each_name() -> None:
 
 
 def test_views_that_only_overlap_are_stored_apart(assert_same: Same) -> None:
-    whole = torch.arange(12.0).reshape(3, 4)
-    state = {"whole": whole, "row": whole[1], "transposed": whole.t(), "as ints": whole.view(torch.int32)}
-    state["square"] = whole.reshape(-1)[:9].reshape(3, 3)
+    base = torch.arange(12.0).reshape(3, 4)
+    state = {"base": base, "row": base[1], "transposed": base.t(), "as ints": base.view(torch.int32)}
+    state["square"] = base.reshape(-1)[:9].reshape(3, 3)
     state["its transpose"] = state["square"].t()
     state["conjugate"], state["plain"] = torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(0)
     assert len(serialize(state, "model")[1]) == len(state)

@@ -27,25 +27,25 @@ def test_a_box_is_taken_as_slicing_takes_it(shape: tuple[int, ...]) -> None:
     taken = 0
     for offsets, lengths in boxes(shape):
         slices = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        narrow = sum(n != whole and n != 1 for n, whole in zip(lengths, shape, strict=True))
+        narrow = sum(n != size and n != 1 for n, size in zip(lengths, shape, strict=True))
         try:
-            extent = slice_of_box(shape, offsets, lengths)
+            part = slice_of_box(shape, offsets, lengths)
         except ValueError:
             # Only a box that is narrower in several dimensions has runs at uneven distances.
             assert narrow > 1 or len(shape) > 2
             continue
         taken += 1
-        assert extent.take(tensor).tolist() == tensor[slices].flatten().tolist(), (offsets, lengths)
-        assert [n for first, end in extent.runs() for n in range(first, end)] == tensor[slices].flatten().tolist()
-        assert extent.end == tensor[slices].max() + 1
-        assert not extent.overlaps_itself()
+        assert part.take(tensor).tolist() == tensor[slices].flatten().tolist(), (offsets, lengths)
+        assert [n for first, end in part.runs() for n in range(first, end)] == tensor[slices].flatten().tolist()
+        assert part.end == tensor[slices].max() + 1
+        assert not part.overlaps_itself()
     assert taken >= len(boxes(shape)) // 3
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (2, 3, 4)])
 def test_every_shard_of_one_dimension_is_possible(shape: tuple[int, ...]) -> None:
     for offsets, lengths in boxes(shape):
-        if sum(n != whole for n, whole in zip(lengths, shape, strict=True)) == 1:
+        if sum(n != size for n, size in zip(lengths, shape, strict=True)) == 1:
             slice_of_box(shape, offsets, lengths)
 
 
@@ -69,20 +69,20 @@ def test_any_part_of_a_tensor_in_any_parts_is_read(shape: tuple[int, ...], tmp_p
         "rows": [slice_of_box(shape, (r,) + (0,) * (len(shape) - 1), (1, *shape[1:])) for r in range(shape[0])],
         "columns": [slice_of_box(shape, (0,) * (len(shape) - 1) + (c,), (*shape[:-1], 1)) for c in range(shape[-1])],
         "ranges": [FlatSlice(0, 5), FlatSlice(5, 1), FlatSlice(6, tensor.numel() - 6)],
-        "whole": [FlatSlice(0, tensor.numel())],
+        "full": [FlatSlice(0, tensor.numel())],
     }
-    for name, extents in divisions.items():
+    for name, parts in divisions.items():
         sources = []
-        for number, extent in enumerate(extents):
+        for number, part in enumerate(parts):
             file = folder / f"{name}{number}"
             # Something else comes first in the file.
-            file.write_bytes(b"x" * 12 + extent.take(tensor).numpy().tobytes())
-            sources.append(FilePart(file, 12, extent))
+            file.write_bytes(b"x" * 12 + part.take(tensor).numpy().tobytes())
+            sources.append(FilePart(file, 12, part))
         stored = FileTensor("w", shape, torch.float32, sources)
         assert torch.equal(materialize(stored), tensor), name
         for other, wanted in divisions.items():
-            for extent in wanted:
-                assert torch.equal(read_slice(stored, extent), read_slice(tensor, extent)), (name, other)
+            for part in wanted:
+                assert torch.equal(read_slice(stored, part), read_slice(tensor, part)), (name, other)
 
 
 def test_shards_of_any_dtype(tmp_path: Path) -> None:

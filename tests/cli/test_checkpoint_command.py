@@ -45,9 +45,9 @@ def run(tmp_path: Path) -> Path:
     for step, loss in ((10, 0.5), (20, 0.25), (30, 0.75)):
         info = {"step": step, "epoch": 1, "metrics": {"val_loss": loss, "acc": 1.0}}
         write_checkpoint(folder / f"step={step}", state(step), info=info)
-    store = CheckpointDirectory(folder)
-    store.set_pointer("last", "step=30")
-    store.set_pointer("best", "step=20")
+    directory = CheckpointDirectory(folder)
+    directory.set_pointer("last", "step=30")
+    directory.set_pointer("best", "step=20")
     return folder.parent
 
 
@@ -211,7 +211,7 @@ def test_export_under_every_name_and_without_a_prefix(checkpoint, run: Path, tmp
     assert not (tmp_path / "other.safetensors").exists()
 
 
-def test_export_replaces_only_when_told_and_only_as_a_whole(checkpoint, run: Path, tmp_path: Path) -> None:
+def test_export_replaces_only_with_force_and_atomically(checkpoint, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "weights.safetensors"
     out.write_text("precious")
     printed = checkpoint("export", run, out)

@@ -39,11 +39,11 @@ def given(*overrides: str, files: tuple[str, ...] = ()) -> dict[str, object]:
     return arguments
 
 
-def test_a_list_of_callbacks_over_another_is_told(command: Command) -> None:
+def test_a_list_of_callbacks_over_another_is_reported(command: Command) -> None:
     for name, callback in (("one.yaml", "LearningRateMonitor"), ("two.yaml", "ModelSummary")):
         Path(name).write_text(f"module: mymodel.py:Net\ntrainer:\n  callbacks: [{callback}]\n")
-    told = "two.yaml:3: trainer.callbacks takes the place of the list at one.yaml:3 (LearningRateMonitor), which"
-    assert told in command("fit", "--config", "one.yaml", "two.yaml", "--print-config")[2]
+    note = "two.yaml:3: trainer.callbacks takes the place of the list at one.yaml:3 (LearningRateMonitor), which"
+    assert note in command("fit", "--config", "one.yaml", "two.yaml", "--print-config")[2]
     for typed in (["one.yaml", "one.yaml"], ["one.yaml", "--trainer.callbacks", "[ModelSummary]"]):
         assert "takes the place" not in command("fit", "--config", *typed, "--print-config")[2]
 
@@ -143,7 +143,7 @@ def test_the_order_of_a_class_and_its_arguments_does_not_matter(command: Command
     )
 
 
-def test_a_file_is_looked_for_beside_its_configuration_first(command: Command, tmp_path: Path) -> None:
+def test_a_file_is_looked_for_next_to_its_configuration_first(command: Command, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "theirs.py").write_text("from trainer import TrainModule\nclass Net(TrainModule): pass\n")
     (tmp_path / "sub" / "run.yaml").write_text("module: theirs.py:Net\n")

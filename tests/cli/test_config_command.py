@@ -54,7 +54,7 @@ def test_one_preset_trains(project: Path) -> None:
     assert "after 2 steps" in result.stdout
 
 
-def test_the_names_are_listed_and_a_wrong_one_is_told(command: Command) -> None:
+def test_the_names_are_listed_and_a_wrong_one_is_reported(command: Command) -> None:
     code, out, _ = command("config", "--list")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(PRESETS)

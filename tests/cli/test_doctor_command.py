@@ -60,7 +60,7 @@ def test_processes_that_are_there_already_take_part_and_one_speaks(project: Path
         ("__import__('os').kill(__import__('os').getpid(), 9)", "trainer fit was killed by SIGKILL"),
     ],
 )
-def test_a_module_that_fails_is_told_with_its_error(project: Path, mistake: str, words: str) -> None:
+def test_a_module_that_fails_is_reported_with_its_error(project: Path, mistake: str, words: str) -> None:
     broken = (project / "mymodel.py").read_text().replace("loss = self.layer(batch[0])", f"loss = {mistake}")
     (project / "broken.py").write_text(broken)
     options = ["--module", "broken.py:Net", "--data", "broken.py:Data", "--devices", "1"]
@@ -71,7 +71,7 @@ def test_a_module_that_fails_is_told_with_its_error(project: Path, mistake: str,
     assert "To see all of it: python -m trainer fit" in line
 
 
-def test_a_wrong_configuration_is_told_before_anything_is_tried(command: Command) -> None:
+def test_a_wrong_configuration_is_reported_before_anything_is_tried(command: Command) -> None:
     code, out, err = command("doctor", "--module", "mymodel.py:Net", "--trainer.max_epoch", "3")
     assert code == 2
     assert out == ""
@@ -91,7 +91,7 @@ def test_help_needs_no_torch() -> None:
 # -- each thing that can be wrong --------------------------------------------------------------------------------------
 
 
-def test_what_is_missing_is_told_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_reported_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *args, **more: None)
     said = list(doctor_machine._compilers())
     assert of(said, "compiler").fix.startswith("apt install g++")
@@ -99,7 +99,7 @@ def test_what_is_missing_is_told_with_what_to_type(monkeypatch: pytest.MonkeyPat
     assert 'pip install "exact-trainer[metrics]"' in of(doctor_machine._versions(), "no-such-package").found
 
 
-def test_small_shared_memory_and_few_files_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shared_memory_and_few_files_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     if not Path("/dev/shm").is_dir():
@@ -124,10 +124,10 @@ def test_a_place_that_cannot_be_written_fails(tmp_path: Path) -> None:
 def test_a_disk_that_loses_data_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import trainer.checkpoint.writing as writing
 
-    whole = writing.write_checkpoint
+    write = writing.write_checkpoint
 
     def losing(path: Any, state: Any) -> None:
-        whole(path, state)
+        write(path, state)
         file = Path(path) / "model.safetensors"
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
@@ -146,7 +146,7 @@ def test_file_systems_are_known_by_the_innermost_mount(tmp_path: Path) -> None:
     assert kinds == ["ext4", "nfs4", "fuse.sshfs", "ext4"]
 
 
-def test_an_interface_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_that_is_not_there_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     result = doctor_ranks.collectives(2)
     assert result.status == "FAIL"

@@ -217,7 +217,7 @@ def test_wrong_usage(dry: Command, arguments: list[str], words: str) -> None:
     assert "OK" not in out
 
 
-def test_everything_that_cannot_be_is_told_at_once(dry: Command) -> None:
+def test_everything_that_cannot_be_is_reported_at_once(dry: Command) -> None:
     mesh = ("--trainer.strategy", "fsdp", "--trainer.strategy.device_mesh", "[2, 2]", "--device-memory", "1e-6")
     code, out, _ = dry("--world-size", "8", *mesh, "--module.manual", "true", "--trainer.gradient_clip_val", "1")
     assert code == 1
@@ -323,7 +323,7 @@ def test_every_strategy_can_be_rehearsed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_divides_what_the_table_of_estimate_says(name: str) -> None:
+def test_a_strategy_shards_what_the_table_of_estimate_says(name: str) -> None:
     """The rows of that table are held against measurements in test_estimate_runs.py."""
     named = {"deepspeed": "deepspeed_stage_2"}.get(name, name)
     row = next(row for row in LAYOUTS if named in re.findall(r"\w+", row.label))

@@ -121,7 +121,7 @@ def test_a_read_only_installation_gives_files_that_can_be_changed(
     assert (project / "new" / "module.py").stat().st_mode & 0o200
 
 
-def test_a_missing_package_is_told(command: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(command: Command, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "find_spec", lambda name: None)
     code, out, _ = command("init", "--template", "digits", "new")
     assert code == 0

@@ -72,10 +72,10 @@ def test_processes_of_any_program_end_with_a_launcher_that_is_killed(tmp_path: P
 
 @pytest.mark.slow
 def test_a_killed_worker_costs_one_interval_and_changes_no_bit(tmp_path: Path) -> None:
-    whole, script = make(tmp_path / "whole"), make(tmp_path / "broken")
+    uninterrupted, script = make(tmp_path / "uninterrupted"), make(tmp_path / "broken")
     steps = str(6 * EVERY)
     launcher = ("-m", "trainer", "launch", "--nproc-per-node", "2")
-    run_python(*launcher, str(whole), str(whole.parent / "out"), steps, "0", cwd=tmp_path).check()
+    run_python(*launcher, str(uninterrupted), str(uninterrupted.parent / "out"), steps, "0", cwd=tmp_path).check()
     out = script.parent / "out"
     running = start_python(*launcher, "--max-restarts", "1", str(script), str(out), steps, "0.05", cwd=tmp_path)
     wait_until(lambda: len(steps_of(out)) >= 2 * EVERY + 2, 120, str(running))
@@ -87,7 +87,7 @@ def test_a_killed_worker_costs_one_interval_and_changes_no_bit(tmp_path: Path) -
     repeated = len(done) - len(set(done))
     assert sorted(set(done)) == list(range(1, 6 * EVERY + 1))
     assert repeated <= EVERY
-    assert weights_of(out) == weights_of(whole.parent / "out")
+    assert weights_of(out) == weights_of(uninterrupted.parent / "out")
 
 
 def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_all_that_is_wrong_comes_at_once(command: Command) -> None:
     assert "3 problems in the options" in err
 
 
-def test_a_meeting_place_that_is_taken_is_told(project: Path) -> None:
+def test_a_rendezvous_port_that_is_taken_is_reported(project: Path) -> None:
     import socket
 
     with socket.socket() as listener:

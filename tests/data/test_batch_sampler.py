@@ -34,14 +34,19 @@ class Numbers(Dataset[int]):
         return index
 
 
-def stream_of(loader: DataLoader[Any], rank: int = 0, world: int = 1, **options: Any) -> DistributedBatchSampler:
+def batch_sampler_of(loader: DataLoader[Any], rank: int = 0, world: int = 1, **options: Any) -> DistributedBatchSampler:
     options = {"seed": 1, "training": True, **options}
     return DistributedBatchSampler(loader, rank=rank, world_size=world, **options)
 
 
-def read(stream: DistributedBatchSampler, epoch: int = 0, start: int = 0) -> list[tuple[list[int], int, int | None]]:
-    stream.seek(epoch, start)
-    return [(one.indices if stream.automatic_batching else [one.indices], one.samples, one.total) for one in stream]
+def read(
+    batch_sampler: DistributedBatchSampler, epoch: int = 0, start: int = 0
+) -> list[tuple[list[int], int, int | None]]:
+    batch_sampler.seek(epoch, start)
+    return [
+        (one.indices if batch_sampler.automatic_batching else [one.indices], one.samples, one.total)
+        for one in batch_sampler
+    ]
 
 
 def shapes() -> Iterator[tuple[int, int, int]]:
@@ -54,13 +59,13 @@ def test_evaluation_counts_every_sample_once(shuffle: bool, drawn: bool) -> None
     for n, size, world in shapes():
         sampler = SubsetRandomSampler(range(n)) if drawn else None
         loader = DataLoader(Numbers(n), size, shuffle=shuffle and not drawn, sampler=sampler)
-        streams = [stream_of(loader, r, world, training=False) for r in range(world)]
-        ranks = [read(stream) for stream in streams]
+        batch_samplers = [batch_sampler_of(loader, r, world, training=False) for r in range(world)]
+        ranks = [read(batch_sampler) for batch_sampler in batch_samplers]
         assert sorted(i for rank in ranks for batch, _, _ in rank for i in batch) == list(range(n))
         assert all(own == len(batch) > 0 for rank in ranks for batch, own, _ in rank)
-        assert [stream.num_local_batches() for stream in streams] == [len(rank) for rank in ranks]
-        assert {stream.num_global_batches for stream in streams} == {max(map(len, ranks))}
-        assert streams[0].samples_in(streams[0].num_global_batches or 0) == n
+        assert [batch_sampler.num_local_batches() for batch_sampler in batch_samplers] == [len(rank) for rank in ranks]
+        assert {batch_sampler.num_global_batches for batch_sampler in batch_samplers} == {max(map(len, ranks))}
+        assert batch_samplers[0].samples_in(batch_samplers[0].num_global_batches or 0) == n
         for k in range(max(map(len, ranks))):
             present = [rank[k] for rank in ranks if k < len(rank)]
             assert {total for _, _, total in present} == {sum(own for _, own, _ in present)}
@@ -76,43 +81,43 @@ def test_training_forms_the_global_batches_of_one_process(drop_last: bool, drawn
                 return DataLoader(Numbers(n), size, sampler=SubsetRandomSampler(range(n)), drop_last=drop_last)
             return DataLoader(Numbers(n), size, shuffle=True, drop_last=drop_last)
 
-        streams = [stream_of(loader(size), r, world) for r in range(world)]
-        ranks = [read(stream, epoch=3) for stream in streams]
-        alone = read(stream_of(loader(size * world)), epoch=3)
+        batch_samplers = [batch_sampler_of(loader(size), r, world) for r in range(world)]
+        ranks = [read(batch_sampler, epoch=3) for batch_sampler in batch_samplers]
+        alone = read(batch_sampler_of(loader(size * world)), epoch=3)
         assert (
             {len(rank) for rank in ranks}
             == {len(alone)}
-            == {streams[0].num_global_batches}
-            == {streams[-1].num_local_batches()}
+            == {batch_samplers[0].num_global_batches}
+            == {batch_samplers[-1].num_local_batches()}
         )
-        for k, (whole, _, total) in enumerate(alone):
-            assert [i for rank in ranks for i in rank[k][0][: rank[k][1]]] == whole
+        for k, (full, _, total) in enumerate(alone):
+            assert [i for rank in ranks for i in rank[k][0][: rank[k][1]]] == full
             for rank in ranks:
                 batch, own, same = rank[k]
-                assert same == total == len(whole)
-                assert (own, batch) == (0, whole[:1]) if own == 0 else own == len(batch)
-        assert streams[0].samples_in(len(alone)) == sum(len(whole) for whole, _, _ in alone)
+                assert same == total == len(full)
+                assert (own, batch) == (0, full[:1]) if own == 0 else own == len(batch)
+        assert batch_samplers[0].samples_in(len(alone)) == sum(len(full) for full, _, _ in alone)
         if drop_last:
             assert len(alone) == n // (size * world)
 
 
 def test_last_short_batch_is_split_evenly() -> None:
     loader = DataLoader(Numbers(11), 4)
-    assert [read(stream_of(loader, r, 2))[-1] for r in range(2)] == [([8], 1, 3), ([9, 10], 2, 3)]
+    assert [read(batch_sampler_of(loader, r, 2))[-1] for r in range(2)] == [([8], 1, 3), ([9, 10], 2, 3)]
     loader = DataLoader(Numbers(9), 4)
-    assert [read(stream_of(loader, r, 2))[-1] for r in range(2)] == [([8], 0, 1), ([8], 1, 1)]
-    assert [len(read(stream_of(loader, r, 2, training=False))) for r in range(2)] == [1, 2]
+    assert [read(batch_sampler_of(loader, r, 2))[-1] for r in range(2)] == [([8], 0, 1), ([8], 1, 1)]
+    assert [len(read(batch_sampler_of(loader, r, 2, training=False))) for r in range(2)] == [1, 2]
 
 
 def test_drop_last_in_evaluation_drops_the_same_on_any_number_of_processes() -> None:
     for n, size, world in shapes():
         loader = DataLoader(Numbers(n), size, shuffle=True, drop_last=True)
-        streams = [stream_of(loader, r, world, training=False) for r in range(world)]
-        ranks = [read(stream) for stream in streams]
-        alone = read(stream_of(loader, training=False))
+        batch_samplers = [batch_sampler_of(loader, r, world, training=False) for r in range(world)]
+        ranks = [read(batch_sampler) for batch_sampler in batch_samplers]
+        alone = read(batch_sampler_of(loader, training=False))
         assert sorted(b for rank in ranks for b, _, _ in rank) == sorted(batch for batch, _, _ in alone)
-        assert [stream.num_local_batches() for stream in streams] == [len(rank) for rank in ranks]
-        assert streams[0].num_global_batches == len(ranks[0])
+        assert [batch_sampler.num_local_batches() for batch_sampler in batch_samplers] == [len(rank) for rank in ranks]
+        assert batch_samplers[0].num_global_batches == len(ranks[0])
 
 
 class Own(Sampler[int]):
@@ -176,19 +181,19 @@ LOADERS: dict[str, DataLoader[Any]] = {
 def test_resume_at_every_start_gives_the_tail(name: str, training: bool) -> None:
     for world in (1, 2, 3):
         for rank in range(world):
-            stream = stream_of(LOADERS[name], rank, world, training=training)
+            batch_sampler = batch_sampler_of(LOADERS[name], rank, world, training=training)
             for epoch in (0, 2):
-                whole = read(stream, epoch)
-                assert stream.num_local_batches() == len(whole)
-                for start in range(len(whole) + 2):
-                    again = stream_of(LOADERS[name], rank, world, training=training)
-                    assert read(again, epoch, start) == whole[start:]
+                full = read(batch_sampler, epoch)
+                assert batch_sampler.num_local_batches() == len(full)
+                for start in range(len(full) + 2):
+                    again = batch_sampler_of(LOADERS[name], rank, world, training=training)
+                    assert read(again, epoch, start) == full[start:]
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_order_is_a_function_of_seed_and_epoch(name: str) -> None:
     def order(seed: int, epoch: int) -> list[Any]:
-        return [batch for batch, _, _ in read(stream_of(LOADERS[name], seed=seed), epoch)]
+        return [batch for batch, _, _ in read(batch_sampler_of(LOADERS[name], seed=seed), epoch)]
 
     expected = order(1, 0)
     torch.manual_seed(123)
@@ -207,7 +212,7 @@ def test_global_generators_are_left_alone(name: str) -> None:
     torch.manual_seed(5)
     before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     generator = own.get_state().tolist() if own is not None else None
-    for _ in read(stream_of(LOADERS[name])):
+    for _ in read(batch_sampler_of(LOADERS[name])):
         after = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
         assert after == before
     if own is not None:
@@ -217,28 +222,28 @@ def test_global_generators_are_left_alone(name: str) -> None:
 def test_drawing_in_chunks_keeps_the_private_numbers() -> None:
     """More items than one chunk, with the global generators used in between."""
     loader = DataLoader(Numbers(1000), 3, sampler=Own(9000))
-    quiet = read(stream_of(loader))
-    stream = stream_of(loader)
+    quiet = read(batch_sampler_of(loader))
+    batch_sampler = batch_sampler_of(loader)
     noisy = []
-    for batch in stream:
+    for batch in batch_sampler:
         torch.rand(1)
         random.random()
         noisy.append(batch.indices)
     assert noisy == [batch for batch, _, _ in quiet]
     # At an odd place: numpy makes normals in pairs.
     for start in (1365, 2991):
-        assert read(stream_of(loader), 0, start) == quiet[start:]
+        assert read(batch_sampler_of(loader), 0, start) == quiet[start:]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("training", [True, False])
-def test_own_batches_are_kept_whole(world: int, training: bool) -> None:
+def test_own_batches_are_not_split(world: int, training: bool) -> None:
     loader = LOADERS["own_batches"]
-    every = [batch for batch, _, _ in read(stream_of(loader))]
-    streams = [stream_of(loader, r, world, training=training) for r in range(world)]
-    ranks = [read(stream) for stream in streams]
+    every = [batch for batch, _, _ in read(batch_sampler_of(loader))]
+    batch_samplers = [batch_sampler_of(loader, r, world, training=training) for r in range(world)]
+    ranks = [read(batch_sampler) for batch_sampler in batch_samplers]
     num_global_batches = -(-7 // world)
-    assert streams[0].num_global_batches == num_global_batches
+    assert batch_samplers[0].num_global_batches == num_global_batches
     for k in range(num_global_batches):
         here = every[k * world : (k + 1) * world]
         total = sum(map(len, here))
@@ -249,7 +254,7 @@ def test_own_batches_are_kept_whole(world: int, training: bool) -> None:
                 assert ranks[rank][k] == (here[0], 0, total)
             else:
                 assert len(ranks[rank]) == k
-    assert streams[0].samples_in(1) is None
+    assert batch_samplers[0].samples_in(1) is None
 
 
 class Sharding(DistributedSampler[Any]):
@@ -260,15 +265,15 @@ def test_a_sampler_that_shards_is_left_to_it() -> None:
     ranks = []
     for rank in range(2):
         loader = DataLoader(DATA, 4, sampler=Sharding(DATA, 2, rank, shuffle=True))
-        stream = stream_of(loader, rank, 2)
-        assert stream.shards_itself
-        ranks.append(read(stream, epoch=1))
-        assert stream.num_global_batches == len(ranks[-1]) == 3
+        batch_sampler = batch_sampler_of(loader, rank, 2)
+        assert batch_sampler.shards_itself
+        ranks.append(read(batch_sampler, epoch=1))
+        assert batch_sampler.num_global_batches == len(ranks[-1]) == 3
     assert {i for rank in ranks for batch, _, _ in rank for i in batch} == set(range(23))
     assert all((own, total) == (len(batch), None) for rank in ranks for batch, own, total in rank)
     nested = DataLoader(DATA, batch_sampler=_Wrapping(DistributedSampler(DATA, 2, 1)))
-    assert stream_of(nested, 1, 2).shards_itself
-    assert not stream_of(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)), 1, 2).shards_itself
+    assert batch_sampler_of(nested, 1, 2).shards_itself
+    assert not batch_sampler_of(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, 2, 1)), 1, 2).shards_itself
 
 
 class _Wrapping(Sampler[list[int]]):
@@ -282,11 +287,11 @@ class _Wrapping(Sampler[list[int]]):
 def test_shuffle_override() -> None:
     sequential = [list(range(low, min(low + 4, 23))) for low in range(0, 23, 4)]
     for name in ("shuffled", "sequential", "distributed"):
-        stream = stream_of(LOADERS[name], shuffle=False)
-        assert [batch for batch, _, _ in read(stream, 5)] == sequential
-    assert [batch for batch, _, _ in read(stream_of(LOADERS["sequential"], shuffle=True), 5)] != sequential
-    stream = stream_of(LOADERS["subset"], shuffle=False)
-    assert read(stream, 5) == read(stream, 0) == read(stream_of(LOADERS["subset"]), 0)
+        batch_sampler = batch_sampler_of(LOADERS[name], shuffle=False)
+        assert [batch for batch, _, _ in read(batch_sampler, 5)] == sequential
+    assert [batch for batch, _, _ in read(batch_sampler_of(LOADERS["sequential"], shuffle=True), 5)] != sequential
+    batch_sampler = batch_sampler_of(LOADERS["subset"], shuffle=False)
+    assert read(batch_sampler, 5) == read(batch_sampler, 0) == read(batch_sampler_of(LOADERS["subset"]), 0)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -294,7 +299,7 @@ def test_set_epoch_is_called(nested: bool) -> None:
     own = Own(8)
     sampler: Any = {"batch_sampler": _Wrapping(own)} if nested else {"sampler": own}
     for epoch in (4, 2):
-        read(stream_of(DataLoader(DATA, **sampler)), epoch)
+        read(batch_sampler_of(DataLoader(DATA, **sampler)), epoch)
         assert own.epoch == epoch
 
 
@@ -305,17 +310,17 @@ class Endless(Sampler[int]):
 
 
 def test_endless_sampler() -> None:
-    stream = stream_of(DataLoader(DATA, 4, sampler=Endless()), 1, 2)
-    assert stream.num_global_batches is None
-    assert stream.num_local_batches() is None
-    first = list(islice(iter(stream), 100))
-    stream.seek(0, 90)
-    assert list(islice(iter(stream), 10)) == first[90:]
-    stream.seek(0, 90, 95)
-    assert list(stream) == first[90:95]
+    batch_sampler = batch_sampler_of(DataLoader(DATA, 4, sampler=Endless()), 1, 2)
+    assert batch_sampler.num_global_batches is None
+    assert batch_sampler.num_local_batches() is None
+    first = list(islice(iter(batch_sampler), 100))
+    batch_sampler.seek(0, 90)
+    assert list(islice(iter(batch_sampler), 10)) == first[90:]
+    batch_sampler.seek(0, 90, 95)
+    assert list(batch_sampler) == first[90:95]
 
 
-def test_sequential_starts_where_told_in_a_billion() -> None:
-    stream = stream_of(DataLoader(Numbers(10**9), 32, sampler=SequentialSampler(Numbers(10**9))), 1, 2)
-    stream.seek(0, 10**7)
-    assert next(iter(stream)).indices[0] == 10**7 * 64 + 32
+def test_sequential_starts_at_any_index_in_a_billion() -> None:
+    batch_sampler = batch_sampler_of(DataLoader(Numbers(10**9), 32, sampler=SequentialSampler(Numbers(10**9))), 1, 2)
+    batch_sampler.seek(0, 10**7)
+    assert next(iter(batch_sampler)).indices[0] == 10**7 * 64 + 32

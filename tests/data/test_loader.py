@@ -103,12 +103,12 @@ def test_lengths(training: bool, limit: int | float | None) -> None:
                 continue
             loader = DataLoader(Numbers(n), batch_size=4, shuffle=True)
             feeds = [loader_of(loader, r, world, training=training, limit=limit) for r in range(world)]
-            ranks = [list(feed.iterate(0)) for feed in feeds]
-            assert [feed.length for feed in feeds] == [len(rank) for rank in ranks]
-            assert {feed.max_length for feed in feeds} == {max(map(len, ranks))}
+            ranks = [list(batch_loader.iterate(0)) for batch_loader in feeds]
+            assert [batch_loader.length for batch_loader in feeds] == [len(rank) for rank in ranks]
+            assert {batch_loader.max_length for batch_loader in feeds} == {max(map(len, ranks))}
             counted = sum(b.samples or 0 for rank in ranks for b in rank)
-            assert {feed.samples_per_epoch for feed in feeds} == {counted}
-            assert {feed.batch_size for feed in feeds} == {4}
+            assert {batch_loader.samples_per_epoch for batch_loader in feeds} == {counted}
+            assert {batch_loader.batch_size for batch_loader in feeds} == {4}
             assert [values(feeds[0].iterate(0, k)) for k in range(len(ranks[0]))] == [
                 values(iter(ranks[0][k:])) for k in range(len(ranks[0]))
             ]
@@ -118,18 +118,18 @@ def test_lengths(training: bool, limit: int | float | None) -> None:
 
 def test_skipping_reads_no_sample() -> None:
     data = Numbers(100)
-    feed = loader_of(DataLoader(data, batch_size=4, shuffle=True))
-    whole = values(feed.iterate(2))
+    batch_loader = loader_of(DataLoader(data, batch_size=4, shuffle=True))
+    full = values(batch_loader.iterate(2))
     data.read.clear()
-    assert values(feed.iterate(2, start=20)) == whole[20:]
-    assert data.read == [index for batch in whole[20:] for index in batch]
+    assert values(batch_loader.iterate(2, start=20)) == full[20:]
+    assert data.read == [index for batch in full[20:] for index in batch]
 
 
 def test_two_iterations_at_once_do_not_mix() -> None:
-    feed = loader_of(DataLoader(Numbers(10), batch_size=4))
-    first = feed.iterate(0)
+    batch_loader = loader_of(DataLoader(Numbers(10), batch_size=4))
+    first = batch_loader.iterate(0)
     assert next(first).samples == 4
-    assert [batch.samples for batch in feed.iterate(0)] == [4, 4, 2]
+    assert [batch.samples for batch in batch_loader.iterate(0)] == [4, 4, 2]
     assert [batch.samples for batch in first] == [4, 2]
 
 
@@ -188,11 +188,17 @@ def test_notes_say_what_is_replaced_or_ignored() -> None:
 
 def test_a_list_of_batches() -> None:
     batches = [torch.tensor([float(i)]) for i in range(5)]
-    feed = loader_of(batches, limit=4)
-    assert (feed.length, feed.max_length, feed.exact, feed.note, feed.one_shot) == (4, 4, True, None, False)
-    assert values(feed.iterate(0)) == values(feed.iterate(1)) == [[0.0], [1.0], [2.0], [3.0]]
-    assert list(feed.iterate(0, 3)) == [(batches[3], None, None)]
-    assert list(feed.iterate(0, 4)) == []
+    batch_loader = loader_of(batches, limit=4)
+    assert (
+        batch_loader.length,
+        batch_loader.max_length,
+        batch_loader.exact,
+        batch_loader.note,
+        batch_loader.one_shot,
+    ) == (4, 4, True, None, False)
+    assert values(batch_loader.iterate(0)) == values(batch_loader.iterate(1)) == [[0.0], [1.0], [2.0], [3.0]]
+    assert list(batch_loader.iterate(0, 3)) == [(batches[3], None, None)]
+    assert list(batch_loader.iterate(0, 4)) == []
     assert "each process iterates the list itself" in (loader_of(batches, 0, 2).note or "")
 
 
@@ -203,25 +209,30 @@ def test_a_list_of_arrays() -> None:
 
 def test_an_iterable_dataset_is_used_as_it_is() -> None:
     data = Stream(10)
-    feed = loader_of(DataLoader(data, batch_size=4))
-    assert (feed.length, feed.max_length, feed.exact, feed.samples_per_epoch) == (None, None, False, None)
-    assert feed.note == (
+    batch_loader = loader_of(DataLoader(data, batch_size=4))
+    assert (batch_loader.length, batch_loader.max_length, batch_loader.exact, batch_loader.samples_per_epoch) == (
+        None,
+        None,
+        False,
+        None,
+    )
+    assert batch_loader.note == (
         "the training loader: resume will not be exact: the DataLoader over Stream has no state_dict/load_state_dict, "
         "so a resumed run reads the batches already used again and skips them."
     )
-    assert values(feed.iterate(0)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert values(feed.iterate(0, 2)) == [[8, 9]]
+    assert values(batch_loader.iterate(0)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert values(batch_loader.iterate(0, 2)) == [[8, 9]]
     assert loader_of(DataLoader(data, batch_size=4), training=False).note is None
     assert loader_of(DataLoader(data, batch_size=4), limit=2).length == 2
 
 
 def test_the_limit_takes_nothing_more() -> None:
     data = Stream(100)
-    feed = loader_of(iter(data), limit=3)
-    assert values(feed.iterate(0)) == [0, 1, 2]
+    batch_loader = loader_of(iter(data), limit=3)
+    assert values(batch_loader.iterate(0)) == [0, 1, 2]
     assert data.read == 3
-    assert values(feed.iterate(1)) == [3, 4, 5]
-    assert values(feed.iterate(1, 3)) == []
+    assert values(batch_loader.iterate(1)) == [3, 4, 5]
+    assert values(batch_loader.iterate(1, 3)) == []
     assert data.read == 6
 
 
@@ -229,23 +240,23 @@ def test_the_limit_takes_nothing_more() -> None:
 def test_a_shuffling_subclass_gives_the_same_order_after_a_restart(start: int) -> None:
     loader = Subclass(Numbers(20), batch_size=4, shuffle=True)
     torch.manual_seed(1)
-    feed = loader_of(loader)
-    whole = values(feed.iterate(0))
-    assert not feed.exact
+    batch_loader = loader_of(loader)
+    full = values(batch_loader.iterate(0))
+    assert not batch_loader.exact
     torch.manual_seed(2)
     before = torch.get_rng_state().tolist()
-    assert values(loader_of(loader).iterate(0, start)) == whole[start:]
+    assert values(loader_of(loader).iterate(0, start)) == full[start:]
     assert torch.get_rng_state().tolist() == before
-    assert values(feed.iterate(1)) != whole
+    assert values(batch_loader.iterate(1)) != full
 
 
 def test_an_iterable_with_state_goes_on_by_itself() -> None:
-    feed = loader_of(Counter())
-    assert feed.exact
-    assert feed.note is None
-    batches = feed.iterate(0)
+    batch_loader = loader_of(Counter())
+    assert batch_loader.exact
+    assert batch_loader.note is None
+    batches = batch_loader.iterate(0)
     assert [next(batches).data, next(batches).data] == [0, 1]
-    state = feed.state_dict()
+    state = batch_loader.state_dict()
 
     loader = Counter()
     resumed = loader_of(loader)
@@ -260,26 +271,26 @@ def test_an_iterable_with_state_goes_on_by_itself() -> None:
 
 def test_a_state_of_the_end_of_an_epoch_means_the_next_epoch() -> None:
     loader = Counter()
-    feed = loader_of(loader)
-    feed.load_state_dict({"loader": {"next": 5}})
-    assert values(feed.iterate(1)) == [0, 1, 2, 3, 4]
+    batch_loader = loader_of(loader)
+    batch_loader.load_state_dict({"loader": {"next": 5}})
+    assert values(batch_loader.iterate(1)) == [0, 1, 2, 3, 4]
 
 
-def test_set_epoch_reaches_a_foreign_loaders_sampler() -> None:
+def test_set_epoch_reaches_the_sampler_of_another_kind_of_loader() -> None:
     data = Numbers(20)
     sampler = DistributedSampler(data, 1, 0)
-    feed = loader_of(Subclass(data, batch_size=4, sampler=sampler))
-    assert values(feed.iterate(0)) != values(feed.iterate(1))
+    batch_loader = loader_of(Subclass(data, batch_size=4, sampler=sampler))
+    assert values(batch_loader.iterate(0)) != values(batch_loader.iterate(1))
     assert sampler.epoch == 1
 
 
 def test_a_generator_lasts_one_epoch() -> None:
-    feed = loader_of(i for i in range(3))
-    assert feed.one_shot
-    assert "the generator can be iterated only once" in (feed.note or "")
-    assert values(feed.iterate(0)) == [0, 1, 2]
+    batch_loader = loader_of(i for i in range(3))
+    assert batch_loader.one_shot
+    assert "the generator can be iterated only once" in (batch_loader.note or "")
+    assert values(batch_loader.iterate(0)) == [0, 1, 2]
     with pytest.raises(ConfigError, match=r"the generator can be iterated only once.*e\.g\. a list or a DataLoader"):
-        list(feed.iterate(1))
+        list(batch_loader.iterate(1))
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

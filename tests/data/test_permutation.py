@@ -25,13 +25,13 @@ def test_is_a_bijection(kind: type[Permutation], n: int) -> None:
 @pytest.mark.parametrize("n", [3, 1000, 5000, 10_000])
 def test_any_start_gives_the_tail(n: int) -> None:
     order = Permutation(n, seed=7, epoch=3)
-    whole = list(order.indices())
-    assert type(whole[0]) is int
+    full = list(order.indices())
+    assert type(full[0]) is int
     assert len(order) == n
     for start in {0, 1, n // 2, n - 1, n, n + 5}:
-        assert list(order.indices(start)) == whole[start:]
+        assert list(order.indices(start)) == full[start:]
     picked = np.array([n - 1, 0, n // 3])
-    assert order.at(picked).tolist() == [whole[n - 1], whole[0], whole[n // 3]]
+    assert order.at(picked).tolist() == [full[n - 1], full[0], full[n // 3]]
 
 
 def test_depends_on_seed_and_epoch_only() -> None:

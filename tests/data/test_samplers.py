@@ -36,23 +36,23 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_any_part_is_a_part_of_the_whole(name: str) -> None:
+def test_any_range_is_a_range_of_the_full_order(name: str) -> None:
     sampler = SAMPLERS[name]
-    whole = draw(sampler)
-    assert whole == draw(sampler)
-    for start, stop in [(0, 1), (1, len(whole)), (len(whole) // 3, len(whole) // 2)]:
-        assert draw(sampler, start=start, stop=stop) == whole[start:stop]
+    full = draw(sampler)
+    assert full == draw(sampler)
+    for start, stop in [(0, 1), (1, len(full)), (len(full) // 3, len(full) // 2)]:
+        assert draw(sampler, start=start, stop=stop) == full[start:stop]
     others = [draw(sampler, seed, epoch) for seed, epoch in [(1, 1), (2, 0), (1, 2), (7, 9)]]
-    assert any(other != whole for other in others)
+    assert any(other != full for other in others)
 
 
 def test_without_replacement_every_index_comes_once_a_round() -> None:
-    whole = draw(SAMPLERS["more"])
-    num_global_batches = [whole[:50], whole[50:100]]
+    full = draw(SAMPLERS["more"])
+    num_global_batches = [full[:50], full[50:100]]
     assert [sorted(one) for one in num_global_batches] == [list(range(50))] * 2
     assert num_global_batches[0] != num_global_batches[1]
-    assert len(set(whole[100:])) == 30
-    assert whole[:50] == draw(RandomSampler(range(50)))
+    assert len(set(full[100:])) == 30
+    assert full[:50] == draw(RandomSampler(range(50)))
     assert sorted(draw(SAMPLERS["subset"])) == list(range(0, 600, 3))
     assert sorted(draw(SubsetRandomSampler(torch.tensor([4, 8, 15])))) == [4, 8, 15]
 

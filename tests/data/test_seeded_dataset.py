@@ -42,8 +42,10 @@ def read(data: Dataset[Any], workers: int = 0, world: int = 1, rank: int = 0, st
     per_sample = options.pop("seed_per_sample", False)
     options = {"batch_size": 6 // world, "shuffle": True, "collate_fn": keep, **options}
     loader = DataLoader(data, num_workers=workers, **options)
-    feed = make_batch_loader(loader, rank=rank, world_size=world, seed=1, training=True, seed_per_sample=per_sample)
-    return [batch.data for batch in feed.iterate(3, start)]
+    batch_loader = make_batch_loader(
+        loader, rank=rank, world_size=world, seed=1, training=True, seed_per_sample=per_sample
+    )
+    return [batch.data for batch in batch_loader.iterate(3, start)]
 
 
 @pytest.fixture
@@ -146,8 +148,8 @@ def test_seeds_per_sample_are_the_same_on_any_number_of_processes(own_sampler: b
         assert sorted(sample for batches in ranks for batch in batches for sample in batch) == one
     # A seed per batch is another one on another process.
     options["seed_per_sample"] = False
-    whole = {sample for batch in read(Noisy(), **options) for sample in batch}
-    assert not whole & {sample for batch in read(Noisy(), 0, 2, 1, **options) for sample in batch}
+    full = {sample for batch in read(Noisy(), **options) for sample in batch}
+    assert not full & {sample for batch in read(Noisy(), 0, 2, 1, **options) for sample in batch}
 
 
 def test_seeds_per_sample_in_batches_of_a_users_sampler() -> None:
@@ -180,7 +182,7 @@ def test_the_models_numbers_do_not_depend_on_the_workers(data: Dataset[Any]) -> 
     def drawn(workers: int) -> list[float]:
         np.random.seed(4)
         loader = DataLoader(data, 4, num_workers=workers)
-        feed = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True)
-        return [float(np.random.normal()) for _ in feed.iterate(0)]
+        batch_loader = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True)
+        return [float(np.random.normal()) for _ in batch_loader.iterate(0)]
 
     assert drawn(0) == drawn(1)

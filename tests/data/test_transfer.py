@@ -42,7 +42,7 @@ def test_everything_arrives_as_by_the_plain_way() -> None:
 
 
 @pytest.mark.gpu
-def test_a_batch_is_whole_when_it_is_used_and_is_not_overwritten_by_the_next() -> None:
+def test_a_batch_is_complete_when_it_is_used_and_is_not_overwritten_by_the_next() -> None:
     device = torch.device("cuda", 0)
     move, sums = CudaPrefetchCopy(device), []
     busy = torch.randn(2048, 2048, device=device)

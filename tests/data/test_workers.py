@@ -47,8 +47,8 @@ def keep(samples: list[Any]) -> list[Any]:
     return samples
 
 
-def read(feed: BatchLoader, epoch: int = 0, start: int = 0) -> list[Any]:
-    return [batch.data for batch in feed.iterate(epoch, start)]
+def read(batch_loader: BatchLoader, epoch: int = 0, start: int = 0) -> list[Any]:
+    return [batch.data for batch in batch_loader.iterate(epoch, start)]
 
 
 def loader_of(data: Dataset[Any], workers: int, rank: int = 0, **options: Any) -> BatchLoader:
@@ -72,8 +72,8 @@ def test_worker_start_is_seeded_too() -> None:
     """What a `worker_init_fn` draws depends on (seed, epoch) and the worker; not on the epoch if workers persist."""
 
     def drawn(epoch: int, persistent: bool = False) -> Any:
-        feed = loader_of(Augmented(), 1, worker_init_fn=draw_mark, persistent_workers=persistent)
-        return read(feed, epoch)[0][0][4]
+        batch_loader = loader_of(Augmented(), 1, worker_init_fn=draw_mark, persistent_workers=persistent)
+        return read(batch_loader, epoch)[0][0][4]
 
     first = drawn(0)
     torch.manual_seed(99)
@@ -84,14 +84,14 @@ def test_worker_start_is_seeded_too() -> None:
 
 
 def test_persistent_workers_over_epochs_and_starts() -> None:
-    feed = loader_of(Augmented(), 2, persistent_workers=True)
+    batch_loader = loader_of(Augmented(), 2, persistent_workers=True)
     fresh = loader_of(Augmented(), 1)
     for epoch, start in [(0, 0), (1, 0), (1, 2), (0, 1), (5, 3)]:
-        assert read(feed, epoch, start) == read(fresh, epoch, start)
+        assert read(batch_loader, epoch, start) == read(fresh, epoch, start)
     # Left in the middle, with batches of the old epoch still under way.
-    batches = feed.iterate(2)
+    batches = batch_loader.iterate(2)
     next(batches)
-    assert read(feed, 3) == read(fresh, 3)
+    assert read(batch_loader, 3) == read(fresh, 3)
 
 
 def test_the_users_worker_init_fn_sees_its_dataset() -> None:
@@ -108,12 +108,12 @@ def test_subsets_and_single_indices() -> None:
             return index, float(torch.rand(()))
 
     subset = DataLoader(Subset(Pairs(), [4, 2, 0]), batch_size=2, num_workers=1, collate_fn=keep)
-    feed = make_batch_loader(subset, rank=0, world_size=1, seed=1, training=False)
-    assert [[i for i, _ in batch] for batch in read(feed)] == [[4, 2], [0]]
+    batch_loader = make_batch_loader(subset, rank=0, world_size=1, seed=1, training=False)
+    assert [[i for i, _ in batch] for batch in read(batch_loader)] == [[4, 2], [0]]
     single = DataLoader(Pairs(), batch_size=None, num_workers=1, collate_fn=keep)
-    feed = make_batch_loader(single, rank=0, world_size=1, seed=1, training=False)
-    assert [i for i, _ in read(feed)] == [0, 1, 2, 3, 4]
-    assert read(feed, start=2) == read(feed)[2:]
+    batch_loader = make_batch_loader(single, rank=0, world_size=1, seed=1, training=False)
+    assert [i for i, _ in read(batch_loader)] == [0, 1, 2, 3, 4]
+    assert read(batch_loader, start=2) == read(batch_loader)[2:]
 
 
 def test_spawned_workers() -> None:

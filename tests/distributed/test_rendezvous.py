@@ -32,7 +32,7 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_a_taken_port_is_told_with_host_port_and_a_free_one(taken: int) -> None:
+def test_a_taken_port_is_reported_with_host_port_and_a_free_one(taken: int) -> None:
     with pytest.raises(TrainerError, match=f"port {taken} of {socket.gethostname()} .*MASTER_PORT={taken}.* is in use"):
         open_store("127.0.0.1", taken, f"MASTER_PORT={taken}", wait=0)
 

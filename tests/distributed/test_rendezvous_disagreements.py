@@ -59,7 +59,7 @@ def test_processes_that_agree_join() -> None:
 
 
 @pytest.mark.parametrize("places", [((0, 2), (1, 3)), ((0, 3), (1, 2))])
-def test_world_sizes_that_differ_are_told_on_all(places: tuple[tuple[int, int], ...]) -> None:
+def test_world_sizes_that_differ_are_reported_on_all(places: tuple[tuple[int, int], ...]) -> None:
     for one in join(*places):
         assert "refused: the processes do not agree how many they are" in one.stdout
         for rank, size in places:
@@ -67,7 +67,7 @@ def test_world_sizes_that_differ_are_told_on_all(places: tuple[tuple[int, int], 
 
 
 @pytest.mark.parametrize("places", [((0, 3), (1, 3), (1, 3)), ((0, 2), (0, 2))])
-def test_a_rank_that_is_there_twice_is_told_on_all(places: tuple[tuple[int, int], ...]) -> None:
+def test_a_rank_that_is_there_twice_is_reported_on_all(places: tuple[tuple[int, int], ...]) -> None:
     twice = places[-1][0]
     for one in join(*places):
         assert f"refused: rank {twice} is there twice: process " in one.stdout

@@ -64,7 +64,7 @@ def test_requeue_only_when_asked_and_in_a_job(tmp_path: Path, caplog: pytest.Log
     assert (tmp_path / "called").read_text() == "requeue 74\n"
 
 
-def test_a_refusal_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     env = stand_in(tmp_path, code=1)
     assert not requeue({**env, "TRAINER_REQUEUE": "1"})
     assert "scontrol requeue 74 failed: no permission" in caplog.text

@@ -139,7 +139,7 @@ except ConfigError as error:
 
 
 @WITHOUT_XLA
-def test_processes_that_share_no_chips_are_told_how_to() -> None:
+def test_processes_that_share_no_chips_are_reported_how_to() -> None:
     place = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4, "MASTER_ADDR": "x", "MASTER_PORT": 1}
     env = {name: str(value) for name, value in place.items()}
     script = ON_TPU + "Trainer(accelerator='tpu', **QUIET); print('made')"

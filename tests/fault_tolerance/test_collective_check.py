@@ -64,7 +64,7 @@ TOLD = {
 }
 
 
-def test_a_call_on_some_processes_is_told() -> None:
+def test_a_call_on_some_processes_is_reported() -> None:
     """All at once, because each takes a start of two processes; and one in which a process is only late."""
     running: dict[tuple[str, str], Running] = {key: start_python(SCRIPT, *key) for key in [*TOLD, ("ddp", "late")]}
     try:

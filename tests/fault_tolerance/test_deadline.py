@@ -25,25 +25,25 @@ def test_readings() -> None:
 
 
 def test_asks_to_stop_so_much_before() -> None:
-    switch = StopCoordinator(None)
+    coordinator = StopCoordinator(None)
     deadline = Deadline(datetime.now().astimezone() + timedelta(seconds=30.3), margin=30.0)
-    deadline.start(switch)
-    assert switch.check(0) is None
-    wait_until(lambda: switch.requested, 20)
+    deadline.start(coordinator)
+    assert coordinator.check(0) is None
+    wait_until(lambda: coordinator.requested, 20)
     assert deadline.when > datetime.now().astimezone() + timedelta(seconds=5)
-    assert switch.check(1) == DEADLINE
+    assert coordinator.check(1) == DEADLINE
     assert exit_code(DEADLINE) == EXIT_RETRY == 75
     deadline.stop()
     deadline.stop()
 
 
 def test_stops_no_more_when_it_is_stopped() -> None:
-    switch = StopCoordinator(None)
+    coordinator = StopCoordinator(None)
     deadline = Deadline(datetime.now().astimezone() + timedelta(seconds=0.5), margin=0.0)
-    deadline.start(switch)
+    deadline.start(coordinator)
     deadline.stop()
     time.sleep(0.6)
-    assert not switch.requested
+    assert not coordinator.requested
 
 
 def test_learns_its_margin() -> None:
@@ -52,10 +52,10 @@ def test_learns_its_margin() -> None:
     deadline.saved(2.0)
     deadline.saved(1.0)
     assert deadline.margin == pytest.approx(8)
-    switch = StopCoordinator(None)
-    deadline.start(switch)
+    coordinator = StopCoordinator(None)
+    deadline.start(coordinator)
     for step in range(3):
-        switch.check(step)
+        coordinator.check(step)
     time.sleep(1.3)  # a long step
     wait_until(lambda: 8.7 < deadline.margin < 20, 20, deadline.margin)
     deadline.stop()

@@ -23,12 +23,12 @@ def end(how: str) -> None:
     """Rank 1 ends without an error, while rank 0 is busy with something that never comes to a boundary."""
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
-    switch = StopCoordinator(store, rank, 2, interval=0.05)
-    switch.install()
+    coordinator = StopCoordinator(store, rank, 2, interval=0.05)
+    coordinator.install()
     time.sleep(0.5)
     if rank == 1:
         if how == "done":
-            switch.done()
+            coordinator.done()
         os._exit(0)
     time.sleep(8 if how == "done" else 600)
     print("rank 0 came through", flush=True)

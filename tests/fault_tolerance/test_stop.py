@@ -23,66 +23,66 @@ from trainer.fault_tolerance.stop import StopCoordinator, exit_code, ignore_sign
 
 
 @pytest.fixture
-def switch() -> Any:
-    switch = StopCoordinator(None)
-    switch.install()
-    yield switch
-    switch.uninstall()
+def coordinator() -> Any:
+    coordinator = StopCoordinator(None)
+    coordinator.install()
+    yield coordinator
+    coordinator.uninstall()
 
 
-def test_nothing_requested(switch: StopCoordinator) -> None:
-    assert [switch.check(step) for step in range(3)] == [None] * 3
-    assert not switch.requested
-    assert switch.finish(3) is None
+def test_nothing_requested(coordinator: StopCoordinator) -> None:
+    assert [coordinator.check(step) for step in range(3)] == [None] * 3
+    assert not coordinator.requested
+    assert coordinator.finish(3) is None
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_signal_stops_at_the_next_boundary(switch: StopCoordinator, name: str) -> None:
-    assert switch.check(0) is None
+def test_signal_stops_at_the_next_boundary(coordinator: StopCoordinator, name: str) -> None:
+    assert coordinator.check(0) is None
     signal.raise_signal(signal.Signals[name])
-    assert switch.requested
-    assert switch.check(1) == name
-    assert switch.finish(1) == name
+    assert coordinator.requested
+    assert coordinator.check(1) == name
+    assert coordinator.finish(1) == name
 
 
-def test_second_interrupt_ends_at_once(switch: StopCoordinator, capfd: pytest.CaptureFixture[str]) -> None:
+def test_second_interrupt_ends_at_once(coordinator: StopCoordinator, capfd: pytest.CaptureFixture[str]) -> None:
     signal.raise_signal(signal.SIGINT)
     assert "Ctrl-C again stops at once" in capfd.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_repeated_sigterm_is_one(switch: StopCoordinator) -> None:
+def test_repeated_sigterm_is_one(coordinator: StopCoordinator) -> None:
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-    assert switch.check(1) == "SIGTERM"
+    assert coordinator.check(1) == "SIGTERM"
 
 
-def test_request_in_words_and_at_the_end(switch: StopCoordinator) -> None:
-    switch.request("val_loss did not improve")
-    switch.request("max_time is over")
-    assert switch.finish(4) == "val_loss did not improve"
+def test_request_in_words_and_at_the_end(coordinator: StopCoordinator) -> None:
+    coordinator.request("val_loss did not improve")
+    coordinator.request("max_time is over")
+    assert coordinator.finish(4) == "val_loss did not improve"
 
 
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
-    switch = StopCoordinator(None)
-    switch.install()
+    coordinator = StopCoordinator(None)
+    coordinator.install()
     assert signal.getsignal(signal.SIGINT) not in before
-    switch.uninstall()
-    switch.uninstall()
+    coordinator.uninstall()
+    coordinator.uninstall()
     assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == before
 
 
 def test_ignored_signals_stay_ignored_and_a_later_handler_stays() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    switch = StopCoordinator(None)
+    coordinator = StopCoordinator(None)
     try:
-        switch.install()
+        coordinator.install()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-        switch.uninstall()
+        coordinator.uninstall()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -92,13 +92,13 @@ def test_ignored_signals_stay_ignored_and_a_later_handler_stays() -> None:
 
 def test_install_outside_the_main_thread_takes_no_signals() -> None:
     before = signal.getsignal(signal.SIGINT)
-    switch = StopCoordinator(None)
-    thread = threading.Thread(target=switch.install)
+    coordinator = StopCoordinator(None)
+    thread = threading.Thread(target=coordinator.install)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before
-    switch.request("enough")
-    assert switch.check(1) == "enough"
+    coordinator.request("enough")
+    assert coordinator.check(1) == "enough"
 
 
 def test_exit_codes() -> None:
@@ -114,18 +114,20 @@ def join() -> tuple[int, int, dist.Store]:
     return environment.rank, environment.world_size, dist.distributed_c10d._get_default_store()
 
 
-def train(switch: StopCoordinator, max_steps: int, during: Any = None, coupled: bool = True) -> tuple[int, str | None]:
+def train(
+    coordinator: StopCoordinator, max_steps: int, during: Any = None, coupled: bool = True
+) -> tuple[int, str | None]:
     """A loop whose steps need all ranks; `during(step)` is work of this rank alone. (steps done, reason)"""
     step, tensor = 0, torch.ones(1)
-    reason = switch.check(step)
+    reason = coordinator.check(step)
     while reason is None and step < max_steps:
         if during is not None:
             during(step)
         if coupled:
             dist.all_reduce(tensor)
         step += 1
-        reason = switch.check(step)
-    return step, switch.finish(step)
+        reason = coordinator.check(step)
+    return step, coordinator.finish(step)
 
 
 def rounds_of_requests(rounds: int, how: str) -> list[tuple[int, str | None]]:
@@ -134,27 +136,27 @@ def rounds_of_requests(rounds: int, how: str) -> list[tuple[int, str | None]]:
     ended = []
     for number in range(rounds):
         victim, delay, max_steps = common.randrange(world_size), common.random() * 0.15, common.choice([5, 40, 10**6])
-        switch = StopCoordinator(store, rank, world_size, interval=0.02)
-        switch.install()
+        coordinator = StopCoordinator(store, rank, world_size, interval=0.02)
+        coordinator.install()
         act = {
             "signal": lambda: os.kill(os.getpid(), signal.SIGTERM),
-            "request": lambda switch=switch, number=number: switch.request(f"wish {number}"),
+            "request": lambda coordinator=coordinator, number=number: coordinator.request(f"wish {number}"),
         }[how]
         everybody = number % 5 == 4  # torchrun sends its signal to all
         timer = threading.Timer(delay + (mine.random() * 0.05 if everybody else 0), act)
         if rank == victim or everybody:
             timer.start()
-        ended.append(train(switch, max_steps, lambda step: time.sleep(mine.random() * 0.004)))
+        ended.append(train(coordinator, max_steps, lambda step: time.sleep(mine.random() * 0.004)))
         timer.cancel()
         if timer.ident is not None:
             timer.join()
         dist.barrier()
-        switch.uninstall()
+        coordinator.uninstall()
     return ended
 
 
 @pytest.mark.parametrize(("world_size", "how"), [(2, "signal"), (3, "request")])
-def test_a_wish_at_any_moment_stops_all_at_the_same_step(world_size: int, how: str) -> None:
+def test_a_request_at_any_time_stops_all_at_the_same_step(world_size: int, how: str) -> None:
     ended = run_distributed(rounds_of_requests, world_size, 30, how)
     assert all(ranks == ended[0] for ranks in ended), ended
     stopped = [(step, reason) for step, reason in ended[0] if reason is not None]
@@ -167,17 +169,17 @@ def all_ask_at_once(rounds: int) -> list[tuple[int, str | None]]:
     mine = random.Random(rank)
     ended = []
     for number in range(rounds):
-        switch = StopCoordinator(store, rank, world_size, interval=0.001)
-        switch.install()
+        coordinator = StopCoordinator(store, rank, world_size, interval=0.001)
+        coordinator.install()
 
-        def at_step(step: int, number: int = number, switch: StopCoordinator = switch) -> None:
+        def at_step(step: int, number: int = number, coordinator: StopCoordinator = coordinator) -> None:
             time.sleep(mine.random() * 0.002)
             if step == number:
-                switch.request("early stopping")
+                coordinator.request("early stopping")
                 time.sleep(mine.random() * 0.01)
 
-        ended.append(train(switch, 100, at_step, coupled=number % 2 == 0))
-        switch.uninstall()
+        ended.append(train(coordinator, 100, at_step, coupled=number % 2 == 0))
+        coordinator.uninstall()
     return ended
 
 
@@ -189,10 +191,10 @@ def test_all_asking_in_one_step_stop_after_that_very_step() -> None:
 def uncoupled(slow: float) -> tuple[int, str | None]:
     """Ranks that never wait for each other in a step are far apart when the signal comes."""
     rank, world_size, store = join()
-    switch = StopCoordinator(store, rank, world_size, interval=0.02)
-    switch.install()
-    threading.Timer(0.3, lambda: rank == 0 and switch.request("x")).start()
-    return train(switch, 10**6, lambda step: time.sleep(slow if rank == 0 else slow / 10), coupled=False)
+    coordinator = StopCoordinator(store, rank, world_size, interval=0.02)
+    coordinator.install()
+    threading.Timer(0.3, lambda: rank == 0 and coordinator.request("x")).start()
+    return train(coordinator, 10**6, lambda step: time.sleep(slow if rank == 0 else slow / 10), coupled=False)
 
 
 def test_the_one_behind_catches_up() -> None:
@@ -206,22 +208,22 @@ def at_the_end(rounds: int) -> list[tuple[int, str | None]]:
     mine = random.Random(rank)
     ended = []
     for number in range(rounds):
-        switch = StopCoordinator(store, rank, world_size, interval=0.005)
-        switch.install()
+        coordinator = StopCoordinator(store, rank, world_size, interval=0.005)
+        coordinator.install()
         if rank == number % world_size:
-            threading.Timer(0.02 * mine.random(), switch.request, ["late"]).start()
+            threading.Timer(0.02 * mine.random(), coordinator.request, ["late"]).start()
         step = 0
-        while switch.check(step) is None and step < 3:
+        while coordinator.check(step) is None and step < 3:
             step += 1
         time.sleep(0.02 * mine.random())
-        reason = switch.finish(step)
+        reason = coordinator.finish(step)
         ended.append((step if reason is None else -1, reason))
         time.sleep(0.03)
-        switch.uninstall()
+        coordinator.uninstall()
     return ended
 
 
-def test_a_wish_at_the_very_end_is_known_to_all_or_to_none() -> None:
+def test_a_request_at_the_very_end_is_known_to_all_or_to_none() -> None:
     first, second = run_distributed(at_the_end, 2, 25)
     assert first == second
     assert {reason for _, reason in first} == {None, "late"}
@@ -229,19 +231,19 @@ def test_a_wish_at_the_very_end_is_known_to_all_or_to_none() -> None:
 
 def the_others_fail(how: str) -> str:
     rank, world_size, store = join()
-    switch = StopCoordinator(store, rank, world_size, interval=0.02, timeout=0.5)
+    coordinator = StopCoordinator(store, rank, world_size, interval=0.02, timeout=0.5)
     if rank == 1 and how == "silent":
         time.sleep(2)
         return ""
-    switch.install()
+    coordinator.install()
     if rank == 1:
-        report_failure(switch.store, rank, world_size, ValueError("x"))
+        report_failure(coordinator.store, rank, world_size, ValueError("x"))
         time.sleep(2)
         return ""
     if how == "silent":
-        switch.request("x")
+        coordinator.request("x")
     with pytest.raises(TrainerError) as error:
-        train(switch, 10**6, lambda step: time.sleep(0.001), coupled=False)
+        train(coordinator, 10**6, lambda step: time.sleep(0.001), coupled=False)
     return str(error.value)
 
 

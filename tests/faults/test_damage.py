@@ -34,7 +34,7 @@ def train(folder: Path, epochs: int) -> Path:
 @pytest.fixture(scope="module")
 def runs(memory_folder: Path) -> dict[str, Path]:
     """One that was stopped after two epochs, and one that went on to three without a break."""
-    return {"stopped": train(memory_folder / "stopped", 2), "whole": train(memory_folder / "whole", 3)}
+    return {"stopped": train(memory_folder / "stopped", 2), "uninterrupted": train(memory_folder / "uninterrupted", 3)}
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_every_damage_of_the_last_checkpoint_is_named_and_the_one_before_is_take
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="trainer"):
             main([str(copy), "--epochs", "3", "--width", "4"])
-        told = [record.getMessage() for record in caplog.records]
-        assert any(target.name in message for message in told), (what, told)
-        assert compare_runs(runs["whole"], copy / "version_0") == [], what
+        messages = [record.getMessage() for record in caplog.records]
+        assert any(target.name in message for message in messages), (what, messages)
+        assert compare_runs(runs["uninterrupted"], copy / "version_0") == [], what
         assert [path.name for path in copy.iterdir()] == ["version_0"], what
         shutil.rmtree(copy)
     assert seen == {path.name for path in target.iterdir()} >= set(FILES)
@@ -80,7 +80,15 @@ def test_every_damage_of_the_last_checkpoint_is_named_and_the_one_before_is_take
 
 @pytest.mark.parametrize("pointer", ["last.json", "best.json"])
 def test_a_damaged_pointer_is_passed_over(pointer: str, runs: dict[str, Path], memory_folder: Path) -> None:
-    for content in (b"", b"{", b"[]", b'{"checkpoint": 3}', b'{"checkpoint": "../../whole"}', b"\xff\xfe", None):
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b'{"checkpoint": 3}',
+        b'{"checkpoint": "../../uninterrupted"}',
+        b"\xff\xfe",
+        None,
+    ):
         copy = memory_folder / "pointer"
         shutil.copytree(runs["stopped"].parent, copy)
         file = copy / "version_0" / "checkpoints" / pointer
@@ -89,7 +97,7 @@ def test_a_damaged_pointer_is_passed_over(pointer: str, runs: dict[str, Path], m
         else:
             file.write_bytes(content)
         main([str(copy), "--epochs", "3", "--width", "4"])
-        assert problems(copy, runs["whole"]) == [], content
+        assert problems(copy, runs["uninterrupted"]) == [], content
         shutil.rmtree(copy)
 
 

@@ -19,20 +19,20 @@ OPTIONS = ("--epochs", "3", "--width", "4")
 
 
 @pytest.fixture(scope="module")
-def whole(memory_folder: Path) -> Path:
-    main([str(memory_folder / "whole"), *OPTIONS])
-    return memory_folder / "whole" / "version_0"
+def uninterrupted(memory_folder: Path) -> Path:
+    main([str(memory_folder / "uninterrupted"), *OPTIONS])
+    return memory_folder / "uninterrupted" / "version_0"
 
 
 def assert_the_former_stays(run: Path) -> None:
-    store = CheckpointDirectory(run / "checkpoints")
-    assert store.list()
-    assert [problem for path in store.list() for problem in verify_checkpoint(path)] == []
-    assert store.pointer("last") == store.list()[-1]
-    assert [path.name for path in store.folder.iterdir() if path.name.startswith(".tmp")] == []
+    directory = CheckpointDirectory(run / "checkpoints")
+    assert directory.list()
+    assert [problem for path in directory.list() for problem in verify_checkpoint(path)] == []
+    assert directory.pointer("last") == directory.list()[-1]
+    assert [path.name for path in directory.folder.iterdir() if path.name.startswith(".tmp")] == []
 
 
-def test_a_small_disk(whole: Path, tmp_path: Path) -> None:
+def test_a_small_disk(uninterrupted: Path, tmp_path: Path) -> None:
     """A real one, and a process of its own."""
     with ExitStack() as stack:
         try:
@@ -45,14 +45,14 @@ def test_a_small_disk(whole: Path, tmp_path: Path) -> None:
         assert_the_former_stays(disk / "version_0")
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
         main([str(disk), *OPTIONS])
-        assert problems(disk, whole) == []
+        assert problems(disk, uninterrupted) == []
 
 
 @pytest.mark.parametrize(
     ("point", "count"), [("in_file", 61), ("after_file", 45), ("before_rename", 7), ("before_pointer", 9)]
 )
 def test_full_at_any_point(
-    point: str, count: int, whole: Path, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+    point: str, count: int, uninterrupted: Path, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = memory_folder / point
     for name, value in fault(point, "full", count).items():
@@ -61,7 +61,7 @@ def test_full_at_any_point(
         main([str(folder), *OPTIONS])
     assert_the_former_stays(folder / "version_0")
     main([str(folder), *OPTIONS])
-    assert problems(folder, whole) == []
+    assert problems(folder, uninterrupted) == []
 
 
 def test_files_that_may_not_grow(memory_folder: Path) -> None:

@@ -59,7 +59,7 @@ def process(folder, fault=""):
         sys.stdout.flush()
         os._exit(code)
 
-codes = {"whole": [process("whole")]}
+codes = {"uninterrupted": [process("uninterrupted")]}
 for name, fault in json.loads(sys.argv[1]).items():
     codes[name] = [process(name, fault), process(name)]
 print("CODES " + json.dumps(codes))
@@ -80,9 +80,9 @@ def ended(memory_folder: Path) -> tuple[Path, dict[str, list[int]]]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_killed_there_it_ends_with_the_same_bits(name: str, ended: tuple[Path, dict[str, list[int]]]) -> None:
     folder, codes = ended
-    assert codes["whole"] == [0]
+    assert codes["uninterrupted"] == [0]
     assert codes[name] == [-signal.SIGKILL, 0]
-    assert problems(folder / name, folder / "whole" / "version_0") == []
+    assert problems(folder / name, folder / "uninterrupted" / "version_0") == []
 
 
 def test_every_point_is_struck_here_and_stands_in_the_code() -> None:

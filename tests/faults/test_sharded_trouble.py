@@ -50,10 +50,10 @@ def start(strategy: str, *runs: dict[str, Any], env: dict[str, str] | None = Non
 
 @pytest.mark.parametrize("strategy", [*KINDS, *OTHERS])
 def test_it_goes_on_to_the_same_bits(strategy: str) -> None:
-    start(strategy, {"root": "whole"}).wait(200).check(0)
+    start(strategy, {"root": "uninterrupted"}).wait(200).check(0)
     names = ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else ELSEWHERE
     disturbed = {name: DISTURBED[name] for name in names}
-    whole = Path("whole/version_0")
+    uninterrupted = Path("uninterrupted/version_0")
     running = [start(strategy, {"root": name, **AGAIN, **run}, env=env) for name, (run, env) in disturbed.items()]
     try:
         results = [one.wait(280) for one in running]
@@ -63,7 +63,7 @@ def test_it_goes_on_to_the_same_bits(strategy: str) -> None:
     for name, result in zip(disturbed, results, strict=True):
         result.check(0)
         assert "starting all processes again (1 of 1)" in result.stderr, (name, result.stderr)
-        assert compare_runs(whole, Path(name) / "version_0") == [], name
+        assert compare_runs(uninterrupted, Path(name) / "version_0") == [], name
         assert list(Path(name).glob("version_0/checkpoints/.tmp-*")) == [], name
 
 
@@ -73,11 +73,15 @@ def test_an_agreed_stop_is_saved_and_gone_on_from(strategy: str) -> None:
         "term": {"how": "SIGTERM", "who": "1"},
         "in the background": {"how": "SIGTERM", "who": "1", "async_save": True},
     }
-    runs = [{"root": "whole"}, *({"root": name, **run} for name, run in stops.items()), *({"root": n} for n in stops)]
+    runs = [
+        {"root": "uninterrupted"},
+        *({"root": name, **run} for name, run in stops.items()),
+        *({"root": n} for n in stops),
+    ]
     result = run_python(SCRIPT, *(json.dumps({"strategy": strategy, **run}) for run in runs), timeout=280).check(0)
     for name in stops:
         (line,) = {line for line in result.stdout.splitlines() if line.startswith(f"{name} ") and line.endswith("143")}
         assert TROUBLE < int(line.removeprefix(name).split()[0]) < STEPS
         assert f"{name} {STEPS} None None" in result.stdout
-        differences = compare_runs(Path("whole/version_0"), Path(name) / "version_0")
+        differences = compare_runs(Path("uninterrupted/version_0"), Path(name) / "version_0")
         assert [difference for difference in differences if "follows" not in difference] == [], name

@@ -14,7 +14,7 @@ KILLS = 9
 @pytest.mark.slow
 def test_a_training_that_is_killed_at_random_ends_with_the_same_bits(memory_folder: Path) -> None:
     epochs = ("--epochs", "60")
-    whole = undisturbed(memory_folder / "whole", *epochs)
-    outcome = disturbed(memory_folder / "killed", whole, KILLS, 5, 0.5, *epochs)
+    uninterrupted = undisturbed(memory_folder / "uninterrupted", *epochs)
+    outcome = disturbed(memory_folder / "killed", uninterrupted, KILLS, 5, 0.5, *epochs)
     assert outcome.problems == []
     assert outcome.kills >= KILLS - 2  # the last starts may come to the end before they are killed

@@ -1,4 +1,4 @@
-"""Configurations of other programs: the user's documents have some, accelerate 1.15 has written the others."""
+"""Configuration files of other programs, from their documentation or written by accelerate 1.15."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing what two trainings left behind."""
+"""Compare the results of two trainings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUIET = {
 
 
 def assert_same_bits(ours: Any, theirs: Any, where: str = "") -> None:
-    """Nested containers of tensors and numbers, compared to the last bit."""
+    """Assert that nested containers of tensors and numbers are equal to the last bit."""
     if isinstance(ours, torch.Tensor):
         assert ours.dtype == theirs.dtype, where
         assert torch.equal(ours, theirs), f"{where}: differs by up to {(ours - theirs).abs().max().item()}"

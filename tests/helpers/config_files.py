@@ -1,4 +1,4 @@
-"""What the tests of `trainer config` share: a written file, and what `trainer fit` makes of it."""
+"""Check configuration files that `trainer config` has written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def trainer_section(file: Path | str) -> dict[str, Any]:
 
 
 def accepted(command: Command, file: str, *more: str) -> dict[str, Any]:
-    """What `trainer fit` makes of it, with a module beside it."""
+    """Return the configuration that `trainer fit` resolves from a file and a module."""
     Path("module.yaml").write_text(MODULE)
     code, out, err = command("fit", "--config", file, "--config", "module.yaml", "--print-config", *more)
     assert code == 0, err

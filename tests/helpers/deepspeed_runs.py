@@ -1,4 +1,4 @@
-"""A small module with everything that is awkward for DeepSpeed, the loop of its strategies by hand, and torch's own."""
+"""A small module that is awkward for DeepSpeed, the loop of its strategies by hand, and torch's own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.strategies.deepspeed.strategy import (
 from trainer.strategy import StepConfig
 
 SMALL = {"zero_optimization": {"reduce_bucket_size": 1000}}
-# Without the threshold all parameters of a small module are kept whole, for being small.
+# With the default threshold DeepSpeed would not shard the parameters of a small module.
 DIVIDE_ALL = {
     "zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 40, "reduce_bucket_size": 1000}
 }
@@ -34,7 +34,7 @@ ENGINES: dict[str, Callable[[], DeepSpeedStrategy]] = {
     "1": DeepSpeedStage1Strategy,
     "2": DeepSpeedStage2Strategy,
     "3": lambda: DeepSpeedStage3Strategy(DIVIDE_ALL),
-    "3, small ones whole": lambda: DeepSpeedStage3Strategy(SMALL),
+    "3, small ones not sharded": lambda: DeepSpeedStage3Strategy(SMALL),
     "2 offload": DeepSpeedStage2OffloadStrategy,
     "3 offload": lambda: DeepSpeedStage3OffloadStrategy(DIVIDE_ALL),
 }
@@ -44,7 +44,7 @@ CLIP = 1.0
 
 
 class Net(TrainModule):
-    """Parameters of its own beside its layers, tied ones, frozen ones, a buffer, and sizes that do not divide by two.
+    """A module with parameters of its own, tied ones, frozen ones, a buffer, and odd sizes.
 
     late: layers are built in `configure_model`.
     """
@@ -74,7 +74,7 @@ class Net(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
-        # The module's own parameter is used after its forward has given everything back.
+        # The module's own parameter is used after its forward has released the gathered parameters.
         return ((self(x) - y) ** 2).mean() + 0.01 * (self.scale**2).sum()
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Net(TrainModule):
 
 
 def windows() -> list[list[Any]]:
-    """The global batches, by step and micro-batch."""
+    """Return the global batches, by step and micro-batch."""
     random = torch.Generator().manual_seed(1)
 
     def batch() -> Any:
@@ -102,7 +102,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 
 def by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of one process with torch alone, and the weights at the end."""
+    """Train on one process with torch alone; return the losses, and the weights at the end."""
     torch.manual_seed(0)
     module = Net()
     optimizer = module.configure_optimizers()
@@ -123,7 +123,7 @@ def by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 class Running:
-    """A module under a strategy, from its set-up on."""
+    """A module that has been set up under a strategy."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Running:
     ) -> None:
         self.strategy = strategy
         strategy.setup_environment("cpu", PRECISIONS[precision])
-        # Other ranks have other values: those of rank 0 count.
+        # All ranks have to get the values of rank 0.
         torch.manual_seed(seed + strategy.processes.rank)
         self.module = Net(late)
         with strategy.init_context(self.module, will_load_checkpoint=state is not None):
@@ -143,7 +143,7 @@ class Running:
         self.begin(state)
 
     def begin(self, state: dict[str, Any] | None = None) -> None:
-        """Set up for training, from a state of `state`, which the steps done so far belong to."""
+        """Set up for training, or for going on from the result of `state` after the given steps."""
         strategy = self.strategy
         strategy.setup_module(self.module, for_training=True)
         if state is not None:
@@ -158,7 +158,7 @@ class Running:
             self.done = state["done"]
 
     def steps(self, number: int) -> list[float]:
-        """The losses of so many more steps, as the trainer's loop makes them."""
+        """Train more steps as the trainer's loop does; return their losses."""
         return [self.step(window) for window in windows()[self.done : self.done + number]]
 
     def step(self, window: list[Any]) -> float:
@@ -169,7 +169,7 @@ class Running:
             mine = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
             with strategy.gradient_sync(last=position == len(window) - 1):
                 loss = strategy.call("training_step", strategy.to_device((x[mine], y[mine])), 0)
-                # The share of this process in the mean over all samples, when the strategy divides by its processes.
+                # This process's share of the mean over all samples, when the strategy averages over the processes.
                 loss = loss / len(window) * (strategy.processes.world_size / ranks)
                 strategy.backward(loss)
             total += loss.detach().float()
@@ -182,19 +182,19 @@ class Running:
         return float(strategy.processes.sum(total)) / ranks
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint would hold, in whole tensors, on every process."""
+        """Return the state of a checkpoint as full tensors, on every process."""
         return {
-            "model": whole(self.strategy, self.strategy.module_state()),
-            "optimizer": whole(self.strategy, self.strategy.optimizer_state(self.optimizer)),
+            "model": gather_full(self.strategy, self.strategy.module_state()),
+            "optimizer": gather_full(self.strategy, self.strategy.optimizer_state(self.optimizer)),
             "scheduler": self.scheduler.state_dict(),
             "done": self.done,
         }
 
 
-def whole(strategy: Strategy, state: Any) -> Any:
-    """A state with the parts of all processes put together; each element has to be there exactly once."""
+def gather_full(strategy: Strategy, state: Any) -> Any:
+    """Gather a sharded state from all processes; each element has to be there exactly once."""
     if isinstance(state, dict):
-        return {name: whole(strategy, value) for name, value in state.items()}
+        return {name: gather_full(strategy, value) for name, value in state.items()}
     if not isinstance(state, Shard):
         return state.clone() if isinstance(state, torch.Tensor) else state
     total = torch.full((math.prod(state.shape),), math.nan, dtype=state.local.dtype)
@@ -209,7 +209,7 @@ def whole(strategy: Strategy, state: Any) -> Any:
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two states are not the same, bit for bit."""
+    """Return the names of the entries in which two states differ by any bit."""
     if isinstance(one, dict) and isinstance(other, dict):
         names = {*one, *other}
         if set(one) != names or set(other) != names:
@@ -224,7 +224,7 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 
 
 def strictly() -> None:
-    """As under pytest: no warning is left over."""
+    """Turn warnings into errors, as under pytest."""
     warnings.simplefilter("error")
 
 

@@ -1,4 +1,4 @@
-"""The examples' files as modules, whatever else has their names."""
+"""Import the examples' files as modules, even where other modules have the same names."""
 
 from __future__ import annotations
 

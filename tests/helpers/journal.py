@@ -1,4 +1,4 @@
-"""A run that writes down everything that happens in it, in order."""
+"""Record everything that happens in a run, in order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.loop.checks import MODULE_HOOKS
 
 
 class Journal(list[str]):
-    """What happened, in order: "who what numbers"."""
+    """A list of events in order: "owner event numbers"."""
 
     def hook(self, owner: str, name: str) -> Any:
-        """A method that only writes itself down, with those of its arguments that are numbers and texts."""
+        """Return a hook that records its call, with those arguments that are numbers and texts."""
 
         def write(_: Any, *args: Any) -> None:
             self.note(owner, name, *args)
@@ -29,20 +29,20 @@ class Journal(list[str]):
         self.append(" ".join([owner, name, *(str(arg) for arg in args if isinstance(arg, (int, str)))]))
 
     def callback(self, owner: str, runs_last: bool) -> Callback:
-        """A callback with every hook there is."""
+        """Return a callback with every hook."""
         hooks: dict[str, Any] = {hook: self.hook(owner, hook) for hook in HOOKS}
         return type(owner.capitalize(), (Callback,), {**hooks, "runs_last": runs_last})()
 
 
 def make_module(journal: Journal, **attributes: Any) -> Recorded:
-    """The module below with every hook that a module may have."""
+    """Return the module below with every hook that a module may have."""
     names = [hook for hook in MODULE_HOOKS if "batch_transfer" not in hook]
     hooks = {hook: journal.hook("module", hook) for hook in [*names, "prepare_data", "configure_model"]}
     return type("Module", (Recorded,), {**hooks, **attributes})(journal)
 
 
 class Recorded(TrainModule):
-    """Writes down what it does besides the hooks."""
+    """A module that also records what happens between the hooks."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Data(DataModule):
 
 
 def happened(*lines: str) -> list[str]:
-    """The journal for lines such as the pseudocode's, at any indentation.
+    """Return the journal for lines such as the pseudocode's, at any indentation.
 
     A line without an owner stands for an early callback, the module, and a callback with `runs_last`, in this order;
     "callbacks" for the two callbacks.

@@ -1,4 +1,4 @@
-"""For the tests of mistakes: a small module that counts its steps, and what every refusal has to keep."""
+"""A small module that counts its steps, and the check that every refusal has to pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer import ConfigError, Trainer, TrainModule
 
 
 class Net(TrainModule):
-    """Four inputs, one output."""
+    """A module with four inputs and one output."""
 
     steps: ClassVar[int] = 0
     """Training steps begun, of all modules of this class and below."""
@@ -45,12 +45,12 @@ class Net(TrainModule):
 
 
 def net(**methods: Any) -> Net:
-    """A `Net` with some methods of its own."""
+    """Return a `Net` with some methods replaced."""
     return type("Mine", (Net,), methods)()
 
 
 def net_that(does: Callable[[Any, torch.Tensor, Any], Any], **methods: Any) -> Net:
-    """A `Net` whose `training_step` does something with `(self, loss, batch)` before it returns the loss."""
+    """Return a `Net` whose `training_step` calls a function of `(self, loss, batch)` before it returns the loss."""
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> torch.Tensor:
         Net.steps += 1
@@ -67,7 +67,7 @@ def loader(samples: int = 8, batch_size: int = 2, **options: Any) -> DataLoader[
 
 
 def quiet(**settings: Any) -> Trainer:
-    """A trainer that shows and logs nothing, for one epoch."""
+    """Return a trainer for one epoch that shows and logs nothing."""
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return Trainer(**{"max_epochs": 1, "accelerator": "cpu", **silent, **settings})
 

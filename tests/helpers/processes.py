@@ -1,4 +1,4 @@
-"""Real processes for tests: scripts, torchrun, and one function on several ranks."""
+"""Start real processes for tests: scripts, torchrun, and one function on several ranks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = [
 
 
 def start_python(source_or_path: str | Path, *args: str, env: Mapping[str, str] | None = None, **more: Any) -> Running:
-    """As `trainer.testing.start_python`; the script finds this repository."""
+    """Call `trainer.testing.start_python` with this repository on the script's path."""
     return processes.start_python(source_or_path, *args, env={**_path(), **(env or {})}, **more)
 
 
 def run_python(
     source_or_path: str | Path, *args: str, env: Mapping[str, str] | None = None, timeout: float = 120, **more: Any
 ) -> Result:
-    """As `trainer.testing.run_python`; the script finds this repository."""
+    """Call `trainer.testing.run_python` with this repository on the script's path."""
     return start_python(source_or_path, *args, env=env, **more).wait(timeout)
 
 
@@ -51,7 +51,7 @@ def run_distributed(function: Callable[..., Any], world_size: int = 2, *args: An
     """
     from torch.distributed import TCPStore
 
-    # As under torchrun, the starting process holds the store, on a port that nobody else can take.
+    # As under torchrun, the starting process serves the store, on a port that no other process can take.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=Path.cwd()))
     (folder / "call").write_bytes(pickle.dumps((function, args)))
@@ -69,7 +69,7 @@ def run_distributed(function: Callable[..., Any], world_size: int = 2, *args: An
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
         env = clean_environment({**_path(), **{name: str(value) for name, value in place.items()}})
-        # The test's module is imported by name, from where pytest has imported it.
+        # The test's module is imported by name, from the same folder as by pytest.
         env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], *filter(None, sys.path)])
         running.append(Running([sys.executable, "-c", code], Path.cwd(), env))
     try:
@@ -93,7 +93,7 @@ def _wait_for_all(running: list[Running], timeout: float) -> None:
 
 
 def _failures(running: list[Running]) -> str:
-    """The output of each process that failed: the first to end may only have followed another."""
+    """Return the output of each process that failed, since the first to end need not be the cause."""
     deadline = time.monotonic() + 5
     while any(one.process.poll() is None for one in running) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -110,7 +110,7 @@ def _one_rank(folder: str) -> None:
     (Path(folder) / os.environ["RANK"]).write_bytes(pickle.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not through Python's own exit: gloo's threads abort there now and then, which is not what such a test is about.
+    # os._exit, because gloo's threads sometimes abort in Python's own exit.
     os._exit(0)
 
 

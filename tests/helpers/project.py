@@ -1,4 +1,4 @@
-"""A small project of a user's: the file that the configurations of these tests name."""
+"""A user's file that the configurations of the tests name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of the resume matrix: broken at a named place, resumed, and compared with one that was never broken."""
+"""The runs of the resume matrix: broken at a named point, resumed, and compared with an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 3 * EPOCHS
 
 
 class Cell(NamedTuple):
-    """One way to train."""
+    """The settings of a training."""
 
     optimizer: str = "adamw"
     workers: int = 0
@@ -38,12 +38,12 @@ class Cell(NamedTuple):
         return f"{self.optimizer}-{self.workers}workers"
 
 
-class StoragePath(NamedTuple):
-    """Where a run is broken: at a moment of the step, the epoch or the validation; and how."""
+class BreakPoint(NamedTuple):
+    """The hook at which a run is broken, and how."""
 
-    moment: str
+    hook: str
     when: int
-    """At which passing of the moment, from 1."""
+    """The number of the hook's call that breaks the run, from 1."""
     how: str = "kill"
     """"kill": nothing is saved any more; "stop": trainer.stop; "max_steps": the end of the run was there."""
     every: int = 1
@@ -53,16 +53,16 @@ class StoragePath(NamedTuple):
 
 
 PLACES = {
-    "end of step": StoragePath("on_train_step_end", 1, "stop", every=2, resumes_at=(1,)),
-    "mid-epoch": StoragePath("on_train_batch_start", 3, resumes_at=(1,)),
-    "inside a window": StoragePath("on_before_backward", 4, resumes_at=(1,)),
-    "inside validation": StoragePath("on_validation_batch_end", 2, resumes_at=(2, 3)),
-    "epoch end": StoragePath("on_train_epoch_start", 2, resumes_at=(3,)),
-    "after the last batch": StoragePath("on_train_epoch_end", 1, resumes_at=(3,)),
+    "end of step": BreakPoint("on_train_step_end", 1, "stop", every=2, resumes_at=(1,)),
+    "mid-epoch": BreakPoint("on_train_batch_start", 3, resumes_at=(1,)),
+    "inside a window": BreakPoint("on_before_backward", 4, resumes_at=(1,)),
+    "inside validation": BreakPoint("on_validation_batch_end", 2, resumes_at=(2, 3)),
+    "epoch end": BreakPoint("on_train_epoch_start", 2, resumes_at=(3,)),
+    "after the last batch": BreakPoint("on_train_epoch_end", 1, resumes_at=(3,)),
 }
 MORE_PLACES = {
-    "steps after the last checkpoint": StoragePath("on_train_batch_start", 11, every=4, resumes_at=(4,)),
-    "max_steps": StoragePath("", 4, "max_steps", resumes_at=(4,)),
+    "steps after the last checkpoint": BreakPoint("on_train_batch_start", 11, every=4, resumes_at=(4,)),
+    "max_steps": BreakPoint("", 4, "max_steps", resumes_at=(4,)),
 }
 """With `num_workers=0` only."""
 
@@ -72,7 +72,7 @@ class Killed(BaseException):
 
 
 class Augmented(Dataset[Any]):
-    """Samples with noise: of all three global generators, or always the same for each."""
+    """Samples with noise from all three global generators, or with fixed noise."""
 
     def __init__(self, fixed: bool = False) -> None:
         self.fixed = fixed
@@ -91,7 +91,7 @@ class Augmented(Dataset[Any]):
 
 
 class Classifier(TrainModule):
-    """Everything that a resume could forget."""
+    """A module with all kinds of state that a resume has to restore."""
 
     def __init__(self, optimizer: str) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Classifier(TrainModule):
 
 
 class Count(Callback):
-    """Counts what is wholly done."""
+    """Count completed steps and validations."""
 
     runs_last = True
 
@@ -172,7 +172,7 @@ class Count(Callback):
 
 
 class Begin(Callback):
-    """Remembers where the run has begun."""
+    """Record the step at which the run began."""
 
     step = -1
 
@@ -181,7 +181,7 @@ class Begin(Callback):
 
 
 class SaveFinal(Callback):
-    """Keeps the whole state at the very end."""
+    """Save the full state at the very end."""
 
     runs_last = True
 
@@ -189,8 +189,8 @@ class SaveFinal(Callback):
         trainer.save_checkpoint(Path(trainer.settings.default_root_dir) / "final")
 
 
-def break_at(place: StoragePath) -> Callback:
-    """A callback that breaks the run there."""
+def break_at(place: BreakPoint) -> Callback:
+    """Return a callback that breaks the run at a point."""
     passed = 0
 
     def pass_by(trainer: Trainer, *rest: Any) -> None:
@@ -204,7 +204,7 @@ def break_at(place: StoragePath) -> Callback:
             raise Killed
 
     callback = Callback()
-    setattr(callback, place.moment, pass_by)
+    setattr(callback, place.hook, pass_by)
     return callback
 
 
@@ -217,7 +217,7 @@ def train(
     loader: Any = None,
     **settings: Any,
 ) -> int:
-    """Train, or go on. Returns the step at which this run began."""
+    """Train, or resume the last run. Returns the step at which this run began."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     begin = Begin()
     trainer = Trainer(
@@ -241,7 +241,7 @@ def train(
     )
     module = module or Classifier(cell.optimizer)
     if (folder / "version_0").exists():
-        # A run that goes on knows nothing of the numbers of the one before.
+        # A resumed run must not depend on the random state of the process before it.
         random.seed()
         np.random.seed()
         torch.seed()
@@ -252,8 +252,8 @@ def train(
     return begin.step
 
 
-def broken_and_resumed(cell: Cell, place: StoragePath, folder: Path, **inputs: Any) -> int:
-    """Returns the step at which the resumed run began."""
+def broken_and_resumed(cell: Cell, place: BreakPoint, folder: Path, **inputs: Any) -> int:
+    """Break a run, resume it, and return the step at which the resumed run began."""
     made = {name: make() for name, make in inputs.items()}
     if place.how == "max_steps":
         train(cell, folder, [], max_steps=place.when, **made)
@@ -267,38 +267,38 @@ def broken_and_resumed(cell: Cell, place: StoragePath, folder: Path, **inputs: A
     return train(cell, folder, [SaveFinal()], place.every, **{name: make() for name, make in inputs.items()})
 
 
-def differences(whole: Path, resumed: Path) -> list[str]:
-    """What is not the same to the last bit."""
-    logs = [(folder / "version_0" / "metrics.csv").read_text() for folder in (whole, resumed)]
+def differences(uninterrupted: Path, resumed: Path) -> list[str]:
+    """Return what differs by any bit."""
+    logs = [(folder / "version_0" / "metrics.csv").read_text() for folder in (uninterrupted, resumed)]
     found = [] if logs[0] == logs[1] else ["metrics.csv:", *logs]
-    return compare_runs(whole / "final", resumed / "final") + found
+    return compare_runs(uninterrupted / "final", resumed / "final") + found
 
 
 EVERY_CELL = tuple(Cell(optimizer, workers) for optimizer in ("adamw", "sgd") for workers in (0, 2))
 
 
 def matrix(folder: str, cells: tuple[Cell, ...] = EVERY_CELL) -> dict[str, list[str]]:
-    """Every cell at every place, in this process (with others, if there are several)."""
+    """Break and resume every cell at every point, as one of the processes of this run."""
     faulthandler.dump_traceback_later(250, exit=True)
     found = {}
     for cell in cells:
-        whole = Path(folder) / str(cell)
-        train(cell, whole, [SaveFinal()])
+        uninterrupted = Path(folder) / str(cell)
+        train(cell, uninterrupted, [SaveFinal()])
         for name, place in {**PLACES, **(MORE_PLACES if cell.workers == 0 else {})}.items():
             resumed = Path(folder) / f"{cell}-{name}"
             begun = broken_and_resumed(cell, place, resumed)
             wrong_step = [f"began at step {begun}"] if begun not in place.resumes_at else []
-            found[f"{cell}, {name}"] = wrong_step + differences(whole, resumed)
+            found[f"{cell}, {name}"] = wrong_step + differences(uninterrupted, resumed)
         if cell.workers:
             found[f"{cell.optimizer}: with and without workers"] = differences(
-                Path(folder) / str(cell._replace(workers=0)), whole
+                Path(folder) / str(cell._replace(workers=0)), uninterrupted
             )
     faulthandler.cancel_dump_traceback_later()
     return found
 
 
 class Plain(Classifier):
-    """Nothing in it depends on how the global batch is cut."""
+    """A module that does not depend on how the global batch is split."""
 
     def __init__(self) -> None:
         super().__init__("adamw")
@@ -317,27 +317,27 @@ class Plain(Classifier):
 
 
 def plain(folder: str, micro_batch: int, window: int, stop_at: int | None = None) -> list[float]:
-    """A training that gives the same losses on any number of processes. Returns what this process has read."""
+    """Train with the same losses on any number of processes. Returns the samples that this process has read."""
     torch.manual_seed(5)
     module = Plain()
     loader = DataLoader(Augmented(), micro_batch, shuffle=True)
-    more: list[Callback] = [] if stop_at is None else [break_at(StoragePath("on_train_step_end", stop_at, "stop"))]
+    more: list[Callback] = [] if stop_at is None else [break_at(BreakPoint("on_train_step_end", stop_at, "stop"))]
     options = {"seed_per_sample": True, "accumulate_grad_batches": window, "val_check_interval": 1.0}
     train(Cell(), Path(folder), more, module=module, loader=loader, **options)
     return module.seen
 
 
 def plain_on_two(folder: str) -> dict[str, list[float]]:
-    """On two processes: the whole run, the second half of one that another number began, the first half of another."""
+    """Run on two processes: uninterrupted, resumed from one process, and the first half for a resume on one process."""
     return {
-        "whole": plain(f"{folder}/two", 4, 2),
+        "uninterrupted": plain(f"{folder}/two", 4, 2),
         "one to two": plain(f"{folder}/one to two", 2, 4),
         "two to one": plain(f"{folder}/two to one", 4, 2, stop_at=4),
     }
 
 
 def stateful(folder: str) -> dict[str, list[str]]:
-    """The same as `matrix` for torchdata's loader, which keeps its own place; but not its workers' random numbers."""
+    """Do the same as `matrix` for torchdata's loader, which restores its position, but not its workers' randomness."""
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -350,22 +350,22 @@ def stateful(folder: str) -> dict[str, list[str]]:
 
     found = {}
     for workers in (0, 2):
-        whole = Path(folder) / f"stateful{workers}"
-        train(Cell(), whole, [SaveFinal()], loader=make(workers))
+        uninterrupted = Path(folder) / f"stateful{workers}"
+        train(Cell(), uninterrupted, [SaveFinal()], loader=make(workers))
         for name in ("inside a window", "inside validation", "epoch end"):
             resumed = Path(folder) / f"stateful{workers}-{name}"
             broken_and_resumed(Cell(), PLACES[name], resumed, loader=lambda workers=workers: make(workers))
-            found[f"StatefulDataLoader, {workers} workers, {name}"] = differences(whole, resumed)
+            found[f"StatefulDataLoader, {workers} workers, {name}"] = differences(uninterrupted, resumed)
     return found
 
 
-def killed_for_good(folder: str, moment: str, step: int) -> None:
-    """Train; the last process is killed at this moment of the step after `step`; a negative one: it is not."""
+def killed_for_good(folder: str, hook: str, step: int) -> None:
+    """Train; kill the last process at this hook of the step after `step`, unless that is negative."""
 
     def kill(trainer: Trainer, *rest: Any) -> None:
         if trainer.global_step == step and trainer.rank == trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     breaker = Callback()
-    setattr(breaker, moment, kill)
+    setattr(breaker, hook, kill)
     train(Cell(), Path(folder), [breaker, SaveFinal()])

@@ -1,4 +1,4 @@
-"""Short runs that write checkpoints, and callbacks that interfere or look on."""
+"""Short runs that write checkpoints, and callbacks that interfere with them or record them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.checkpoint.directory import CheckpointDirectory
 
 
 class At(Callback):
-    """Calls a function after some steps, before checkpoints are written there."""
+    """Call a function after some steps, before their checkpoints are written."""
 
     def __init__(self, **what: Any) -> None:
         self.what = {int(name.removeprefix("step")): function for name, function in what.items()}
@@ -23,17 +23,17 @@ class At(Callback):
             self.what[trainer.global_step](trainer)
 
 
-class Told(Callback):
-    """(path's name, step at which it was told), and that it was on the main thread and pointed to."""
+class SavedPaths(Callback):
+    """Record each checkpoint's name and the step of the hook, which runs on the main thread with the pointer set."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
+        self.paths: list[tuple[str, int]] = []
 
     def on_checkpoint_saved(self, trainer: Trainer, module: Any, path: str) -> None:
         assert threading.current_thread() is threading.main_thread()
-        store = CheckpointDirectory(str(path).rpartition("/")[0])
-        assert str(store.pointer("last")) == path
-        self.told.append((path.rpartition("/")[2], trainer.global_step))
+        directory = CheckpointDirectory(str(path).rpartition("/")[0])
+        assert str(directory.pointer("last")) == path
+        self.paths.append((path.rpartition("/")[2], trainer.global_step))
 
 
 def steps(**more: Any) -> ModelCheckpoint:

@@ -27,10 +27,10 @@ def warm_up_and_cosine(step: int) -> float:
 
 
 class Trained(TrainModule):
-    """AdamW that decays matrices only, warm-up and cosine by the step; nothing in it depends on the strategy."""
+    """Train with AdamW that decays matrices only, and a schedule by the step; the same for every strategy."""
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """The mean over the batch's items."""
+        """Return the mean loss over the batch's items."""
         raise NotImplementedError
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ class Trained(TrainModule):
 
 
 class MLP(Trained):
-    """A regression: the loss is a mean over samples."""
+    """A regression whose loss is a mean over samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ class GPT(Trained):
 
     Args:
         ragged: sequences of different lengths, and a loss that is a mean over tokens instead of samples.
-        tied: one matrix reads tokens and writes them.
-        frozen: some weights do not train: a layer of its own, and parts of both blocks.
+        tied: the embedding and the head share one matrix.
+        frozen: some weights do not train: a layer, and parts of both blocks.
         deferred: the layers are built in `configure_model`.
     """
 

@@ -30,16 +30,16 @@ class Way:
 
     @property
     def engine(self) -> str:
-        """Ways with the same engine and number of processes share a start of processes."""
+        """The engine; ways with the same engine and number of processes share a start of processes."""
         return self.strategy.split("_")[0] if self.strategy.startswith("deepspeed") else "torch"
 
     @property
     def micro_batch(self) -> int:
-        """Of one process."""
+        """The micro-batch size of one process."""
         return GLOBAL_MICRO_BATCH // self.processes
 
     def missing(self, precision: str = "32-true") -> str:
-        """Why it cannot run here; empty if it can."""
+        """The reason why the way cannot run here; empty if it can."""
         if self.strategy not in STRATEGIES:
             return f"there is no strategy {self.strategy!r} in the table"
         strategy = STRATEGIES[self.strategy](**dict(self.options))
@@ -52,7 +52,7 @@ class Way:
 
 SINGLE = "single"
 DIVIDED = (("config", {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 1000}}),)
-"""ZeRO-3 would keep all weights of a small model whole."""
+"""Without these, ZeRO-3 would not shard the weights of a small model."""
 
 WAYS = {
     SINGLE: Way("single_device"),
@@ -74,7 +74,7 @@ WAYS = {
 
 
 class StepLosses(Callback):
-    """The loss of each step as the trainer tells it: over the whole window and all processes."""
+    """Record the loss of each step as the trainer logs it: over the window and all processes."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -84,7 +84,7 @@ class StepLosses(Callback):
 
 
 def run_each(function: Callable[..., Any], names: Iterable[str], *args: Any) -> dict[str, list[Any]]:
-    """`function(name, *args)` for each way that can run here, on its processes: what each rank returned, by way.
+    """Call `function(name, *args)` for each way that can run here, on its processes; return the ranks' results by way.
 
     Ways that share a set of processes run in it one after the other; `function` is on the top level of a module.
     """
@@ -107,6 +107,6 @@ def one_after_the_other(function: Callable[..., Any], names: list[str], args: tu
 
 
 def skip_if_missing(name: str, precision: str = "32-true") -> None:
-    """Skip the test with the reason, if this way cannot run here."""
+    """Skip the test, with the reason, if this way cannot run here."""
     if reason := WAYS[name].missing(precision):
         pytest.skip(f"{name}: {reason}")

@@ -1,4 +1,4 @@
-"""The smallest module, data and trainer that a callback can be tried on."""
+"""A minimal module, data and trainer for tests of callbacks."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Toy(TrainModule):
 
 
 def loader(batches: int = 8, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
-    """Batches of (features, target)."""
+    """Return a loader of batches of (features, target)."""
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(batches * batch_size, 4, generator=generator)
     return DataLoader(TensorDataset(features, features.sum(1, keepdim=True)), batch_size=batch_size, **options)
 
 
 def quiet(**settings: Any) -> Trainer:
-    """A trainer on the CPU with nothing but the callbacks that are given."""
+    """Return a trainer on the CPU with only the given callbacks."""
     off: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,

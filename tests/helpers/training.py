@@ -1,4 +1,4 @@
-"""A training that writes its steps down and its last weights: for runs that are killed and compared."""
+"""A training that records its steps and its last weights, for runs that are killed and compared."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ EVERY = 5
 
 
 def steps_of(folder: Path, rank: int = 0) -> list[int]:
-    """The steps that a rank has done, those done twice too."""
+    """Return the steps that a rank has done, including repeated ones."""
     path = folder / f"steps-{rank}"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
 def weights_of(folder: Path) -> str:
-    """The bits of the last weights, as a checksum."""
+    """Return a checksum of the last weights."""
     import torch
 
     state = torch.load(folder / "weights", weights_only=True)
@@ -67,7 +67,7 @@ def weights_of(folder: Path) -> str:
 
 
 def make(folder: Path) -> Path:
-    """The script and an empty folder for its output."""
+    """Write the script, make an empty folder for its output, and return the script's path."""
     (folder / "out").mkdir(parents=True)
     (folder / "train.py").write_text(SCRIPT)
     return folder / "train.py"

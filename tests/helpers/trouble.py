@@ -1,4 +1,4 @@
-"""Run by tests: trainings of two processes into which trouble comes at a step, on the ranks that are named.
+"""Train on two processes, and cause trouble at a step on the named ranks.
 
 Each argument is a JSON object: root, how, who ("0", "1", "both", "none"), options of the Trainer, whether checkpoints
 are written in the background, and seconds until the deadline. Trouble comes once: what goes on from a checkpoint is
@@ -50,7 +50,7 @@ class Net(TrainModule):
             raise ValueError("deliberate")
         if self.how == "hang":
             time.sleep(600)
-        if self.how == "locked":  # as a C extension that hangs without giving the interpreter's lock away
+        if self.how == "locked":  # as a C extension that hangs without releasing the GIL
             time.sleep(1)
             ctypes.PyDLL(None).sleep(600)
         if self.how == "slow":

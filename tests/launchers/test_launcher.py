@@ -34,19 +34,19 @@ import torch, torch.distributed as dist
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 
 dist.init_process_group("gloo")
-switch = StopCoordinator(dist.distributed_c10d._get_default_store(), rank, 2)
-switch.install()
+coordinator = StopCoordinator(dist.distributed_c10d._get_default_store(), rank, 2)
+coordinator.install()
 step = 0
-while (reason := switch.check(step)) is None:
+while (reason := coordinator.check(step)) is None:
     if step == 0:
         print("training", flush=True)
     dist.all_reduce(torch.ones(1))
     time.sleep(0.01)
     step += 1
-switch.finish(step)
+coordinator.finish(step)
 print("stopped at", step, flush=True)
 dist.barrier()
-switch.uninstall()
+coordinator.uninstall()
 dist.destroy_process_group()
 sys.exit(exit_code(reason))
 """

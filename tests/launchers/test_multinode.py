@@ -90,8 +90,8 @@ def launch(hosts: Hosts, host: int, script: Path, port: int, *more: str) -> Runn
 
 
 def test_a_launcher_is_killed_and_started_again_and_the_bits_are_the_same(hosts: Hosts, tmp_path: Path) -> None:
-    whole = make(tmp_path / "whole")
-    run_python(whole, str(whole.parent / "out"), str(STEPS), "0", "2", cwd=tmp_path).check()
+    uninterrupted = make(tmp_path / "uninterrupted")
+    run_python(uninterrupted, str(uninterrupted.parent / "out"), str(STEPS), "0", "2", cwd=tmp_path).check()
     script = make(tmp_path / "broken")
     out = script.parent / "out"
     first = launch(hosts, 0, script, 29533, "--max-restarts", "1")
@@ -111,7 +111,7 @@ def test_a_launcher_is_killed_and_started_again_and_the_bits_are_the_same(hosts:
     assert done[drops[0] - 1] - done[drops[0]] + 1 <= EVERY
     assert done[: drops[0]] == list(range(1, done[drops[0] - 1] + 1))
     assert done[drops[0] :] == list(range(done[drops[0]], STEPS + 1))
-    assert weights_of(out) == weights_of(whole.parent / "out")
+    assert weights_of(out) == weights_of(uninterrupted.parent / "out")
 
 
 def test_the_place_where_they_meet_is_gone(hosts: Hosts, tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_scheduler_waits_for_a_value_that_is_never_logged() -> None:
     refused(lambda: fit(net(configure_optimizers=plateau), loader(), loader()), *parts, steps=4)
 
 
-def test_monitor_beside_the_scheduler_is_understood() -> None:
+def test_monitor_next_to_the_scheduler_is_understood() -> None:
     def configure_optimizers(self: Any) -> Any:
         return {**with_scheduler(ReduceLROnPlateau)(self), "monitor": "val_loss"}
 

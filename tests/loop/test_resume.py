@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The whole matrix on one or two processes, in one start."""
+    """Run the full matrix on one or two processes, in one start."""
     folder = tmp_path_factory.mktemp("matrix")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -62,10 +62,8 @@ def test_the_number_of_workers_changes_nothing(found: Found, optimizer: str) -> 
 def test_sigkill(found: Found, tmp_path: Path) -> None:
     """Real processes, killed for good; the last rank, in a window and in a validation."""
 
-    def run(moment: str = "on_fit_end", step: int = -1) -> int:
-        script = (
-            f"from tests.helpers.resume_runs import killed_for_good\nkilled_for_good('broken', {moment!r}, {step})\n"
-        )
+    def run(hook: str = "on_fit_end", step: int = -1) -> int:
+        script = f"from tests.helpers.resume_runs import killed_for_good\nkilled_for_good('broken', {hook!r}, {step})\n"
         return start_python(script, nproc=found.world if found.world > 1 else None).wait().returncode
 
     killed = -signal.SIGKILL if found.world == 1 else 1
@@ -91,7 +89,7 @@ def test_another_number_of_processes_goes_on_with_the_same_global_batches(tmp_pa
 
     assert len(one) == SAMPLES * EPOCHS
     # Per-sample seeds: the augmented samples are the same to the last bit, on whatever process.
-    assert sorted(one) == sorted(two[0]["whole"] + two[1]["whole"])
+    assert sorted(one) == sorted(two[0]["uninterrupted"] + two[1]["uninterrupted"])
     assert sorted(one) == sorted(begun + two[0]["one to two"] + two[1]["one to two"])
     assert sorted(one) == sorted(two[0]["two to one"] + two[1]["two to one"] + ended)
     rows = losses(tmp_path / "one")

@@ -50,14 +50,14 @@ def run(root: Path, batch_size: int, max_steps: int) -> list[int]:
 
 @pytest.mark.parametrize(("first", "steps", "then"), [(4, 2, 8), (8, 1, 4), (4, 6, 8), (3, 4, 4)])
 def test_the_rest_of_the_epoch_is_the_rest_of_the_order(tmp_path: Path, first: int, steps: int, then: int) -> None:
-    order = run(tmp_path / "whole", batch_size=1, max_steps=2 * SAMPLES)
+    order = run(tmp_path / "uninterrupted", batch_size=1, max_steps=2 * SAMPLES)
     assert sorted(order[:SAMPLES]) == list(range(SAMPLES))
     assert run(tmp_path / "cut", first, steps) == order[: first * steps]
     going_on = run(tmp_path / "cut", then, steps + 2)
     assert going_on == order[first * steps : first * steps + 2 * then]
 
 
-def test_a_place_inside_a_batch_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_place_inside_a_batch_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     order = run(tmp_path, batch_size=4, max_steps=1)
     with caplog.at_level(logging.WARNING, logger="trainer"):
         again = run(tmp_path, batch_size=8, max_steps=2)

@@ -92,11 +92,11 @@ def add(log: MetricLog, values: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("stop", [1, 64, 70, 128, 150])
 def test_a_mean_that_went_through_a_checkpoint_has_the_same_bits(stop: int, dtype: torch.dtype) -> None:
     values: list[Any] = list((torch.randn(200) * 1e3).to(dtype).unbind())
-    whole = log_of(values)
+    uninterrupted = log_of(values)
     broken, resumed = log_of(values[:stop]), log_of([])
     load_metrics_state(resumed, [metrics_state(broken)], torch.device("cpu"))
     add(resumed, values[stop:])
-    assert resumed.read_epoch(resumed.train).all == whole.read_epoch(whole.train).all
+    assert resumed.read_epoch(resumed.train).all == uninterrupted.read_epoch(uninterrupted.train).all
 
 
 def test_a_logged_tensor_may_have_any_shape_of_one_element() -> None:
@@ -106,8 +106,8 @@ def test_a_logged_tensor_may_have_any_shape_of_one_element() -> None:
 
 def test_to_look_at_a_mean_changes_no_bit_of_it() -> None:
     values: list[Any] = list((torch.randn(200) * 1e3).unbind())
-    whole, looked = log_of(values), log_of([])
+    uninterrupted, looked = log_of(values), log_of([])
     for value in values:
         add(looked, [value])
         looked.peek_epoch(looked.train)
-    assert looked.read_epoch(looked.train).all == whole.read_epoch(whole.train).all
+    assert looked.read_epoch(looked.train).all == uninterrupted.read_epoch(uninterrupted.train).all

@@ -74,15 +74,15 @@ def train(module: nn.Module, steps: int = 3, rank: int = 0) -> dict[str, Any]:
         number = sum(kept.values())
         loss.backward()
         losses.append(loss.item())
-        gradients = [whole(p.grad) for p in module.parameters()]
+        gradients = [full(p.grad) for p in module.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    state = {name.removeprefix("module."): whole(t) for name, t in module.state_dict().items()}
+    state = {name.removeprefix("module."): full(t) for name, t in module.state_dict().items()}
     after = torch.get_rng_state()
     return {"losses": losses, "gradients": gradients, "state": state, "generator": after, "kept": number}
 
 
-def whole(tensor: Any) -> torch.Tensor:
+def full(tensor: Any) -> torch.Tensor:
     full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.clone()
 
@@ -184,7 +184,7 @@ class Table(Block):
         return super().forward(x + self.table, scale=scale)
 
 
-def test_a_block_that_changes_a_buffer_is_told_and_one_that_fills_it_once_is_not() -> None:
+def test_a_block_that_changes_a_buffer_is_reported_and_one_that_fills_it_once_is_not() -> None:
     module = net(Counting)
     enable_activation_checkpointing(module)
     with pytest.raises(ConfigError, match=r"forward of Counting twice, and it changes the buffer 'calls' each time"):
@@ -194,7 +194,7 @@ def test_a_block_that_changes_a_buffer_is_told_and_one_that_fills_it_once_is_not
     assert_same(train(net(Table)), train(recomputed))
 
 
-def test_no_blocks_are_told() -> None:
+def test_no_blocks_are_reported() -> None:
     with pytest.raises(ConfigError, match="found no blocks in Linear"):
         enable_activation_checkpointing(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="Did you mean 'Block'"):

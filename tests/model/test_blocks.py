@@ -23,15 +23,15 @@ class Block(nn.Module):
         return self.feed_forward(self.norm(x))
 
 
-def test_weights_that_are_divided_already_count_with_what_they_hold() -> None:
+def test_weights_that_are_sharded_already_count_with_what_they_hold() -> None:
     """As DeepSpeed's zero.Init leaves them: empty, with their number of elements in `ds_numel`."""
-    whole, divided = (Tree(blocks=nn.ModuleList(Block() for _ in range(3)), head=nn.Linear(8, 2)) for _ in range(2))
-    for parameter in divided.parameters():
+    unsharded, sharded = (Tree(blocks=nn.ModuleList(Block() for _ in range(3)), head=nn.Linear(8, 2)) for _ in range(2))
+    for parameter in sharded.parameters():
         parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
         parameter.data = parameter.data.new_empty(0)
     policies: tuple[BlockPolicy, ...] = ("auto", 100)
     for policy in policies:
-        assert list(find_blocks(divided, policy)) == list(find_blocks(whole, policy)) != []
+        assert list(find_blocks(sharded, policy)) == list(find_blocks(unsharded, policy)) != []
 
 
 class Tree(nn.Module):
@@ -227,7 +227,7 @@ def test_everything_that_matches_nothing_is_named_with_what_there_is() -> None:
         ([1], r"got \[1\]"),
     ],
 )
-def test_a_policy_that_cannot_be_is_told(policy: Any, words: str) -> None:
+def test_a_policy_that_cannot_be_is_reported(policy: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         find_blocks(Tree(layers=blocks(2)), policy)
 

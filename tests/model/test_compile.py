@@ -192,24 +192,24 @@ def test_a_metric_is_left_alone() -> None:
 
 @pytest.mark.parametrize(("writes", "reads"), [(AOT, False), (False, EAGER), ({**EAGER, "blocks": True}, EAGER)])
 def test_a_checkpoint_serves_both(tmp_path: Path, writes: Any, reads: Any) -> None:
-    whole = Model()
-    trained(whole, writes, epochs=2)
+    uninterrupted = Model()
+    trained(uninterrupted, writes, epochs=2)
     trainer = trained(Model(), writes, epochs=1)
     trainer.save_checkpoint(tmp_path / "saved")
     rest = Model()
     trained(rest, reads, epochs=2, ckpt_path=tmp_path / "saved")
-    torch.testing.assert_close(rest.losses, whole.losses[4:], atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(rest.losses, uninterrupted.losses[4:], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(rest.state_dict(), uninterrupted.state_dict(), atol=1e-6, rtol=1e-5)
 
 
 def test_exact_resume(tmp_path: Path) -> None:
-    whole, rest = Model(), Model()
-    trained(whole, AOT, epochs=2)
+    uninterrupted, rest = Model(), Model()
+    trained(uninterrupted, AOT, epochs=2)
     trained(Model(), AOT, max_steps=5).save_checkpoint(tmp_path / "saved")
     torch._dynamo.reset()  # as in a new process
     trained(rest, AOT, epochs=2, ckpt_path=tmp_path / "saved")
-    assert rest.losses == whole.losses[5:]
-    assert_same_bits(rest.state_dict(), whole.state_dict())
+    assert rest.losses == uninterrupted.losses[5:]
+    assert_same_bits(rest.state_dict(), uninterrupted.state_dict())
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_no_warning_without_reason(caplog: pytest.LogCaptureFixture) -> None:
     assert not [record.getMessage() for record in caplog.records if record.name == "trainer"]
 
 
-def test_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_effect_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     class Elsewhere(Model):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return self.net.head[1](batch[0]).square().mean()

@@ -24,7 +24,7 @@ from trainer.errors import ConfigError
         (3, "compile=3: give True, 'blocks', a mode"),
     ],
 )
-def test_mistakes_are_told_at_once(setting: Any, expected: str) -> None:
+def test_mistakes_are_reported_at_once(setting: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match="compile") as caught:
         Trainer(compile=setting)
     assert expected in str(caught.value)
@@ -36,7 +36,7 @@ def test_all_mistakes_in_one_message() -> None:
     assert all(word in str(caught.value) for word in ("'mod'", "inductr", "fullgraph", "max_epochs"))
 
 
-def test_a_missing_compiler_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match="'no-such-compiler' is not found") as caught:
         Trainer(accelerator="cpu", compile=True)

@@ -111,7 +111,7 @@ def from_pretrained() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def test_what_cannot_be_built_on_the_meta_device_is_told() -> None:
+def test_what_cannot_be_built_on_the_meta_device_is_reported() -> None:
     with (
         pytest.raises(ConfigError, match=r"init_device='meta': configure_model .*`from_pretrained`.*\. Give init_dev"),
         build_context("meta"),

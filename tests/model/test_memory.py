@@ -135,9 +135,9 @@ def test_the_hybrid_layout_shards_within_a_machine() -> None:
 
 def test_what_is_offloaded_counts_on_the_host() -> None:
     rows = table(8000, 8, "bf16-mixed", buffers=100)
-    offloaded, whole = rows["fsdp FULL_SHARD cpu_offload"], rows["fsdp FULL_SHARD, xla_fsdp"]
+    offloaded, kept = rows["fsdp FULL_SHARD cpu_offload"], rows["fsdp FULL_SHARD, xla_fsdp"]
     assert offloaded.device == 0
-    assert offloaded.host == whole.device - 100
+    assert offloaded.host == kept.device - 100
     zero = rows["deepspeed_stage_2_offload (ZeRO-2)"]
     assert zero.device == zero.weights + zero.gradients
     assert zero.host == zero.masters + zero.optimizer + 4000

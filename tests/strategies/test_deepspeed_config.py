@@ -237,7 +237,7 @@ def test_a_schedule_of_autos_is_the_modules_and_is_not_given_to_the_engine() -> 
     assert "scheduler" not in resolve_config(given, run(schedulers=[schedule])).config
 
 
-def test_a_schedule_that_the_module_has_not_is_told_with_the_line_to_write() -> None:
+def test_a_schedule_that_the_module_has_not_is_reported_with_the_line_to_write() -> None:
     from deepspeed.runtime.lr_schedules import WarmupDecayLR
 
     text = problems_of(WARMUP)
@@ -301,7 +301,7 @@ def test_all_contradictions_come_in_one_message_with_both_values() -> None:
         (7, {}, "give the path"),
     ],
 )
-def test_a_contradiction_is_told(given: Any, facts: dict[str, Any], words: str) -> None:
+def test_a_contradiction_is_reported(given: Any, facts: dict[str, Any], words: str) -> None:
     assert words in problems_of(given, **facts)
 
 
@@ -309,7 +309,7 @@ def test_a_contradiction_is_told(given: Any, facts: dict[str, Any], words: str) 
     ("text", "words"),
     [('{"fp16": {"enabled": tr', "line 1"), ("[1]", "no JSON object"), ('{"fp16": {}, "fp16": {}}', "more than once")],
 )
-def test_a_broken_file_is_told(text: str, words: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_reported(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(text)
     assert words in problems_of(tmp_path / "ds.json")
 

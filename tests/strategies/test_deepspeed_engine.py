@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 from tests.helpers import deepspeed_runs
-from tests.helpers.deepspeed_runs import CLIP, ENGINES, Net, Running, by_hand, differences, strictly, whole, windows
+from tests.helpers.deepspeed_runs import (
+    CLIP,
+    ENGINES,
+    Net,
+    Running,
+    by_hand,
+    differences,
+    gather_full,
+    strictly,
+    windows,
+)
 from tests.helpers.processes import run_distributed
 from trainer import ConfigError
 from trainer.precision import PRECISIONS
@@ -73,10 +83,10 @@ def validated_and_gone_on(run: Running, losses: list[float]) -> dict[str, Any]:
     strategy.setup_module(module, for_training=False)
     with torch.inference_mode():
         value = float(strategy.call("validation_step", windows()[0][0], 0))
-    evaluated = differences(whole(strategy, strategy.module_state()), state["model"])
+    evaluated = differences(gather_full(strategy, strategy.module_state()), state["model"])
     strategy.teardown()
     run.begin()
-    kept = differences(whole(strategy, strategy.module_state()), state["model"])
+    kept = differences(gather_full(strategy, strategy.module_state()), state["model"])
     strategy.teardown()
     run.begin(state)
     losses = losses + run.steps(3)
@@ -162,7 +172,7 @@ def with_unused_parameters(engine: str) -> list[float]:
         nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         optimizer.step()
         schedule.step()
-        state = whole(run.strategy, run.strategy.module_state())
+        state = gather_full(run.strategy, run.strategy.module_state())
         off.append(max(float((tensor - state[name]).abs().max()) for name, tensor in plain.state_dict().items()))
     return off
 
@@ -181,7 +191,7 @@ def evaluated_only(late: bool) -> tuple[float, list[str]]:
     with torch.inference_mode():
         value = float(strategy.call("validation_step", windows()[0][0], 0))
         off = value - float(plain.validation_step(windows()[0][0], 0))
-    different = differences(whole(strategy, strategy.module_state()), weights)
+    different = differences(gather_full(strategy, strategy.module_state()), weights)
     strategy.teardown()
     return off, different
 
@@ -220,7 +230,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_losses_are_those_of_a_loop_by_hand(found: dict[str, Any], engine: str) -> None:
+def test_the_losses_are_those_of_a_hand_written_loop(found: dict[str, Any], engine: str) -> None:
     assert found["losses"][engine] == pytest.approx(by_hand()[0], rel=1e-5, abs=1e-5)
 
 
@@ -276,5 +286,5 @@ def test_stage_3_evaluates_without_having_trained(found: dict[str, Any], late: b
         ("other clipping", "clips by the norm 1.0, as it was at the start, and cannot clip by norm 2.0"),
     ],
 )
-def test_what_the_engine_cannot_do_is_told(found: dict[str, Any], what: str, words: str) -> None:
+def test_what_the_engine_cannot_do_is_reported(found: dict[str, Any], what: str, words: str) -> None:
     assert words in found["refused"][what]

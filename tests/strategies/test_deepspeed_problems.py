@@ -70,7 +70,7 @@ EVERYTHING_ELSE = {
 
 
 def test_the_trainers_arguments_are_compared_with_the_json_at_once() -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         Trainer(
             strategy=DeepSpeedStrategy(EVERYTHING_ELSE),
             accelerator="cpu",
@@ -84,17 +84,17 @@ def test_the_trainers_arguments_are_compared_with_the_json_at_once() -> None:
         "gradient_clipping=0.5",
         'micro-batch 3 x window 2 x processes 2 = 12. Write "auto".',
     ):
-        assert words in str(told.value)
+        assert words in str(raised.value)
 
 
 def test_the_loaders_batch_size_is_compared_before_the_start() -> None:
     config = {"train_micro_batch_size_per_gpu": 3, "train_batch_size": 12}
     trainer = Trainer(strategy=DeepSpeedStrategy(config), accelerator="cpu", devices=2, accumulate_grad_batches=2)
     loader = DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=4)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         trainer.fit(Net(), loader)
-    assert "train_micro_batch_size_per_gpu=3" in str(told.value)
-    assert "micro-batch 4 x window 2 x processes 2 = 16. Write 16" in str(told.value)
+    assert "train_micro_batch_size_per_gpu=3" in str(raised.value)
+    assert "micro-batch 4 x window 2 x processes 2 = 16. Write 16" in str(raised.value)
 
 
 def test_a_loader_of_the_users_own_is_not_compared() -> None:
@@ -130,7 +130,7 @@ def test_what_is_possible_has_no_problems() -> None:
         assert problems(make(), "bf16-mixed") == ""
 
 
-def test_problems_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "stage=4" in problems(DeepSpeedStrategy(stage=4))
     assert "'mps'" in problems(DeepSpeedStage1Strategy(), device_type="mps")
     assert "Type fp16 is not supported on your device" in problems(DeepSpeedStage1Strategy(), "16-mixed")
@@ -143,7 +143,7 @@ def test_problems_are_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> 
     assert "no effect" not in problems(DeepSpeedStrategy(in_json, cpu_adam=True))
 
 
-def test_deepspeed_that_is_not_installed_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_that_is_not_installed_is_reported_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.strategies.deepspeed.strategy.find_spec", lambda name: None)
     assert 'pip install "exact-trainer[deepspeed]"' in problems(DeepSpeedStage1Strategy())
 

@@ -16,8 +16,8 @@ from tests.helpers.deepspeed_runs import (
     Running,
     by_hand,
     differences,
+    gather_full,
     strictly,
-    whole,
 )
 from tests.helpers.processes import run_distributed
 from trainer.errors import CheckpointError
@@ -76,8 +76,8 @@ def resumed(precision: str, engine: str) -> tuple[dict[str, Any], Any]:
     run.strategy.teardown()
     # A checkpoint may be written when the training is over.
     after = {
-        "model": whole(run.strategy, run.strategy.module_state()),
-        "optimizer": whole(run.strategy, run.strategy.optimizer_state(run.optimizer)),
+        "model": gather_full(run.strategy, run.strategy.module_state()),
+        "optimizer": gather_full(run.strategy, run.strategy.optimizer_state(run.optimizer)),
     }
     other = Running(LOW[engine](), precision, late=True, state=middle, seed=5)
     at_once = differences({**other.state(), "scheduler": None}, {**middle, "scheduler": None})

@@ -180,7 +180,7 @@ def on_each_process() -> dict[str, Any]:
         "once": train(FSDPStrategy()),
         "always": train(FSDPStrategy(accumulate_unsharded=False)),
         "kept gathered": train(FSDPStrategy("SHARD_GRAD_OP")),
-        "whole": train(FSDPStrategy(), module=Bare()),
+        "one group": train(FSDPStrategy(), module=Bare()),
         "none chosen": refused(FSDPStrategy(auto_wrap_policy=lambda name, child: False), Net()),
         "by name": train(FSDPStrategy(auto_wrap_policy=["Linear"])),
         "bf16 fsdp": train(FSDPStrategy(), "bf16-mixed"),
@@ -213,9 +213,9 @@ def found() -> dict[str, Any]:
 
 
 def test_each_process_holds_its_part(found: dict[str, Any]) -> None:
-    whole = sum(p.numel() * p.element_size() for p in Net().parameters())
+    total = sum(p.numel() * p.element_size() for p in Net().parameters())
     last = 4 * (WIDTH + 1)  # of one row, which cannot be divided: rank 0 has it
-    assert found["once"][2] == (whole - last) // 2 + last
+    assert found["once"][2] == (total - last) // 2 + last
 
 
 def test_a_window_is_reduced_once_or_after_each_micro_batch(found: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str
         ("trained under fsdp", "Net was sharded by another strategy in an earlier run"),
     ],
 )
-def test_a_module_that_cannot_be_divided(found: dict[str, Any], case: str, words: str) -> None:
+def test_a_module_that_cannot_be_sharded(found: dict[str, Any], case: str, words: str) -> None:
     assert words in found[case]
 
 
@@ -279,12 +279,12 @@ def test_a_module_that_cannot_be_divided(found: dict[str, Any], case: str, words
         ({"device_mesh": (2, 3), "sharding_strategy": "HYBRID_SHARD"}, "is for 6 processes, but there are 4"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_told_before_the_start(options: dict[str, Any], words: str) -> None:
+def test_a_mesh_that_does_not_fit_is_reported_before_the_start(options: dict[str, Any], words: str) -> None:
     problems = STRATEGIES["fsdp"](**options).problems(PRECISIONS["32-true"], "cpu", 4)
     assert words in " ".join(problems)
 
 
-def test_unknown_names_are_told() -> None:
+def test_unknown_names_are_reported() -> None:
     with pytest.raises(ConfigError, match="FULL_SHARD"):
         FSDPStrategy("FULL")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="bfloat16"):

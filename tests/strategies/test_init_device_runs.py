@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.deepspeed_runs import DIVIDE_ALL, whole
+from tests.helpers.deepspeed_runs import DIVIDE_ALL, gather_full
 from tests.helpers.processes import run_distributed
 from tests.model.test_init_device import Block, Rotary, from_pretrained
 from trainer import ConfigError, TrainModule
@@ -94,7 +94,10 @@ def other_shape(module: Any) -> None:
 
 def values_of(strategy: Strategy) -> dict[str, torch.Tensor]:
     """In full, with the tensors that no checkpoint has."""
-    return {**{n: b.clone() for n, b in strategy.module.named_buffers()}, **whole(strategy, strategy.module_state())}
+    return {
+        **{n: b.clone() for n, b in strategy.module.named_buffers()},
+        **gather_full(strategy, strategy.module_state()),
+    }
 
 
 def on_one_process(build: Callable[[Any], None], seed: int = 5) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -65,10 +65,10 @@ class LoseStep(Callback):
 def test_a_lost_part_of_the_optimizers_state_would_be_seen(loss: type[Callback], tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "checkpoint")
     fit(SINGLE, make_trainer(SINGLE, SAVED_AT, SaveAt(SAVED_AT, checkpoint)))
-    told = StepLosses()
-    fit(SINGLE, make_trainer(SINGLE, STEPS, told, loss()), ckpt_path=checkpoint)
+    recorder = StepLosses()
+    fit(SINGLE, make_trainer(SINGLE, STEPS, recorder, loss()), ckpt_path=checkpoint)
     expected = uninterrupted()[SAVED_AT:]
-    assert max(abs(a - b) for a, b in zip(told.losses, expected, strict=True)) > 100 * BOUND
+    assert max(abs(a - b) for a, b in zip(recorder.losses, expected, strict=True)) > 100 * BOUND
 
 
 def test_the_table_has_a_row_and_a_column_for_each_way() -> None:

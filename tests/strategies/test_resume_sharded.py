@@ -20,7 +20,7 @@ OPTIMIZERS = {
 """What each strategy is tested with; `test_contract.py` stops and resumes all of the table."""
 
 
-def test_every_strategy_that_divides_the_state_is_tested_here() -> None:
+def test_every_strategy_that_shards_the_state_is_tested_here() -> None:
     multiple = {name for name, strategy in STRATEGIES.items() if strategy.shards_state and strategy.multi_process}
     assert {name.removesuffix("_offload") for name in multiple} - {"deepspeed"} == OPTIMIZERS.keys()
 

@@ -40,7 +40,7 @@ def work(name: str, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "keys": list(module.state_dict()),
         "in fit": dict(trainer.callback_metrics),
-        "whole": trainer.full_state_dict(everywhere=True),
+        "full": trainer.full_state_dict(everywhere=True),
     }
     for size in SIZES:
         loader, fresh = DataLoader(module.data(size), way.micro_batch), make_module()
@@ -115,7 +115,7 @@ def test_keys_are_those_of_the_plain_module(name: str, worked: Any) -> None:
     keys = list(make_module().state_dict())
     for rank in worked[name]:
         assert rank["keys"] == keys
-        assert list(rank["whole"]) == keys
+        assert list(rank["full"]) == keys
         assert all(rank["keys after", size] == keys for size in SIZES)
 
 
@@ -123,7 +123,7 @@ def test_keys_are_those_of_the_plain_module(name: str, worked: Any) -> None:
 def test_a_checkpoint_is_read_without_a_trainer(name: str, worked: Any, folder: Path) -> None:
     skip_if_missing(name)
     module = plain(folder, name)
-    assert_same_bits(dict(module.state_dict()), worked[name][0]["whole"])
+    assert_same_bits(dict(module.state_dict()), worked[name][0]["full"])
     assert module.net is not None
     assert module.net.head.weight is module.net.tokens.weight
     for key, value in plain(folder, SINGLE).state_dict().items():

@@ -95,7 +95,7 @@ def train(name: str) -> dict[str, list[float]]:
 
 
 def train_one(name: str, case: Case) -> list[float]:
-    told = StepLosses()
+    recorder = StepLosses()
     trainer = WAYS[name].trainer(
         seed=SEED,
         max_steps=STEPS,
@@ -104,11 +104,11 @@ def train_one(name: str, case: Case) -> list[float]:
         gradient_clip_val=case.clip,
         precision=case.precision,
         log_every_n_steps=1,
-        callbacks=told,
+        callbacks=recorder,
     )
     module = case.module()
     trainer.fit(module, DataLoader(module.data(SAMPLES), WAYS[name].micro_batch))
-    return told.losses
+    return recorder.losses
 
 
 @pytest.fixture(scope="module")

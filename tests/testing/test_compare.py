@@ -94,7 +94,7 @@ def test_logs_are_compared_by_cell(log: str, expected: list[str], tmp_path: Path
     assert compare_runs(make_run(tmp_path / "one"), make_run(tmp_path / "other", log=log)) == expected
 
 
-def test_a_missing_log_or_checkpoint_is_told(tmp_path: Path) -> None:
+def test_a_missing_log_or_checkpoint_is_reported(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", log=None)
     assert compare_runs(one, other) == [f"metrics.csv: there is no {other / 'metrics.csv'}"]
     shutil.rmtree(other / "checkpoints")
@@ -104,20 +104,20 @@ def test_a_missing_log_or_checkpoint_is_told(tmp_path: Path) -> None:
 
 def test_damage_is_done_and_undone(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
-    whole = (4).to_bytes(8, "little") + b"{  }" + bytes(range(20))
-    file.write_bytes(whole)
+    content = (4).to_bytes(8, "little") + b"{  }" + bytes(range(20))
+    file.write_bytes(content)
     seen = {}
     for what in each_damage(tmp_path):
         seen[what] = file.read_bytes() if file.exists() else None
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
     assert len(seen) == len(set(seen.values())) == 13
-    assert whole not in seen.values()
+    assert content not in seen.values()
     assert seen["a.safetensors: removed"] is None
     damage = each_damage(tmp_path)
     assert next(damage).endswith("flipped")
     damage.close()
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
     flip_byte(file, 8)
-    assert file.read_bytes()[8] == whole[8] ^ 0xFF
+    assert file.read_bytes()[8] == content[8] ^ 0xFF
     truncate(file, -30)
     assert file.stat().st_size == 2

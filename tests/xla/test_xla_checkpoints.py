@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> dict[str, Any]:
+def uninterrupted(folder: Path) -> dict[str, Any]:
     """Uninterrupted runs that leave a checkpoint in their middle, by strategy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -91,24 +91,24 @@ CROSSINGS = [
 
 
 @pytest.mark.parametrize(("source", "target"), CROSSINGS, ids=lambda name: name)
-def test_a_run_goes_on_under_another_strategy(source: str, target: str, whole: Any, folder: Path) -> None:
-    expected = whole["single_device"]["losses"]
+def test_a_run_goes_on_under_another_strategy(source: str, target: str, uninterrupted: Any, folder: Path) -> None:
+    expected = uninterrupted["single_device"]["losses"]
     resumed = run(target, STEPS, str(folder / source))
     assert len(resumed["losses"]) == STEPS - SAVED_AT
     assert resumed["losses"] == pytest.approx(expected[SAVED_AT:], rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ON_XLA)
-def test_resuming_gives_the_same_bits(strategy: str, whole: Any, folder: Path) -> None:
+def test_resuming_gives_the_same_bits(strategy: str, uninterrupted: Any, folder: Path) -> None:
     resumed = run(strategy, STEPS, str(folder / strategy))
-    assert_same_bits(resumed["weights"], whole[strategy]["weights"])
-    assert resumed["losses"] == whole[strategy]["losses"][SAVED_AT:]
-    assert resumed["divided"] == whole[strategy]["divided"]
+    assert_same_bits(resumed["weights"], uninterrupted[strategy]["weights"])
+    assert resumed["losses"] == uninterrupted[strategy]["losses"][SAVED_AT:]
+    assert resumed["divided"] == uninterrupted[strategy]["divided"]
     assert any(resumed["divided"].values()) == (strategy == "xla_fsdp")
 
 
 @pytest.mark.parametrize("strategy", ON_XLA)
-def test_a_checkpoint_has_plain_whole_tensors_on_the_cpu(strategy: str, whole: Any, folder: Path) -> None:
+def test_a_checkpoint_has_plain_full_tensors_on_the_cpu(strategy: str, uninterrupted: Any, folder: Path) -> None:
     ours = read_checkpoint(folder / strategy)
     theirs = read_checkpoint(folder / "single_device")
     assert ours["model"].keys() == theirs["model"].keys()

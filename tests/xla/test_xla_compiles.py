@@ -208,7 +208,7 @@ class Branching(MLP):
         return cross_entropy(self.layers(batch[0]).roll(batch_idx % 7, 0), batch[1].roll(batch_idx % 7, 0))
 
 
-def test_what_changes_without_the_shapes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_changes_without_the_shapes_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     strategy = XlaStrategy(compile_warmup_steps=3)
     fit(strategy, 8 * 6, Branching(40))
     assert strategy.recompilation_monitor.recompiles == 4

@@ -73,7 +73,7 @@ except Exception as error:
 """
 
 
-def test_a_device_used_after_the_trainer_was_made_is_told_with_all_that_is_wrong() -> None:
+def test_a_device_used_after_the_trainer_was_made_is_reported_with_all_that_is_wrong() -> None:
     output = run_python(AFTER, timeout=300).check().stdout
     assert "ConfigError" in output
     assert "a device of torch_xla was used before the run" in output
