@@ -128,7 +128,7 @@ def graphs() -> int:
         (Model, AOT),
         (Model, {**EAGER, "blocks": True}),
         (LogsInForward, AOT),
-        (LogsInForward, {**EAGER, "blocks": ["Block", "Sequential"]}),
+        (LogsInForward, {**EAGER, "blocks": "Block"}),
         (ByHand, EAGER),
     ],
 )
@@ -160,14 +160,61 @@ def test_blocks_of_a_class_share_a_compilation() -> None:
     assert graphs() == 2  # of three blocks; the first one's input needs no gradient
 
 
-def test_parts_that_are_torchs_own_are_compiled() -> None:
-    class Plain(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 1))  # type: ignore[assignment]
+class Containers(Model):
+    """A step that calls containers and layers of torch itself."""
 
-    trained(Plain(), EAGER)
-    assert graphs() > 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Block(), nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 4), nn.ReLU()))  # type: ignore[assignment]
+        self.heads = nn.ModuleList([nn.Linear(4, 1)])
+        self.square = nn.MSELoss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.square(self.heads[0](self.net(batch[0])), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.square(self.heads[0](self.net(batch[0])), batch[1]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        (EAGER, ["2 x Linear (net.1 to heads.0)", "Sequential (net.2)"]),
+        ({**EAGER, "blocks": ["Block", "Sequential"]}, ["Linear (net.1)", "Sequential (net.2)"]),
+    ],
+)
+def test_bare_containers_are_reported_and_run_uncompiled(
+    setting: dict[str, Any], named: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, compiled = Containers(), Containers()
+    trained(plain, False)
+    with caplog.at_level(logging.INFO, "trainer"):
+        trained(compiled, setting)
+    torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=1e-5)
+    assert {record.co_firstlineno for record in get_compilation_metrics()} == {Block.forward.__code__.co_firstlineno}
+    messages = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    (compiles,) = [message for message in messages if message.startswith("compile, ")]
+    assert compiles.endswith(": net.0")
+    (warning,) = [message for message in messages if "compile= leaves uncompiled" in message]
+    for words in named:
+        assert words in warning
+    assert "MSELoss" not in warning
+
+
+def test_what_a_forward_calls_is_compiled_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    class Called(Containers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.heads[0](self.net(x))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    with caplog.at_level(logging.WARNING, "trainer"):
+        fit_on(Called(), {**EAGER, "fullgraph": True}, (4,))
+    assert graphs() == 1
+    assert not [record.getMessage() for record in caplog.records if record.name == "trainer"]
 
 
 def test_a_metric_is_left_alone() -> None:
@@ -327,7 +374,8 @@ def test_a_changing_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
         fit_on(Counts(), EAGER, (4,) * 6)
     (message,) = [record.getMessage() for record in caplog.records if record.name == "trainer"]
     assert "calls" in message
-    assert "A Python value that changes" in message
+    assert "If it is a Python value" in message
+    assert "stack trace" not in message
 
 
 def test_no_warning_without_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -91,13 +91,14 @@ def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 continue
             seen.add(id(child))
             yield from below(child, f"{prefix}{name}.")
-            if _has_forward(child):
+            if has_forward(child):
                 yield f"{prefix}{name}", child
 
     return below(module, "")
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called, unlike an nn.ModuleList."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
@@ -213,7 +214,7 @@ def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
     for model in module.modules():
         names = vars(type(model)).get("_no_split_modules") or vars(model).get("_no_split_modules") or ()
         declared += [child for child in model.modules() if type(child).__name__ in names and child is not module]
-    unique = {id(block): block for block in declared if _has_forward(block) and _size(block)}
+    unique = {id(block): block for block in declared if has_forward(block) and _size(block)}
     within = {id(child) for block in unique.values() for child in block.modules() if child is not block}
     return [block for key, block in unique.items() if key not in within]
 
@@ -271,7 +272,7 @@ def _is_composite(module: nn.Module) -> bool:
 def _by_kind(module: nn.Module) -> list[list[nn.Module]]:
     groups: dict[type, list[nn.Module]] = {}
     for child in module.children():
-        if _has_forward(child) and _size(child):
+        if has_forward(child) and _size(child):
             groups.setdefault(type(child), []).append(child)
     return list(groups.values())
 

@@ -10,18 +10,17 @@ import shutil
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.errors import did_you_mean, raise_problems
-from trainer.model.blocks import BlockPolicy, find_blocks
+from trainer.model.blocks import BlockPolicy, blocks_in_words, find_blocks, has_forward
 
 log = logging.getLogger("trainer")
 
@@ -35,13 +34,21 @@ NOT_OPTIONS = ("model", "disable", "name")
 """Arguments of torch.compile that are the trainer's to give."""
 GRAPH_BREAKING_METHODS = ("log", "log_dict", "print")
 """Methods of a module that compiled code leaves the graph for, when a compiled `forward` calls them."""
+RECOMPILE_WARNING_THRESHOLD = 3
+"""As many compilations for one cause are not normal: sizes that vary cost one, evaluation mode another."""
+ADVICE = (
+    "If the cause is a size of an input: set compile={'dynamic': True}, pad to a few lengths, or drop_last=True. If it "
+    "is a Python value: hand it over as a tensor, keep it in a buffer, or read it in the step, outside of forward. If "
+    "it is a parameter, blocks of one class differ in their weights: compile=True compiles what holds them."
+)
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """How to compile.
+    """Options of torch.compile, and the choice of blocks.
 
-    Compiled is what the steps call, not the steps: the module's `forward`, and each of its submodules. What a step does
+    Compiled is what the steps call, not the steps: the module's `forward`, and each of its submodules whose `forward`
+    is not torch's own (see `compile_in_place`). What a step does
     around them (logging, printing, reading `self.global_step`, torchmetrics, breakpoints) stays ordinary Python, and
     costs no break in a graph and no recompilation. Measured against compiling `training_step` itself (inductor, one CPU
     thread): a 4-layer transformer 8.0 and 8.0 ms a step, a tiny MLP 0.40 and 0.37 ms (its loss was in the graph). But a
@@ -62,7 +69,7 @@ class Compilation:
         return self.options.get("mode") in ("reduce-overhead", "max-autotune") or bool(asked.get("triton.cudagraphs"))
 
     def describe(self) -> str:
-        """In words, for the plan."""
+        """Return a summary for people."""
         given = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return ("block by block" if self.blocks is not None else "whole") + (f" ({given})" if given else "")
 
@@ -172,24 +179,24 @@ def start_compiling(
     compilation: Compilation,
     steps_done: Callable[[], int] | None = None,
 ) -> Callable[[], None]:
-    """Compile the module, and watch for recompilations. Return a function that undoes it.
+    """Compile the module, watch for recompilations, and return a function that undoes both.
 
     Args:
-        steps_done: gives the steps of training so far; None: the run does not train.
+        steps_done: returns the steps of training so far; None: the run does not train.
     """
-    changed = compile_in_place(module, compilation)
-    leaves_graphs = compilation.reuses_memory or any(part is module for part in changed)
+    compiled = compile_in_place(module, compilation)
+    leaves_graphs = compilation.reuses_memory or any(part is module for part in compiled)
     undo_methods = keep_outside_of_graphs(module, compilation.reuses_memory) if leaves_graphs else None
-    watch = RecompilationMonitor()
+    monitor = RecompilationMonitor()
     before = steps_done() if steps_done is not None else 0
 
     def undo() -> None:
-        watch.close()
-        for part in changed:
-            vars(part).pop("_compiled_call_impl", None)
+        monitor.close()
+        for part in compiled:
+            vars(part).pop("_compiled_call_impl", None)  # where part.compile() keeps it; torch has no undo
         if undo_methods is not None:
             undo_methods()
-        if changed and steps_done is not None and steps_done() > before and watch.compilations == 0:
+        if compiled and steps_done is not None and steps_done() > before and monitor.compilations == 0:
             log.warning(
                 "compile= had no effect: the steps of %s called none of what it compiles, which is forward, as in "
                 "self.net(x). Other methods, such as self.net.encode(x), are not compiled.",
@@ -199,84 +206,80 @@ def start_compiling(
     return undo
 
 
-def parts_to_compile(module: nn.Module, compilation: Compilation) -> dict[str, nn.Module]:
-    """The modules to compile by name (`""`: `module` itself).
+def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Module]:
+    """Have the parts of `module` compiled at their first call, and return these parts.
+
+    Names and weights stay as they are, and so does what the user has compiled already. A module whose `forward` is
+    torch's own (nn.Sequential, nn.Linear, nn.TransformerEncoder) is not compiled by itself, since Dynamo passes over
+    torch's files, but within the `forward` of a compiled one; a warning names those that stay uncompiled.
 
     Raises:
         ConfigError: no submodule fits the choice of blocks.
     """
+    parts, uncompiled = parts_to_compile(module, compilation)
+    for part in parts.values():
+        part.compile(**compilation.options)
+    kind = type(module).__name__
+    if parts:
+        log.info("compile, %s: %s", compilation.describe(), ", ".join(name or kind for name in parts))
+    if uncompiled:
+        log.warning(
+            "compile= leaves uncompiled: %s. torch.compile passes over modules whose forward is torch's own. To have "
+            "them compiled, call them in the forward of a class of your own.",
+            blocks_in_words(uncompiled),
+        )
+    elif not parts:
+        log.warning(
+            "compile= finds nothing to compile in %s: it has neither a forward nor submodules with one that are not "
+            "compiled yet. What training_step does itself is not compiled: move it into a forward.",
+            kind,
+        )
+    return list(parts.values())
+
+
+Modules = dict[str, nn.Module]
+"""Modules by name."""
+
+
+def parts_to_compile(module: nn.Module, compilation: Compilation) -> tuple[Modules, Modules]:
+    """Return the modules to compile (`""`: `module` itself), and those of torch's own that stay uncompiled."""
     if compilation.blocks is not None:
-        return {name: block for name, block in find_blocks(module, compilation.blocks).items() if not _is_metric(block)}
-    whole = {"": module} if has_forward(module) else {}
-    return {**whole, **dict(_outermost(module, ""))}
+        chosen = find_blocks(module, compilation.blocks)
+    else:
+        chosen = {"": module} if is_compilable(module) else {}
+        chosen |= dict(module.named_children())
+    parts, uncompiled = _split(chosen)
+    covered = {id(child) for part in parts.values() for child in part.modules()}  # a forward is compiled with its calls
+    return parts, {name: child for name, child in uncompiled.items() if id(child) not in covered}
 
 
-def _outermost(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules that can be called: where one cannot (nn.ModuleList), those within it."""
-    for name, child in module.named_children():
-        if _is_metric(child):
+def _split(modules: Modules) -> tuple[Modules, Modules]:
+    """Return the outermost modules within `modules` that can be compiled, and those that cannot but hold weights."""
+    parts: Modules = {}
+    uncompiled: Modules = {}
+    for name, module in modules.items():
+        if _is_metric(module) or module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             continue
-        if has_forward(child):
-            yield f"{prefix}{name}", child
-        else:
-            yield from _outermost(child, f"{prefix}{name}.")
+        if is_compilable(module):
+            parts[name] = module
+            continue
+        within, rest = _split({f"{name}.{child_name}": child for child_name, child in module.named_children()})
+        parts |= within
+        if within or not has_forward(module):
+            uncompiled |= rest
+        elif any(True for _ in module.parameters()):
+            uncompiled[name] = module
+    return parts, uncompiled
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Whether it can be called."""
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+def is_compilable(module: nn.Module) -> bool:
+    """Whether `module.compile()` has an effect: Dynamo passes over torch's own files."""
+    return not str(module.forward.__module__).startswith("torch.")
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """A torchmetrics.Metric counts in Python: it would be compiled again at every update."""
+    """Whether it is a torchmetrics.Metric, which counts in Python: each update would compile it again."""
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
-
-
-def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Module]:
-    """Have the parts of `module` compiled when they are first called. Names and weights stay as they are.
-
-    A part that the user has compiled already is left alone.
-
-    Returns:
-        What was changed.
-    """
-    parts = parts_to_compile(module, compilation)
-    changed: list[nn.Module] = []
-    codes: dict[type, CodeType] = {}
-    for name, part in parts.items():
-        if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
-            continue
-        if str(part.forward.__module__).startswith("torch."):
-            # Dynamo passes over frames of torch's own files, so that compile() on an nn.Sequential does nothing.
-            entry = _entry(name, part, codes if compilation.blocks is not None else {})
-            part._compiled_call_impl = torch.compile(entry, **compilation.options)
-        else:
-            part.compile(**compilation.options)
-        changed.append(part)
-    if changed:
-        names = ", ".join(name or type(module).__name__ for name in parts)
-        log.info("compile, %s: %s", compilation.describe(), names)
-    else:
-        log.warning(
-            "compile= finds nothing to compile in %s: it has neither a forward nor submodules with one. What "
-            "training_step does itself is not compiled: move it into a forward.",
-            type(module).__name__,
-        )
-    return changed
-
-
-def _entry(name: str, part: nn.Module, codes: dict[type, CodeType]) -> Callable[..., Any]:
-    """A function that calls `part`, in code that torch.compile looks into.
-
-    torch keeps a limited number of compilations for one piece of code: each part gets a copy of its own, except for
-    those of a class in `codes`, which share their compilations.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return part._call_impl(*args, **kwargs)
-
-    code = codes.setdefault(type(part), call.__code__.replace(co_name=name or "forward"))
-    return FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
 
 
 def keep_outside_of_graphs(module: nn.Module, copy_values: bool) -> Callable[[], None]:
@@ -309,39 +312,11 @@ def _copied(value: Any) -> Any:
     return {name: _copied(entry) for name, entry in value.items()} if isinstance(value, Mapping) else value
 
 
-log = logging.getLogger("trainer")
-
-RECOMPILE_WARNING_THRESHOLD = 3
-"""As many compilations for one cause are not normal: sizes that vary cost one, evaluation mode another."""
-
-ADVICE = (
-    (
-        r"Guard failed on a parameter|_parameters\[",
-        "Several modules of one class share compiled code, but their weights differ in shape: compile what holds them "
-        "as a whole (compile=True), or give compile={'blocks': ...} the classes whose members are alike.",
-    ),
-    (
-        r"size mismatch|stride mismatch|rank mismatch|\.size\(\)|shape",
-        "Inputs change their shape: set compile={'dynamic': True}, pad them to a few lengths, or drop_last=True.",
-    ),
-    (
-        r"dtype mismatch|dispatch key set mismatch|requires_grad mismatch",
-        "Inputs change their dtype, device or need of a gradient from call to call: make them alike.",
-    ),
-    (
-        r" == |___check_obj_id|___check_type_id|dict|len\(",
-        "A Python value that changes is read in compiled code: hand it over as a tensor, keep it in a buffer, or read "
-        "it in the step, outside of forward.",
-    ),
-)
-"""What to do, by what torch says of the cause."""
-
-
 class RecompilationMonitor:
-    """Looks at torch's record of compilations whenever one is over; it costs nothing in between.
+    """Counts torch's compilations, and warns when one piece of code is compiled again and again for one cause.
 
-    torch closes the record of a compilation only after it tells that it is over, so a warning may come with the next
-    one, or at the end.
+    The monitor reads torch's record of compilations at the end of each, and costs nothing in between. torch completes
+    the record only after its callbacks, so a warning may come with the next compilation, or at the end of the run.
     """
 
     def __init__(self) -> None:
@@ -349,43 +324,44 @@ class RecompilationMonitor:
         from torch._dynamo.utils import get_compilation_metrics
 
         self._handler = callback_handler
-        self._read: Callable[[], list[Any]] = get_compilation_metrics
-        self._seen = {id(record): record for record in self._read()}
-        self._counts: Counter[tuple[Any, ...]] = Counter()
+        self._records: Callable[[], list[Any]] = get_compilation_metrics
+        self._seen = self._records()
         self.compilations = len(self._seen)
-        """How many there have been in this process, as far as torch remembers."""
+        """All in this process, as far as torch remembers."""
+        self.recompilations: Counter[tuple[Any, ...]] = Counter()
+        """Since the start of the monitor, by code and cause."""
         callback_handler.register_end_callback(self._look)
 
     def close(self) -> None:
-        """A last look."""
+        """Look a last time, and stop."""
         self._look()
         self._handler.remove_end_callback(self._look)
 
     def _look(self, *event: Any) -> None:
-        records = self._read()
-        new = [record for record in records if id(record) not in self._seen]
-        self._seen = {id(record): record for record in records}  # held, so that an id means one record
-        self.compilations += len(new)
-        for record in new:
-            if record.recompile_reason:
-                self._count(record)
+        seen = set(map(id, self._seen))
+        self._seen = self._records()  # held, so that an id stays that of one record
+        for record in self._seen:
+            if id(record) not in seen:
+                self.compilations += 1
+                if record.recompile_reason:
+                    self._count(record)
 
     def _count(self, record: Any) -> None:
-        reason = re.sub(r"^\d+/\d+: ", "", str(record.recompile_reason).strip())
-        # The numbers differ from time to time, the cause does not.
-        cause = (record.co_filename, record.co_firstlineno, record.co_name, re.sub(r"-?\d+(\.\d+)?", "#", reason))
-        self._counts[cause] += 1
-        if self._counts[cause] == RECOMPILE_WARNING_THRESHOLD:
-            log.warning("%s", _in_words(record, reason))
+        from torch._dynamo import config
 
-
-def _in_words(record: Any, reason: str) -> str:
-    from torch._dynamo import config
-
-    advice = next((words for pattern, words in ADVICE if re.search(pattern, reason)), "")
-    where = f"{record.co_name} ({Path(record.co_filename or '?').name}:{record.co_firstlineno})"
-    return (
-        f"compile: {where} has been compiled again {RECOMPILE_WARNING_THRESHOLD} times for the same cause, "
-        f"{' '.join(reason.split())}. {advice} After {config.recompile_limit} compilations torch gives up "
-        "and runs it uncompiled. TORCH_LOGS=recompiles in the environment shows each one."
-    )
+        reason = re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())
+        code = (record.co_name, record.co_filename, record.co_firstlineno)
+        cause = (*code, re.sub(r"-?\d+(\.\d+)?", "#", reason))  # the numbers in it change from time to time
+        self.recompilations[cause] += 1
+        if self.recompilations[cause] == RECOMPILE_WARNING_THRESHOLD:
+            log.warning(
+                "compile: %s (%s:%s) has been compiled again %d times for the same cause: %s. %s After %d compilations "
+                "torch gives up and runs it uncompiled. TORCH_LOGS=recompiles in the environment shows each one.",
+                record.co_name,
+                Path(record.co_filename or "?").name,
+                record.co_firstlineno,
+                RECOMPILE_WARNING_THRESHOLD,
+                " ".join(re.split(r" \(HINT|\n", reason)[0].split()).rstrip("."),
+                ADVICE,
+                config.recompile_limit,
+            )
