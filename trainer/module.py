@@ -185,7 +185,7 @@ class TrainModule(nn.Module):
         if unknown:
             reject_unknown_options(unknown)
         weight = weight if weight is not None else batch_size
-        self.trainer.metrics.log(name, value, LogOptions(reduce_fx, on_step, on_epoch, prog_bar, logger), weight)
+        self.trainer.run.metrics.log(name, value, LogOptions(reduce_fx, on_step, on_epoch, prog_bar, logger), weight)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
         """Call `log` for each entry, with the same options."""

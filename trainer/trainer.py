@@ -321,7 +321,7 @@ class Trainer:
         batches = each_wait(run.phase, DATA, run.train_loader.iterate(run.progress.epoch, run.progress.batch))
         uneven = run.strategy.processes.world_size > 1 and run.train_loader.samples_per_epoch is None
         while True:
-            window = list(islice(batches, self.accumulate_grad_batches))
+            window = list(islice(batches, run.session.accumulate_grad_batches))
             if uneven:
                 window = window[: min(run.strategy.processes.all_gather_object(len(window)))]
             if not window:
@@ -440,18 +440,19 @@ class Trainer:
 
     def _finished(self, run: Run) -> bool:
         """Return True if no epoch is left to train."""
-        stops = run.stops()
-        return stops or (self.max_epochs is not None and run.progress.epoch >= self.max_epochs) or self._out_of_steps()
+        if run.stops() or self._out_of_steps(run):
+            return True
+        return self.max_epochs is not None and run.progress.epoch >= self.max_epochs
 
     def _stopped_inside_epoch(self, run: Run) -> bool:
         """Return True to leave the epoch unfinished; after the epoch's last batch only a signal does that."""
-        if not run.stops() and not self._out_of_steps():
+        if not run.stops() and not self._out_of_steps(run):
             return False
         return exit_code(run.stop_reason) != 0 if run.progress.batch == run.num_training_batches else True
 
-    def _out_of_steps(self) -> bool:
-        last = self.settings.max_steps
-        return last is not None and -1 < last <= self.progress.step
+    def _out_of_steps(self, run: Run) -> bool:
+        last = run.settings.max_steps
+        return last is not None and -1 < last <= run.progress.step
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
@@ -80,6 +79,19 @@ class ReducedMetrics:
             self.progress_bar[full_name] = value
 
 
+class Recording:
+    """Context of `MetricLog.recording`: a class, since a step enters one, and a generator costs it a microsecond."""
+
+    def __init__(self, log: MetricLog, scope: MetricScope) -> None:
+        self.log, self.scope = log, scope
+
+    def __enter__(self) -> None:
+        self.before, self.log.scope = self.log.scope, self.scope
+
+    def __exit__(self, *error: object) -> None:
+        self.log.scope = self.before
+
+
 class MetricLog:
     """Records values without synchronizing the device, and reads them all in one host copy and one gather.
 
@@ -103,14 +115,9 @@ class MetricLog:
         self.disabled_reason: str | None = None
         """The reason for refusing values now; None: values are accepted."""
 
-    @contextmanager
-    def recording(self, scope: MetricScope) -> Iterator[None]:
-        """Make `log` add to `scope` within the block."""
-        before, self.scope = self.scope, scope
-        try:
-            yield
-        finally:
-            self.scope = before
+    def recording(self, scope: MetricScope) -> Recording:
+        """Return a context in which `log` adds to `scope`."""
+        return Recording(self, scope)
 
     def start_window(self) -> None:
         """Begin a step, so that `read_step` ignores values logged before."""
