@@ -1,4 +1,4 @@
-"""Settings: every argument of `Trainer`, what it means, and the checks that need neither torch nor a process."""
+"""Settings: the arguments of `Trainer`, with their help texts and the checks that need neither torch nor a process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Settings:
         50, "Steps between two flushes of the log: values are reduced, read and sent to the loggers then."
     )
     callbacks: Callback | list[Callback] | None = argument(
-        None, "What happens beside the loop; see trainer/callback.py."
+        None, "Callbacks, which are called at the hooks of a run; see trainer/callback.py."
     )
     logger: bool | Logger | list[Logger] = argument(
         True, "Loggers. True: a CSV file, and TensorBoard where it is installed."
@@ -140,7 +140,7 @@ class Settings:
     )
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one sentence each. `loop.resolved_config` checks names and objects."""
+        """Return the problems of the values, one sentence each; `loop.resolved_config` checks names and objects."""
         return [*_wrong_types(self), *_wrong_numbers(self), *_wrong_times(self), *_contradictions(self)]
 
     @property
@@ -159,7 +159,7 @@ ARGUMENTS = tuple(field.name for field in dataclasses.fields(Settings))
 
 
 def wrong_names(positional: Collection[object], unknown: Iterable[str]) -> list[str]:
-    """Return one problem for arguments given by position, and one for each name that `Trainer` does not take."""
+    """Return a problem for positional arguments, and one for each name that `Trainer` does not take."""
     problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if positional else []
     for name in unknown:
         hint = did_you_mean(name, ARGUMENTS, LIGHTNING_EQUIVALENTS) or " trainer fit --help lists them all."
@@ -187,7 +187,7 @@ LIGHTNING_EQUIVALENTS = {
     "reload_dataloaders_every_n_epochs": "an iterable of your own: its __iter__ is called in every epoch",
     "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
 }
-"""Arguments of other trainers, and what to use here."""
+"""Arguments of other trainers -> the equivalents here."""
 
 _WHOLE_NUMBERS = {  # name: smallest value
     "num_nodes": 1,
@@ -203,7 +203,7 @@ _WHOLE_NUMBERS = {  # name: smallest value
     "seed": 0,
 }
 DEFAULT_MAX_EPOCHS = 1000
-"""Epochs of a `fit` that is given no end."""
+"""Epochs of a `fit` without max_epochs, max_steps and max_time."""
 _LIMITS = (
     "limit_train_batches",
     "limit_val_batches",
@@ -316,7 +316,7 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
         name: of the argument, for the error.
 
     Raises:
-        ConfigError: it is none of these, or negative.
+        ConfigError: `duration` has another form, or is negative.
     """
     clock = re.fullmatch(r"(\d+):(\d\d?):(\d\d?):(\d\d?)", duration) if isinstance(duration, str) else None
     try:
@@ -339,13 +339,13 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
 
 
 def read_deadline(value: str | datetime) -> datetime:
-    """Return the time meant by an ISO 8601 text or a datetime, with a time zone: the local one if none is given.
+    """Return an ISO 8601 string or a datetime as a datetime with a time zone, by default the local one.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: `value` cannot be read.
     """
     if isinstance(value, str):
-        # Python 3.10 does not know the Z.
+        # Python 3.10 does not parse the Z.
         value = datetime.fromisoformat(value[:-1] + "+00:00" if value.endswith(("Z", "z")) else value)
     if not isinstance(value, datetime):
         raise ValueError(value)

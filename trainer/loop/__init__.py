@@ -1,1 +1,1 @@
-"""What surrounds the training loop: set-up, evaluation, and the contents of a checkpoint."""
+"""Set up, evaluate, checkpoint and end runs, around the training loop."""

@@ -55,10 +55,10 @@ class MetricScope:
     steps: bool
     """Log single steps by default, instead of the epoch."""
     loader: str = ""
-    """The evaluation loader in progress, when there are several."""
+    """The name of the current evaluation loader, if there are several."""
     entries: dict[str, Entry] = field(default_factory=dict)
     overall: dict[str, Entry] = field(default_factory=dict)
-    """With several loaders: the reductions over all of them."""
+    """The reductions over all loaders, if there are several."""
 
 
 @dataclass

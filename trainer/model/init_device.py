@@ -1,4 +1,4 @@
-"""Where `configure_model` builds layers that are to be sharded, and how every process gets rank 0's initial values."""
+"""Build layers that will be sharded on the device of `init_device`, and broadcast rank 0's initial values."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from trainer.errors import ConfigError, raise_problems, unknown_name_error
 
 InitDevice = Literal["cpu", "mixed", "meta"]
 INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
-"""The methods, without arguments, by which modules initialize themselves. The last one is that of torch's attention."""
+"""Methods without arguments by which modules initialize their parameters; the last one is that of torch's attention."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def check_init_device(value: str) -> None:
-    """Raise ConfigError for an `init_device` that there is not."""
+    """Raise ConfigError for an unknown `init_device`."""
     if value not in get_args(InitDevice):
         raise unknown_name_error("init_device", value, get_args(InitDevice))
 
 
 @contextmanager
 def build_context(init_device: InitDevice) -> Iterator[None]:
-    """The context of `configure_model`: on the meta device where this process builds no values.
+    """Enter the context of `configure_model`: the meta device, if this process builds no values.
 
     Raises:
-        ConfigError: something cannot be built without values.
+        ConfigError: `configure_model` does not work on the meta device.
     """
     if _builds_values(init_device):
         yield
@@ -52,30 +52,30 @@ def _builds_values(init_device: InitDevice) -> bool:
 
 
 def named_tensors(module: nn.Module) -> Tensors:
-    """Return parameters and buffers by name; what is shared has its first name only."""
+    """Return parameters and buffers by name; a shared tensor has its first name only."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def initial_values(
     module: nn.Module, init_device: InitDevice, loaded: Collection[str] = (), device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give all processes rank 0's initial values of what `configure_model` has built. Collective.
+    """Broadcast rank 0's initial values of the tensors that `configure_model` has built. Collective.
 
-    With "cpu" the module has them at once. Otherwise they are yielded on every process, full and on `device`: one at a
-    time, so that a process which keeps only its shard of each never holds more than one. The module may be sharded
-    before the first one is taken.
+    With "cpu" the module is changed in place. Otherwise the full values on `device` are yielded on every process, one
+    tensor at a time, so that a process that keeps only shards never holds more than one full tensor. The module may be
+    sharded before the first value is taken.
 
     Args:
-        loaded: names whose values come from a checkpoint, and are left out.
+        loaded: names whose values come from a checkpoint; these are left out.
 
     Raises:
-        ConfigError: the processes have built different modules, or nothing gives a tensor its values.
+        ConfigError: the processes have built different modules, or a tensor would have no values.
     """
     tensors = named_tensors(module)
     wanted = {name: tensor for name, tensor in tensors.items() if name not in loaded}
     absent = {name for name, tensor in wanted.items() if tensor.is_meta}
     units = units_of(module) if init_device == "meta" else {}
-    # With a shared weight, too, the second module draws its random numbers, as in its construction.
+    # A second module with a shared weight draws random numbers as well, as in its construction.
     needed = {id(wanted[name]) for name in absent}
     units = {key: unit for key, unit in units.items() if any(id(t) in needed for t in named_tensors(unit).values())}
     if init_device == "mixed" and dist.get_rank() > 0:
@@ -104,7 +104,7 @@ def initial_values(
 
 
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
-    """Raise ConfigError, on all processes, if one has built another module or tensors that will have no values."""
+    """Raise ConfigError, on all processes, if the modules differ or a tensor would have no values. Collective."""
     tensors = named_tensors(module)
     shapes = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
     plain = _plain_meta_tensors(module) if init_device != "cpu" else []
@@ -134,7 +134,7 @@ def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) 
 
 
 def _plain_meta_tensors(module: nn.Module) -> list[str]:
-    """Return the names of attributes that are, or directly hold, tensors on the meta device, but no parameters."""
+    """Return the names of attributes that are or hold meta tensors, apart from parameters and buffers."""
     parameters = {id(parameter) for parameter in module.parameters()}
     found = []
     for prefix, owner in module.named_modules():
@@ -154,7 +154,7 @@ def _from_rank_0(tensor: torch.Tensor, device: torch.device | str) -> torch.Tens
 
 
 def _broadcast(tensor: torch.Tensor) -> None:
-    """Overwrite a tensor of any dtype and layout with rank 0's values."""
+    """Overwrite a tensor of any dtype and layout with rank 0's values. Collective."""
     if tensor.numel() and dist.get_world_size() > 1:
         dense = tensor.contiguous()
         dist.broadcast(dense.view(-1).view(torch.uint8), src=0)
@@ -170,7 +170,7 @@ def _initializer(module: nn.Module) -> str | None:
 
 
 def units_of(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """Return the outermost submodules that have an initializer, by the prefix of their tensors' names."""
+    """Return the outermost submodules with an initializer, by the prefix of their tensors' names."""
     if _initializer(module) is not None:
         return {prefix: module}
     found: dict[str, nn.Module] = {}
@@ -180,7 +180,7 @@ def units_of(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
 
 
 class _Initialize(nn.Module):
-    """Has a module initialize itself in the order of its construction, inner modules first."""
+    """Calls the initializers of a module in the order of its construction, children first."""
 
     def __init__(self, unit: nn.Module) -> None:
         super().__init__()
@@ -198,12 +198,12 @@ class _Initialize(nn.Module):
 
 
 def initialize(unit: nn.Module, shapes: Tensors) -> Tensors:
-    """Return the values on the CPU that a module gives its parameters and buffers; they are not put into it.
+    """Return, on the CPU, the initial values of a module's parameters and buffers, without changing the module.
 
-    `shapes`: its tensors, on the meta device, by their names in it.
+    `shapes`: the module's tensors on the meta device, by name.
 
     Raises:
-        ConfigError: it leaves some without values.
+        ConfigError: the initializers leave a tensor without values.
     """
     values = {f"unit.{name}": _unset(shape) for name, shape in shapes.items()}
     before = {name: (value, value._version) for name, value in values.items()}

@@ -37,9 +37,9 @@ class DtypeSizes:
     """Bytes of one number."""
 
     stored: int
-    """Of a weight as torch's strategies store it, and of its gradient and optimizer states."""
+    """Bytes of a stored number: weights, gradients and optimizer states of torch's strategies."""
     computed: int
-    """Of a weight in the forward and backward."""
+    """Bytes of a number in the forward and backward."""
 
 
 def number_sizes(precision: Precision) -> DtypeSizes:
