@@ -111,9 +111,7 @@ TORCH_ERRORS = {
     "Inplace update to inference tensor outside InferenceMode": (
         "A tensor made in validation or test is changed in training. Use Trainer(inference_mode=False), or clone() it."
     ),
-    "does not have a deterministic implementation": (
-        "Use Trainer(deterministic='warn'), or do without that operation."
-    ),
+    "does not have a deterministic implementation": ("Use Trainer(deterministic='warn'), or avoid that operation."),
     "Expected all tensors to be on the same device": (
         "The trainer moves the module and its batches. Register other tensors with self.register_buffer, or create "
         "them with device=self.device."

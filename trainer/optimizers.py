@@ -71,7 +71,7 @@ def parse_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer]
         if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             raise ConfigError(
                 f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has no parameter that requires "
-                "a gradient: everything it was given is frozen, or was given an empty list."
+                "a gradient: all of its parameters are frozen, or it was given an empty list."
             )
     if not optimizers:
         raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")

@@ -281,7 +281,7 @@ def _wrong_times(settings: Settings) -> list[str]:
             problems.append(f"deadline={settings.deadline!r}: give a datetime or ISO 8601, such as '2026-05-31T18:00'.")
         else:
             if late:
-                problems.append(f"deadline={str(settings.deadline)!r} is over: give one that is yet to come, or none.")
+                problems.append(f"deadline={str(settings.deadline)!r} is over: give one in the future, or none.")
     elif settings.deadline_margin is not None:
         problems.append("deadline_margin has no meaning without deadline: give deadline='2026-05-31T18:00', say.")
     return problems

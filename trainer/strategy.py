@@ -349,7 +349,7 @@ def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
             return []
         return [
             f"{type(module).__name__} was sharded by another strategy in an earlier run, and cannot be used under "
-            f"{strategy.name!r}: make it anew, with load_from_checkpoint for instance."
+            f"{strategy.name!r}: make a new one, for example with load_from_checkpoint."
         ]
     problems, wrappers = [], _wrappers()
     for name, child in module.named_modules():

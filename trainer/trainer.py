@@ -552,7 +552,7 @@ class Trainer:
 
     def _begun(self, method: str) -> Run:
         if self._run is None:
-            raise ConfigError(f"{method}: nothing has run yet, so there is nothing to give: call fit first.")
+            raise ConfigError(f"{method}: nothing has run yet: call fit first.")
         return self._run
 
     @property

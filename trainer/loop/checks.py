@@ -230,7 +230,7 @@ def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...
         if close and not owner.overrides(close[0]):
             problems[close[0]] = (
                 f"{type(owner).__name__}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? "
-                "If not, give it a name that is less like it."
+                "If not, choose a less similar name."
             )
     return problems
 

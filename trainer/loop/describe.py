@@ -123,7 +123,7 @@ def performance_hints(device: torch.device, pinned: bool | None, optimizers: Ite
         return []
     hints = []
     if pinned is False:
-        hints.append("DataLoader(pin_memory=True) lets batches be copied to the GPU beside the computation")
+        hints.append("DataLoader(pin_memory=True) lets batches be copied to the GPU during the computation")
     for optimizer in optimizers:
         if type(optimizer) in HAVE_FUSED and not any(
             group.get("fused") or group.get("capturable") for group in optimizer.param_groups

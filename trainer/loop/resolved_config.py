@@ -185,7 +185,7 @@ def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback],
     for number, callback in enumerate(callbacks):
         problems += callback_problems(callback)
         if any(callback is other for other in callbacks[:number]):
-            problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: take one away.")
+            problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: remove one.")
 
     def add_missing(name: str, **arguments: Any) -> None:
         kind = callback_named(name)

@@ -63,7 +63,7 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
         return None
     looked = [str(folder) for folder in folders] or [str(run.settings.default_root_dir)]
     more = f" and {len(looked) - 3} more" if len(looked) > 3 else ""
-    which = " Which one is the best, only ModelCheckpoint(monitor=...) says." if ckpt_path == "best" else ""
+    which = " Only ModelCheckpoint(monitor=...) chooses a best one." if ckpt_path == "best" else ""
     raise CheckpointError(
         f"ckpt_path={ckpt_path!r}: no such checkpoint.{which} Looked in: {', '.join(looked[:3])}{more}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."

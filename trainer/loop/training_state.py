@@ -124,8 +124,8 @@ def load_training_state(
         problems = _wrong_counters(checkpoint["progress"]) + _wrong_lengths(checkpoint)
     if problems:
         raise CheckpointError(
-            f"{path} is not that of a training, or of another version of this package: {'; '.join(problems)}. For the "
-            "weights alone: load_from_checkpoint, or trainer checkpoint export."
+            f"{path} is no checkpoint of a training, or one of another version of this package: {'; '.join(problems)}. "
+            "For the weights alone: load_from_checkpoint, or trainer checkpoint export."
         )
     return checkpoint
 
@@ -196,7 +196,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     else:
         log.info(
             "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
-            "same, dropout and the like differ",
+            "same, other random numbers (dropout) differ",
             checkpoint["world_size"],
             strategy.processes.world_size,
         )

@@ -216,7 +216,7 @@ class MetricLog:
         else:
             self.samples = 1
             warnings.warn(
-                "the number of samples of a batch cannot be told, so every batch counts the same in means over the "
+                "the number of samples of a batch is unknown, so every batch has the same weight in means over the "
                 "epoch. Pass batch_size=... to self.log.",
                 stacklevel=4,
             )

@@ -51,7 +51,7 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
             except RuntimeError:
                 metric.reset()
                 log.warning(
-                    "%s (%s) cannot be merged from several processes: it starts afresh in the middle of the epoch",
+                    "%s (%s) cannot be merged from several processes: its values of this epoch so far are dropped",
                     name,
                     type(metric).__name__,
                 )

@@ -1,4 +1,4 @@
-"""Compilation: what `compile=` asks for, and torch.compile for the parts of a module, in place."""
+"""Read the setting `compile=`, and compile the parts of a module in place with torch.compile."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from trainer.model.blocks import BlockPolicy, blocks_in_words, find_blocks, has_
 log = logging.getLogger("trainer")
 
 CompileSetting = bool | str | Mapping[str, Any] | None
-"""What `Trainer(compile=...)` takes."""
+"""The values of `Trainer(compile=...)`."""
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 BUILTIN_BACKENDS = ("inductor", "eager", "aot_eager")
-"""Those that every torch has."""
+"""Backends of every torch installation."""
 NOT_OPTIONS = ("model", "disable", "name")
-"""Arguments of torch.compile that are the trainer's to give."""
+"""Arguments of torch.compile that users cannot set."""
 GRAPH_BREAKING_METHODS = ("log", "log_dict", "print")
-"""Methods of a module that compiled code leaves the graph for, when a compiled `forward` calls them."""
+"""Methods of a module that break the graph when a compiled `forward` calls them."""
 RECOMPILE_WARNING_THRESHOLD = 3
-"""As many compilations for one cause are not normal: sizes that vary cost one, evaluation mode another."""
+"""Recompilations for one cause until a warning; varying sizes cost one, evaluation mode another."""
 ADVICE = (
     "If the cause is a size of an input: set compile={'dynamic': True}, pad to a few lengths, or drop_last=True. If it "
     "is a Python value: hand it over as a tensor, keep it in a buffer, or read it in the step, outside of forward. If "
@@ -47,38 +47,38 @@ ADVICE = (
 class Compilation:
     """Options of torch.compile, and the choice of blocks.
 
-    Compiled is what the steps call, not the steps: the module's `forward`, and each of its submodules whose `forward`
-    is not torch's own (see `compile_in_place`). What a step does
-    around them (logging, printing, reading `self.global_step`, torchmetrics, breakpoints) stays ordinary Python, and
-    costs no break in a graph and no recompilation. Measured against compiling `training_step` itself (inductor, one CPU
-    thread): a 4-layer transformer 8.0 and 8.0 ms a step, a tiny MLP 0.40 and 0.37 ms (its loss was in the graph). But a
-    step that read `self.global_step` was compiled again in every step, up to torch's limit of 8, and then not at all.
-    To have the loss in the graph, compute it in a `forward`.
+    The step methods are not compiled, but the `forward` that they call: that of the module, and of each submodule whose
+    `forward` is not torch's own (see `compile_in_place`). The other code of a step (logging, printing, reading
+    `self.global_step`, torchmetrics, breakpoints) stays ordinary Python, without graph breaks and recompilations.
+    Measured against compiling `training_step` (inductor, one CPU thread): a 4-layer transformer 8.0 and 8.0 ms a step,
+    a tiny MLP 0.40 and 0.37 ms (with the loss in the graph). But a `training_step` that read `self.global_step` was
+    recompiled in every step, up to torch's limit of 8, and then ran uncompiled. To have the loss in the graph, compute
+    the loss in a `forward`.
     """
 
     options: dict[str, Any]
     """Arguments of torch.compile."""
     blocks: BlockPolicy | None = None
-    """Compile only these, one by one (see `trainer.model.blocks`): blocks of one class share one compilation. None: the
-    whole."""
+    """The blocks to compile one by one (see `trainer.model.blocks`); blocks of one class share one compilation. None:
+    compile the full module."""
 
     @property
     def reuses_memory(self) -> bool:
-        """Whether CUDA graphs write each step's results where the last one's were."""
+        """Whether each step overwrites the results of the last step, as CUDA graphs do."""
         asked = self.options.get("options") or {}
         return self.options.get("mode") in ("reduce-overhead", "max-autotune") or bool(asked.get("triton.cudagraphs"))
 
     def describe(self) -> str:
-        """Return a summary for people."""
+        """Return a human-readable summary."""
         given = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return ("block by block" if self.blocks is not None else "whole") + (f" ({given})" if given else "")
 
 
 def read_compile(setting: CompileSetting) -> Compilation | None:
-    """What the setting means; None: do not compile.
+    """Parse the setting `compile=`; return None for no compilation.
 
     Raises:
-        ConfigError: listing everything that is wrong with it.
+        ConfigError: the setting has problems; the message lists all of them.
     """
     raise_problems(compile_problems(setting), "compile=")
     if setting is None or setting is False:
@@ -95,7 +95,7 @@ def read_compile(setting: CompileSetting) -> Compilation | None:
 
 
 def compile_problems(setting: Any) -> list[str]:
-    """Everything wrong with the setting itself, one sentence each."""
+    """Return the problems of the setting, one sentence each."""
     if setting is None or isinstance(setting, bool):
         return []
     if isinstance(setting, str):
@@ -130,7 +130,7 @@ def _wrong_mode(mode: Any, given: str, known: tuple[str, ...]) -> list[str]:
         return []
     from torch._inductor import list_mode_options
 
-    known = tuple(dict.fromkeys([*known, *list_mode_options()]))  # those of the torch that is installed
+    known = tuple(dict.fromkeys([*known, *list_mode_options()]))  # the modes of the installed torch
     if mode in known:
         return []
     return [f"{given}: there is no such mode.{did_you_mean(str(mode), known)} Known: {', '.join(known)}."]
@@ -148,7 +148,7 @@ def _wrong_backend(backend: Any) -> list[str]:
 
 
 def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
-    """What torch.compile's default backend needs on this machine and does not find, one sentence each."""
+    """Return what torch.compile's default backend lacks on this machine, one sentence each."""
     if device_type == "xla":
         return ["compile= has no effect on torch_xla's devices, which compile every step anyway: leave it out."]
     if compilation.options.get("backend", "inductor") != "inductor":
@@ -207,11 +207,11 @@ def start_compiling(
 
 
 def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Module]:
-    """Have the parts of `module` compiled at their first call, and return these parts.
+    """Make the parts of `module` compile at their first call, and return these parts.
 
-    Names and weights stay as they are, and so does what the user has compiled already. A module whose `forward` is
-    torch's own (nn.Sequential, nn.Linear, nn.TransformerEncoder) is not compiled by itself, since Dynamo passes over
-    torch's files, but within the `forward` of a compiled one; a warning names those that stay uncompiled.
+    Names, weights and parts that the user has compiled stay as they are. A module whose `forward` is torch's own
+    (nn.Sequential, nn.Linear, nn.TransformerEncoder) is compiled only within the `forward` of a compiled module, since
+    Dynamo skips torch's files; a warning names modules that stay uncompiled.
 
     Raises:
         ConfigError: no submodule fits the choice of blocks.
@@ -242,19 +242,20 @@ Modules = dict[str, nn.Module]
 
 
 def parts_to_compile(module: nn.Module, compilation: Compilation) -> tuple[Modules, Modules]:
-    """Return the modules to compile (`""`: `module` itself), and those of torch's own that stay uncompiled."""
+    """Return the modules to compile (`""`: `module` itself), and modules of torch that stay uncompiled."""
     if compilation.blocks is not None:
         chosen = find_blocks(module, compilation.blocks)
     else:
         chosen = {"": module} if is_compilable(module) else {}
         chosen |= dict(module.named_children())
     parts, uncompiled = _split(chosen)
-    covered = {id(child) for part in parts.values() for child in part.modules()}  # a forward is compiled with its calls
+    # Compiled with the forward that calls them.
+    covered = {id(child) for part in parts.values() for child in part.modules()}
     return parts, {name: child for name, child in uncompiled.items() if id(child) not in covered}
 
 
 def _split(modules: Modules) -> tuple[Modules, Modules]:
-    """Return the outermost modules within `modules` that can be compiled, and those that cannot but hold weights."""
+    """Return the outermost modules in `modules` that can be compiled, and other modules with weights."""
     parts: Modules = {}
     uncompiled: Modules = {}
     for name, module in modules.items():
@@ -273,19 +274,19 @@ def _split(modules: Modules) -> tuple[Modules, Modules]:
 
 
 def is_compilable(module: nn.Module) -> bool:
-    """Whether `module.compile()` has an effect: Dynamo passes over torch's own files."""
+    """Whether `module.compile()` has an effect: Dynamo skips torch's own files."""
     return not str(module.forward.__module__).startswith("torch.")
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """Whether it is a torchmetrics.Metric, which counts in Python: each update would compile it again."""
+    """Whether `module` is a torchmetrics.Metric, which counts in Python and would be recompiled at each update."""
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
 
 
 def keep_outside_of_graphs(module: nn.Module, copy_values: bool) -> Callable[[], None]:
-    """Let a compiled `forward` call `self.log`: a graph ends there. Returns the undo.
+    """Break the graph where a compiled `forward` calls `self.log` and the like; return a function that undoes this.
 
-    `copy_values`: the memory of a tensor is used again before the log is read.
+    `copy_values`: copy logged tensors, whose memory is reused before the log is read.
     """
     own = [name for name in GRAPH_BREAKING_METHODS if name not in vars(module) and hasattr(module, name)]
     for name in own:
@@ -313,10 +314,10 @@ def _copied(value: Any) -> Any:
 
 
 class RecompilationMonitor:
-    """Counts torch's compilations, and warns when one piece of code is compiled again and again for one cause.
+    """Counts torch's compilations, and warns when code is recompiled repeatedly for one cause.
 
-    The monitor reads torch's record of compilations at the end of each, and costs nothing in between. torch completes
-    the record only after its callbacks, so a warning may come with the next compilation, or at the end of the run.
+    The monitor reads torch's records at the end of each compilation, and costs nothing in between. torch completes a
+    record only after the callbacks, so a warning may come with the next compilation, or at the end of the run.
     """
 
     def __init__(self) -> None:
@@ -327,19 +328,19 @@ class RecompilationMonitor:
         self._records: Callable[[], list[Any]] = get_compilation_metrics
         self._seen = self._records()
         self.compilations = len(self._seen)
-        """All in this process, as far as torch remembers."""
+        """Number of compilations in this process, as far as torch has kept records."""
         self.recompilations: Counter[tuple[Any, ...]] = Counter()
-        """Since the start of the monitor, by code and cause."""
+        """Number of recompilations since the start of the monitor, by code and cause."""
         callback_handler.register_end_callback(self._look)
 
     def close(self) -> None:
-        """Look a last time, and stop."""
+        """Read the last records, and stop monitoring."""
         self._look()
         self._handler.remove_end_callback(self._look)
 
     def _look(self, *event: Any) -> None:
         seen = set(map(id, self._seen))
-        self._seen = self._records()  # held, so that an id stays that of one record
+        self._seen = self._records()  # kept alive, so that ids stay unique
         for record in self._seen:
             if id(record) not in seen:
                 self.compilations += 1
@@ -351,7 +352,7 @@ class RecompilationMonitor:
 
         reason = re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())
         code = (record.co_name, record.co_filename, record.co_firstlineno)
-        cause = (*code, re.sub(r"-?\d+(\.\d+)?", "#", reason))  # the numbers in it change from time to time
+        cause = (*code, re.sub(r"-?\d+(\.\d+)?", "#", reason))  # numbers in a reason vary
         self.recompilations[cause] += 1
         if self.recompilations[cause] == RECOMPILE_WARNING_THRESHOLD:
             log.warning(
