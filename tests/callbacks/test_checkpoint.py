@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when checkpoints are written, what they are called, and which are kept."""
+"""ModelCheckpoint writes, names and keeps checkpoints as configured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.checkpoint.format import read_checkpoint, read_manifest
 
 
 class Scored(Toy):
-    """Logs one value of a list in each validation."""
+    """A module that logs one value of a list in each validation."""
 
     def __init__(self, values: Sequence[float], name: str = "val_loss") -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def fit(
 
 
 def there(folder: Path) -> list[str]:
-    """The checkpoints, by step."""
+    """Return the names of the checkpoints, sorted by step."""
     return [path.name for path in CheckpointDirectory(folder).list()]
 
 
@@ -54,7 +54,7 @@ def pointers(folder: Path) -> list[str | None]:
 
 
 class Saved(Callback):
-    """The steps at which checkpoints were written."""
+    """Record the steps at which checkpoints were written."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -289,7 +289,7 @@ def test_what_is_kept_is_known_after_a_resume(tmp_path: Path) -> None:
     assert there(folder) == ["epoch=1", "epoch=3", "epoch=4"]
     assert list(second.kept) == there(folder)
     assert pointers(folder) == ["epoch=4", "epoch=3"]
-    # One that somebody deleted is not missed.
+    # A checkpoint that was deleted by hand is no problem.
     CheckpointDirectory(folder).remove("epoch=1")
     third = go_on(6)
     assert there(folder) == ["epoch=3", "epoch=4", "epoch=5"]
@@ -332,7 +332,7 @@ def test_a_checkpoint_by_hand_is_announced_too(tmp_path: Path) -> None:
 
 def test_a_checkpoint_callback_of_ones_own_takes_the_place_of_the_default() -> None:
     class Own(Checkpoint):
-        """Writes nothing."""
+        """A callback that writes nothing."""
 
     own = Own()
     assert quiet(enable_checkpointing=True, callbacks=[own]).checkpoint_callbacks == [own]

@@ -1,4 +1,4 @@
-"""ModelCheckpoint in object stores, and two runs that want the same folder."""
+"""ModelCheckpoint writes to object stores, and refuses the folder of another run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_dead(t
         assert f"version_0 is in use: process {running.pid} on host " in str(refused.value)
         assert "is training there" in str(refused.value)
         assert "leave ckpt_path='last' out, or give another default_root_dir" in str(refused.value)
-        # Beside it there is room, and looking at its checkpoints is allowed.
+        # Another folder can be used, and its checkpoints can be read.
         assert fit([steps()], default_root_dir=tmp_path / "runs").run_dir.name == "version_1"
         quiet().validate(Toy(), loader(2), ckpt_path=tmp_path / "runs/version_0/checkpoints/step=2")
     finally:
@@ -109,7 +109,7 @@ def test_a_folder_of_checkpoints_is_for_one_run_too(tmp_path: Path) -> None:
     fit([At(step2=second), steps(dirpath=folder), steps(dirpath=folder, filename="also {step}")])
     assert f"{folder} is in use: process" in refused[0]
     assert not (folder / NAME).exists()
-    assert list((tmp_path / "other").iterdir()) == []  # nothing stays of the refused run
+    assert list((tmp_path / "other").iterdir()) == []  # the refused run leaves no files
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""ModelCheckpoint when writing fails, or takes long."""
+"""ModelCheckpoint survives writes that fail or take long."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.checkpoint.format import read_checkpoint, read_manifest, verify_che
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The writer begins when it is set."""
+    """Return an event that the writer waits for before it begins."""
     opened = threading.Event()
     write = writer.write_plan
 
@@ -43,12 +43,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def limit_files(size: int) -> None:
-    """The kernel refuses to let any file of this process grow beyond it; -1: no limit."""
+    """Limit the size of files that this process writes; -1: no limit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 def wait_for(checkpoint: ModelCheckpoint) -> None:
-    """Until nothing is being written: what comes now concerns the next one."""
+    """Wait until nothing is being written, so that what follows concerns the next checkpoint."""
     if checkpoint._writer is not None:
         checkpoint._writer.wait()
 
@@ -118,7 +118,7 @@ def test_the_end_tries_once_more(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk(async_save: bool, tmp_path: Path) -> None:
-    """A file system of one megabyte, which is full after a while."""
+    """The disk is a file system of one megabyte, which fills up."""
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
@@ -141,7 +141,7 @@ def test_a_full_disk(async_save: bool, tmp_path: Path) -> None:
 
 
 class Wide(Toy):
-    """About 0.2 MB."""
+    """A module of about 0.2 MB."""
 
     def __init__(self) -> None:
         super().__init__()

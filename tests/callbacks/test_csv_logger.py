@@ -1,4 +1,4 @@
-"""CSVLogger: one row per step, whatever is logged when, and however often the run is interrupted."""
+"""CSVLogger writes one row per step, whatever is logged when, and however often the run is interrupted."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_hyperparameters() -> None:
 
 
 class Crash(Callback):
-    """Ends the run with an error right after a step is wholly done."""
+    """A callback that ends the run with an error right after a complete step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -139,7 +139,7 @@ class Crash(Callback):
 
 
 def train(folder: str, crash_at: int | None = None, **settings: Any) -> Path:
-    """Three epochs of 8 steps, a checkpoint after every 4; the path of the CSV file."""
+    """Train three epochs of 8 steps, with a checkpoint after every 4; return the path of the CSV file."""
     crash = [] if crash_at is None else [Crash(crash_at)]
     trainer = quiet(
         max_epochs=3,
@@ -168,7 +168,7 @@ def test_an_interrupted_run_leaves_the_file_of_one_that_was_not(crash_at: int, s
 
 
 def test_the_row_of_the_checkpoint_survives_a_power_cut() -> None:
-    """What is not on the disk when the machine dies comes back from the checkpoint."""
+    """Rows that were not on the disk when the machine died are restored from the checkpoint."""
     uninterrupted = train("uninterrupted")
     broken = train("broken", crash_at=9)
     lines = broken.read_text().splitlines(keepends=True)

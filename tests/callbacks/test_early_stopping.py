@@ -1,4 +1,4 @@
-"""EarlyStopping: when a run stops, also after a resume."""
+"""EarlyStopping stops a run at the right time, also after a resume."""
 
 from __future__ import annotations
 

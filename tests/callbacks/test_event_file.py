@@ -1,4 +1,4 @@
-"""The event files of TensorBoardLogger, as TensorBoard's own reader finds them."""
+"""TensorBoard's own reader reads the event files of TensorBoardLogger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("tensorboard")
 
 
 def events(path: Path) -> list[Any]:
-    """All events; the reader checks each record's checksums."""
+    """Return all events; the reader checks the checksums of each record."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 

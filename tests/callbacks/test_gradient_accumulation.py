@@ -12,7 +12,7 @@ from trainer.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 
 class Windows(Callback):
-    """Notes (epoch, micro-batches done) after every step."""
+    """Record (epoch, micro-batches done) after every step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []

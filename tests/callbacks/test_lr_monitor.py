@@ -13,7 +13,7 @@ from trainer.callbacks import LearningRateMonitor, ModelCheckpoint
 
 
 class Kept(Logger):
-    """Keeps what is logged: {name: [(step, value)]}."""
+    """A logger that keeps all values: {name: [(step, value)]}."""
 
     def __init__(self) -> None:
         self.values: dict[str, list[tuple[int, float]]] = {}

@@ -1,4 +1,4 @@
-"""ModelSummary: what is counted, and what is shown."""
+"""ModelSummary counts parameters and shows them as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PredictionWriter: everything is there once, in the order of the data."""
+"""PredictionWriter writes every prediction once, in the order of the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS = pytest.mark.parametrize("format", ["safetensors", "jsonl"])
 
 
 class Says(Toy):
-    """Predicts what a function makes of the batch's features."""
+    """A module whose prediction is a function of the batch's features."""
 
     def __init__(self, says: Any) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_parts(format: str) -> None:
     parts = [f"predictions-rank00000-of-00001-part{n:05d}.{format}" for n in range(5)]
     assert names == [*parts, "predictions-rank00000-of-00001.json"]
     assert json.loads(Path("out", names[-1]).read_text()) == {"parts": parts}
-    # Those of an earlier prediction are replaced, files of others stay.
+    # Files of an earlier prediction are replaced, all other files stay.
     Path("out/mine.txt").write_text("keep")
     write(lambda x: x, format=format)
     assert len(list(Path("out").iterdir())) == 3

@@ -1,4 +1,4 @@
-"""SimpleProfiler: by a clock of our own, each part gets its time, and the parts add up; nothing is left behind."""
+"""SimpleProfiler measures each part by a fake clock, the parts add up, and its listeners are removed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.profiling import (
 
 
 class Clock:
-    """Time passes only where a test lets it."""
+    """A clock that advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -41,7 +41,7 @@ class Clock:
 
 
 class SlowData:
-    """Each batch takes 10 s to come."""
+    """Data whose batches take 10 s each."""
 
     def __init__(self, clock: Clock, batches: int, seconds: float = 10.0) -> None:
         self.clock, self.batches, self.seconds = clock, batches, seconds
@@ -56,7 +56,7 @@ class SlowData:
 
 
 class Backwards(torch.autograd.Function):
-    """The identity; its backward takes 3 s."""
+    """The identity, with a backward that takes 3 s."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, clock: Clock) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Backwards(torch.autograd.Function):
 
 
 class Slow(Toy):
-    """2 s forward, 3 s backward, 4 s in the optimizer, 5 s validation, 6 s in a hook, 7 s for the transfer."""
+    """A module with 2 s forward, 3 s backward, 4 s optimizer, 5 s validation, 6 s in a hook, 7 s transfer."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Slow(Toy):
 
 
 class Pause(Callback):
-    """8 s at the end of each step, and 9 s for its part of a checkpoint."""
+    """A callback that takes 8 s at the end of each step, and 9 s for its state in a checkpoint."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -220,7 +220,7 @@ def test_by_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_without_a_listener_notifies_nobody() -> None:
-    """One shared context stands for every phase, hooks are called directly, and batches are not wrapped."""
+    """All phases share one empty context, hooks are called directly, and batches are not wrapped."""
     seen: list[Any] = []
 
     class Look(Callback):

@@ -1,4 +1,4 @@
-"""ProgressBar: on a real terminal, in a log, and where there is nothing to write to."""
+"""ProgressBar works on a real terminal, in a log, and without a usable stream."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Attach = Callable[..., "Terminal"]
 
 
 class Terminal:
-    """A pseudo-terminal; what arrives at its other end is kept."""
+    """A pseudo-terminal that keeps its output."""
 
     def __init__(self, encoding: str = "utf-8", columns: int = 100) -> None:
         self._master, slave = pty.openpty()
@@ -51,7 +51,7 @@ class Terminal:
             self._received += data
 
     def text(self) -> str:
-        """Everything that was shown; the terminal is gone then."""
+        """Close the terminal and return its output."""
         self.stream.close()
         self._reader.join(10)
         os.close(self._master)
@@ -60,7 +60,7 @@ class Terminal:
 
 @pytest.fixture
 def attach(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Terminal]:
-    """Puts a terminal in the place of stdout and stderr. To be called in the test: pytest sets them anew before it."""
+    """Replace stdout and stderr by a terminal. Call it in the test, since pytest replaces them before the test."""
 
     def attach(term: str = "xterm", **options: Any) -> Terminal:
         terminal = Terminal(**options)
@@ -288,7 +288,7 @@ open("steps", "w").write(str(trainer.global_step))
 
 @pytest.mark.parametrize("redirect", ["| true; exit ${PIPESTATUS[0]}", ">&- 2>&-"])
 def test_the_exit_code_does_not_suffer(redirect: str, tmp_path: Path) -> None:
-    """Python itself would fail when it flushes a broken stdout at exit."""
+    """Python fails when it flushes a broken stdout at exit."""
     (tmp_path / "script.py").write_text(SCRIPT.format(root=str(ROOT)))
     command = (
         f"{sys.executable} script.py 2>&1 {redirect}" if "|" in redirect else f"{sys.executable} script.py {redirect}"

@@ -1,4 +1,4 @@
-"""StragglerMonitor: which process keeps the others waiting."""
+"""StragglerMonitor finds the process that keeps the others waiting."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SLOW_S = 0.1
 
 
 def times(rank: int, data: float, forward: float, rest: float = 1.0, steps: int = 10) -> Times:
-    """Of so many steps; seconds of one."""
+    """Return the times of several equal steps, in seconds."""
     return Times(rank, f"node{rank}", steps, data * steps, forward * steps, rest * steps)
 
 
 def looks(callback: StragglerMonitor, *every: list[Times]) -> list[str]:
-    """What is said after looking so many times."""
+    """Return the messages after several looks."""
     said = []
     for one in every:
         callback._compare(one)
@@ -61,7 +61,7 @@ def test_the_table_has_the_slowest_first() -> None:
 
 
 class Clock:
-    """Goes on by a second whenever it is asked."""
+    """A clock that advances by a second with every reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_reported() -> None:
 
 
 def of_two(which: str) -> tuple[dict[int, Times], list[str]]:
-    """Rank 1 is slow in its forward, or its data; what rank 0 has seen and said."""
+    """Train with a slow forward or slow data on rank 1; return what rank 0 has measured and logged."""
     said: list[str] = []
 
     class Slow(Toy):

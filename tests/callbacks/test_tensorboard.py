@@ -1,4 +1,4 @@
-"""TensorBoardLogger: what TensorBoard itself reads from the files."""
+"""TensorBoardLogger writes files that TensorBoard itself reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def curves(folder: Any) -> dict[str, list[tuple[int, float]]]:
 
 
 class Crash(Callback):
-    """Ends the run with an error right after a step is wholly done."""
+    """A callback that ends the run with an error right after a complete step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -45,7 +45,7 @@ class Crash(Callback):
 
 
 def train(folder: str, crash_at: int | None = None, **settings: Any) -> Path:
-    """Three epochs of 8 steps, a checkpoint after every 4."""
+    """Train three epochs of 8 steps, with a checkpoint after every 4."""
     crash = [] if crash_at is None else [Crash(crash_at)]
     trainer = quiet(
         max_epochs=3,

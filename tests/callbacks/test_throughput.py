@@ -1,4 +1,4 @@
-"""ThroughputMonitor: the rates agree with each other and with the clock."""
+"""ThroughputMonitor logs rates that agree with each other and with the clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.callbacks.throughput import peak_by_name
 
 
 class Kept(Logger):
-    """The rates logged, by name without the prefix; one dict for each step."""
+    """A logger that keeps the rates by name without the prefix, one dict for each step."""
 
     def __init__(self) -> None:
         self.rates: dict[int, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Timer: stops in time, and counts on after a resume."""
+"""Timer stops in time, and keeps its count after a resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.callbacks import ModelCheckpoint, Timer
 
 
 class Slow(Toy):
-    """Every training batch takes 10 ms, every validation batch 20."""
+    """A module whose training batches take 10 ms and whose validation batches take 20."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.01)
@@ -72,7 +72,7 @@ def test_a_resumed_run_goes_on_counting() -> None:
     assert step == 6
     before = timer.time_elapsed()
     assert before >= 0.06
-    # What is left is too little for a step, and a run whose time is over makes none.
+    # The remaining time is too short for a step, and a run without time left makes none.
     timer, step = run(0.05, 9)
     assert step == 6
     assert timer.time_elapsed() >= 0.06

@@ -1,4 +1,4 @@
-"""TorchProfiler: the files are there, of the steps that were asked for, with the names of the loop's parts."""
+"""TorchProfiler writes traces of the chosen steps, with the names of the loop's phases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def events(trace: Path) -> list[dict[str, Any]]:
 
 
 def named(trace: Path) -> dict[str, int]:
-    """How many complete events of each name."""
+    """Return the number of complete events by name."""
     counts: dict[str, int] = {}
     for event in events(trace):
         if event.get("ph") == "X" and event.get("cat") in ("user_annotation", "cpu_op"):
@@ -94,7 +94,7 @@ def test_after_an_error_what_there_is_is_written() -> None:
         quiet(max_epochs=1, callbacks=[profiler]).fit(Fails(), loader(8))
     (trace,) = profiler.traces
     assert named(trace)[BACKWARD] == 3
-    # The profiler of torch is free for the next one.
+    # torch's profiler can be used again.
     again = TorchProfiler(wait=0, warmup=1, active=1)
     quiet(max_epochs=1, callbacks=[again]).fit(Toy(), loader(3))
     assert len(again.traces) == 1

@@ -1,4 +1,4 @@
-"""Callbacks on two processes: they decide together, and only rank 0 writes what is written once."""
+"""Callbacks on two processes decide together, and only rank 0 writes shared files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO = {"devices": 2, "strategy": "ddp"}
 
 
 class Uneven(Toy):
-    """Each process alone would see other values, and take another time."""
+    """A module whose values and times differ between the processes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         time.sleep(0.005 * (1 + self.trainer.rank))
@@ -105,7 +105,7 @@ def test_one_log_with_the_rates_of_both(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("format", ["safetensors", "jsonl"])
 def test_predictions_in_the_order_of_the_data(results: list[dict[str, Any]], folder: Path, format: str) -> None:
-    # 13 batches, of which the two take turns: the last one is split.
+    # 13 batches, which the two processes take in turn; the last one is split.
     assert len({path.name[:21] for path in (folder / format).iterdir()}) == 2
     rows = [torch.as_tensor(row) for row in read_predictions(folder / format)]
     assert torch.equal(torch.stack(rows), torch.cat([batch[0] for batch in loader(13)]))

@@ -1,4 +1,4 @@
-"""What several checkpoint tests need: exact comparison, random states, and forged checkpoints."""
+"""Compare exactly, draw random states, and forge checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def raw(tensor: torch.Tensor) -> list[int]:
 
 
 def check_same(one: Any, other: Any, where: str = "") -> None:
-    """Same types, values, order of keys, bits of floats and tensors."""
+    """Assert equal types, values, order of keys, and bits of floats and tensors."""
     if isinstance(one, torch.Tensor):
         assert type(other) is torch.Tensor, where
         assert (one.dtype, one.shape) == (other.dtype, other.shape), where
@@ -90,7 +90,7 @@ def random_tree(rng: random.Random, depth: int) -> Any:
 
 @pytest.fixture
 def random_state() -> Callable[[int], dict[str, Any]]:
-    """A random state for a seed."""
+    """Return a random state for a seed."""
 
     def make(seed: int) -> dict[str, Any]:
         rng = random.Random(seed)
@@ -111,14 +111,14 @@ def small_state() -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A small checkpoint at step 3."""
+    """Write a small checkpoint at step 3 and return its path."""
     path = tmp_path / "step=3"
     write_checkpoint(path, small_state(), info={"step": 3, "metrics": {"loss": 0.5}})
     return path
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:
-    """Make the manifest true again for files that were changed, as an attacker would; `change` edits it further."""
+    """Update the manifest for changed files, as an attacker would; `change` edits the manifest further."""
     body = json.loads((folder / "manifest.json").read_bytes())
     body.pop("seal")
     for name in body["files"]:

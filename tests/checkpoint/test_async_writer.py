@@ -1,4 +1,4 @@
-"""Writing in the background: what the copy in memory holds, and how a write ends."""
+"""Background writes save a consistent copy, and report how they end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.errors import CheckpointError
 
 
 class Gate:
-    """Called by the writer after the commit; holds it there until it is opened."""
+    """A callable for the writer to call after the commit, which blocks until it is opened."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -30,11 +30,11 @@ class Gate:
 
 
 def nothing() -> None:
-    """After the commit there is nothing to do."""
+    """Do nothing after the commit."""
 
 
 def end(writer: BackgroundWriter) -> str | None:
-    """The path that was committed."""
+    """Return the path that was committed."""
     writer.wait()
     path, error = writer.result()
     if error is not None:
@@ -48,7 +48,7 @@ def test_what_changes_after_the_start_is_not_written(tmp_path: Path) -> None:
     state = {"model": {"w": weight, "tied": weight, "rows": weight.t()}, "numbers": numbers}
     info = {"step": 3}
     gate = Gate()
-    # The thread cannot be held before it writes, so the change comes at once, and many times.
+    # The thread cannot be stopped before it writes, so the tensors change at once, and many times.
     for round_ in range(20):
         weight.copy_(torch.arange(6.0).reshape(2, 3))
         numbers[:] = [1, 2]
@@ -109,7 +109,7 @@ def test_the_caller_goes_on_while_it_is_written_and_hears_of_it_later(
         gate = Gate()
         writer.start(tmp_path / name, {"x": torch.ones(10)}, {}, gate)
         assert gate.reached.wait(60)
-        assert is_committed(tmp_path / name)  # what comes afterwards does so after the commit
+        assert is_committed(tmp_path / name)  # `on_committed` runs after the commit
         assert writer.result() == (None, None)
         threading.Timer(0.1, gate.opened.set).start()
         writer.wait(due=True)
@@ -143,7 +143,7 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_split_state_does_not_share_its_containers() -> None:
-    """What makes the copy of everything but the tensors."""
+    """Splitting copies everything but the tensors."""
     given: dict[str, Any] = {"a": [1, {"b": (2, [3])}]}
     data = serialize(given, "state").data
     given["a"][1]["b"][1].append(4)

@@ -24,7 +24,7 @@ def add(directory: CheckpointDirectory, name: str, **info: Any) -> Path:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> CheckpointDirectory:
-    """Checkpoints of steps 2, 10 and 30, the latest first by name."""
+    """Return a directory with checkpoints of steps 2, 10 and 30, the latest first by name."""
     directory = CheckpointDirectory(tmp_path / "checkpoints")
     for name, step in (("c", 2), ("b", 10), ("a", 30)):
         add(directory, name, step=step)

@@ -1,4 +1,4 @@
-"""What is on the disk when a writer is killed, or the disk refuses."""
+"""A killed writer or a full disk leaves complete checkpoints or none."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_a_killed_writer_leaves_complete_checkpoints_or_nothing(tmp_path: Path) 
         assert directory.newest_valid() == (directory.list()[-1] if directory.list() else None)
         directory.clean()
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-    assert interrupted >= 3  # the kills did hit writers at work
+    assert interrupted >= 3  # some kills came during a write
     assert committed >= 3
 
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """The kernel refuses to let any file of this process grow beyond `size` bytes."""
+    """Limit files of this process to `size` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

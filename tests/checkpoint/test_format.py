@@ -48,7 +48,7 @@ def test_a_module_and_its_optimizer_come_back(tmp_path: Path, assert_same: Same)
 
 
 def test_schedulers_resume_across_a_milestone(tmp_path: Path) -> None:
-    """MultiStepLR keeps a Counter, of which SequentialLR uses more than a dict has."""
+    """MultiStepLR keeps a Counter, and SequentialLR uses methods that a dict does not have."""
 
     def build() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -226,7 +226,7 @@ def test_a_pickle_under_one_of_our_names_is_not_executed(
     marker = tmp_path / "executed"
     data = pickle.dumps(Payload(marker))
     pickle.loads(data)
-    marker.unlink()  # the payload works; now it must not
+    marker.unlink()  # the payload works here, and must not when it is loaded
     (checkpoint / name).write_bytes(data)
     if name != "manifest.json":
         reseal(checkpoint)

@@ -1,4 +1,4 @@
-"""Several processes write one checkpoint: whole or not at all, whatever happens to one of them."""
+"""Several processes write one checkpoint completely or not at all, even if one of them fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whole_state() -> dict[str, torch.Tensor]:
 
 
 def shard(tensor: torch.Tensor, rank: int, world: int) -> Shard:
-    """Consecutive elements; the last process has none of a small tensor's."""
+    """Return this rank's consecutive elements; the last rank has none of a small tensor."""
     size = -(-tensor.numel() // world) if tensor.numel() > 7 else -(-tensor.numel() // (world - 1))
     low, high = min(rank * size, tensor.numel()), min((rank + 1) * size, tensor.numel())
     return Shard(tensor.flatten()[low:high], tuple(tensor.shape), FlatSlice(low, high - low))
@@ -49,7 +49,7 @@ def state(rank: int, world: int) -> dict[str, Any]:
 
 
 def joined() -> SingleProcess:
-    """The talk between processes, as a strategy does it."""
+    """Return the process group of a strategy."""
     strategy = DDPStrategy()
     strategy.setup_environment("cpu", resolve_precision("32-true"))
     return strategy.processes
@@ -64,7 +64,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def write_and_fail(folder: str) -> dict[str, Any]:
-    """What each process sees of good and bad writes."""
+    """Return the errors of good and bad writes on this process."""
     group = joined()
     rank, place = group.rank, Path(folder)
     own = state(rank, WORLD)
@@ -77,7 +77,7 @@ def write_and_fail(folder: str) -> dict[str, Any]:
     lacking = {**own, "model": {**own["model"], "w": Shard(torch.empty(0), (5, 4), EMPTY_SLICE)}} if rank == 2 else own
     results["a part is missing"] = error_of(lambda: write_checkpoint(place / "missing", lacking, process_group=group))
     if rank == 1:
-        # Writing under this rank's name is impossible: a folder is in the way.
+        # A folder with the name of this rank's file makes its write fail.
         from trainer.checkpoint.disk import LocalStorage
 
         def refuse(self: Any, path: Any, chunks: Any) -> Any:
@@ -116,7 +116,7 @@ def test_all_or_nothing(tmp_path: Path) -> None:
 
 
 def write_in_threads(folder: str) -> dict[str, Any]:
-    """In the background, while the processes use their group."""
+    """Write in the background while the processes use their group."""
     group = joined()
     store: Any = group.store
     writer, done = BackgroundWriter(), threading.Event()

@@ -1,4 +1,4 @@
-"""Checkpoints where there is no rename: fsspec's memory, and a folder that behaves like an object store."""
+"""Checkpoints in storage without rename: fsspec's memory, and a folder that behaves like an object store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.errors import CheckpointError, ConfigError
 
 
 class Objects(LocalFileSystem):
-    """Files that can be written, read and deleted; nothing can be renamed, and nobody makes folders."""
+    """A file system of objects that can be written, read and deleted, without renames or folders."""
 
     protocol = "objects"
 
@@ -48,14 +48,14 @@ class Objects(LocalFileSystem):
 @pytest.fixture(params=["memory", "objects"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
     fsspec.register_implementation("objects", Objects, clobber=True)
-    # Its contents are one for the whole process.
+    # All instances in a process share their contents.
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     return RemotePath(f"objects://{tmp_path}/run" if request.param == "objects" else "memory://bucket/run")
 
 
 def objects(folder: RemotePath) -> list[str]:
-    """Everything that is there, by the path below the folder."""
+    """Return all objects by their path below the folder."""
     with folder._open_store() as (store, path):
         found = store.find(path)
     return sorted(str(entry)[len(path) + 1 :] for entry in found)
@@ -149,7 +149,7 @@ def test_a_folder_without_a_manifest_counts_for_nothing(folder: RemotePath) -> N
     assert not is_committed(folder / "half")
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         read_checkpoint(folder / "half")
-    # The same name is free, and nothing of the former write stays.
+    # The same name can be used again, and nothing of the former write stays.
     write_checkpoint(folder / "half", {"x": 1})
     assert verify_checkpoint(folder / "half") == []
 
@@ -272,7 +272,7 @@ def test_a_killed_writer_leaves_complete_checkpoints_or_nothing(tmp_path: Path) 
         expected = "new" if fault.startswith(("after_pointer", "in_removal")) else "old"
         assert json.loads((folder / "last.json").read_bytes()) == {"checkpoint": expected}, fault
         if "new" not in there:
-            add(folder, "new", 2)  # a run that goes on comes to the same name
+            add(folder, "new", 2)  # a resumed run writes the same name
         assert verify_checkpoint(folder / "new") == []
 
 

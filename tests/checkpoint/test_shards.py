@@ -1,4 +1,4 @@
-"""Extents: which elements of a flattened tensor, of any box that a process may hold."""
+"""Slices of a flattened tensor stand for any box that a process may hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = [(7,), (4, 6), (3, 1, 5), (2, 3, 4), (1, 1), (2, 3, 4, 5)]
 
 
 def boxes(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Every box of a tensor: offsets and lengths."""
+    """Return every box of a tensor: offsets and lengths."""
     spans = [[(low, high - low) for low in range(n) for high in range(low + 1, n + 1)] for n in shape]
     return [tuple(zip(*box, strict=True)) for box in itertools.product(*spans)]  # type: ignore[misc]
 
@@ -31,7 +31,7 @@ def test_a_box_is_taken_as_slicing_takes_it(shape: tuple[int, ...]) -> None:
         try:
             part = slice_of_box(shape, offsets, lengths)
         except ValueError:
-            # Only a box that is narrower in several dimensions has runs at uneven distances.
+            # Only a box that is narrower in several dimensions has runs with uneven gaps.
             assert narrow > 1 or len(shape) > 2
             continue
         taken += 1
@@ -62,7 +62,7 @@ def test_of_a_tensor_that_is_not_contiguous() -> None:
 
 @pytest.mark.parametrize("shape", [(5, 6), (2, 3, 4)])
 def test_any_part_of_a_tensor_in_any_parts_is_read(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Stored by rows, by columns, in odd ranges; read by rows, by columns, in odd ranges."""
+    """The tensor is stored and read by rows, by columns, and in odd ranges."""
     tensor = torch.randn(shape)
     folder = tmp_path
     divisions = {
@@ -75,7 +75,7 @@ def test_any_part_of_a_tensor_in_any_parts_is_read(shape: tuple[int, ...], tmp_p
         sources = []
         for number, part in enumerate(parts):
             file = folder / f"{name}{number}"
-            # Something else comes first in the file.
+            # The file begins with other bytes.
             file.write_bytes(b"x" * 12 + part.take(tensor).numpy().tobytes())
             sources.append(FilePart(file, 12, part))
         stored = FileTensor("w", shape, torch.float32, sources)

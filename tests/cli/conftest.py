@@ -1,4 +1,4 @@
-"""The command run inside the test's process, on a small project."""
+"""Run the command inside the test's process, on a small project."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.cli.main import main
 
 @pytest.fixture
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As in a process of its own: folders that the command puts on the path go, and modules that it imports."""
+    """Remove the folders that the command puts on the path, and the modules that it imports."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -31,7 +31,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """The current folder, with the user's file in it."""
+    """Return the current folder, with the user's file in it."""
     (tmp_path / "mymodel.py").write_text(USERS_FILE)
     return tmp_path
 

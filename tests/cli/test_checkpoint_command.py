@@ -1,4 +1,4 @@
-"""`trainer checkpoint`: ls, show, verify, export."""
+"""`trainer checkpoint` lists, shows, verifies and exports checkpoints."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 
 class Printed:
-    """What a command gave."""
+    """The exit code and the output of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -60,7 +60,7 @@ class Printed:
 
 @pytest.fixture
 def checkpoint(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Runs `trainer checkpoint ...`."""
+    """Return a function that runs `trainer checkpoint ...`."""
 
     def call(*arguments: object) -> Printed:
         capsys.readouterr()

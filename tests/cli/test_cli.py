@@ -30,7 +30,7 @@ def resolved(command: Command, *arguments: str) -> dict[str, object]:
 
 
 def given(*overrides: str, files: tuple[str, ...] = ()) -> dict[str, object]:
-    """What the module of `mymodel.py` was constructed with."""
+    """Return the arguments of the module of `mymodel.py`."""
     pairs = [overrides[i : i + 2] for i in range(0, len(overrides), 2)]
     nodes = [(name, read_value(value, name, Diagnostics())) for name, value in pairs]
     configuration = load(files, [(name, node) for name, node in nodes if node is not None])
@@ -212,7 +212,7 @@ def run(*arguments: str, cwd: Path | None = None) -> Result:
 
 
 def test_fit_validate_test_and_predict(project: Path) -> None:
-    """With a `callbacks` folder of the user's beside it; then the run, from its own configuration, somewhere else."""
+    """The project has a `callbacks` folder of its own; the run's configuration is then used in another folder."""
     (project / "callbacks").mkdir()
     (project / "callbacks" / "__init__.py").write_text("from trainer import Callback\nclass Mine(Callback): pass\n")
     (project / "run.yaml").write_text(RUN + QUIET.replace("{", "{callbacks: callbacks.Mine, ", 1))

@@ -1,4 +1,4 @@
-"""What the command says when something is wrong: where, what was given, what is allowed, what to type."""
+"""Errors of the command say where the problem is, what was given, what is allowed, and what to type."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ KEYS = "Top-level keys: module, data, trainer, ckpt_path."
 
 
 def net(*arguments: str) -> str:
-    """The configuration of a Net with these arguments, from line 4 on."""
+    """Return the configuration of a Net with these arguments, from line 4 on."""
     lines = ["module:", "  class_path: mymodel.py:Net", "  init_args:", *(f"    {argument}" for argument in arguments)]
     return "\n".join(lines) + "\n"
 
 
 def callbacks(*items: str) -> str:
-    """The configuration of a Net with these callbacks, from line 4 on."""
+    """Return the configuration of a Net with these callbacks, from line 4 on."""
     return NET + "trainer:\n  callbacks:\n" + "".join(f"  - {item}\n" for item in items)
 
 

@@ -36,7 +36,7 @@ class Terminal:
         self.seen = ""
 
     def until(self, words: str) -> str:
-        """What was printed up to these words."""
+        """Return the output up to these words."""
         while words not in self.seen:
             try:
                 read = os.read(self.master, 4096)
@@ -48,7 +48,7 @@ class Terminal:
         return before + words
 
     def interrupt(self) -> None:
-        """Ctrl-C; once more while nothing comes of it: one between prompt and reading is lost in Python's `input`."""
+        """Send Ctrl-C until it has an effect: Python's `input` loses one that comes between prompt and reading."""
         os.killpg(self.process.pid, signal.SIGINT)
         while not select.select([self.master], [], [], 2)[0]:
             os.killpg(self.process.pid, signal.SIGINT)

@@ -20,14 +20,14 @@ FILES = {**ACCELERATE, **DEEPSPEED}
 
 @pytest.fixture
 def foreign(project: Path) -> Path:
-    """A folder with all of them."""
+    """Return a folder with all files of other programs."""
     for name, text in FILES.items():
         (project / name).write_text(text)
     return project
 
 
 def keys_of(name: str) -> set[str]:
-    """Every key, with the sections before it."""
+    """Return every key, with the sections before it."""
     data = yaml.safe_load(FILES[name])
     inner = {
         f"{key}.{child}": value
@@ -51,7 +51,7 @@ def test_no_key_is_dropped_and_fit_takes_the_result(command: Command, foreign: P
 
 
 def report_of(command: Command, name: str) -> dict[str, str]:
-    """The words about each key."""
+    """Return the report's explanation of each key."""
     assert command("config", "--from", name, "--force")[0] == 0
     return {row.key: f"{row.kind}: {row.words}" for row in translate(name).rows}
 

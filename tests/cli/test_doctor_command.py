@@ -1,4 +1,4 @@
-"""`trainer doctor`: what is well, what is not, and what to do about it; and nothing is left behind."""
+"""`trainer doctor` reports what works, what does not, and how to fix it; and it leaves no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trainer fit --dry-run`: a large machine's training, checked on a small one; nothing is started, nothing written."""
+"""`trainer fit --dry-run` checks a large training on a small machine, and starts and writes nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def net(project: Path) -> Path:
 
 @pytest.fixture
 def dry(command: Command, net: Path) -> Command:
-    """A dry run in this process: the exit code, its lines, and what it says is wrong."""
+    """Run a dry run in this process; return the exit code, the lines, and the errors."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         before = sorted(os.listdir(net))
@@ -98,7 +98,7 @@ def dry(command: Command, net: Path) -> Command:
 
 
 def said(out: str, subject: str) -> list[str]:
-    """The lines on a subject: status and words."""
+    """Return status and text of the lines on a subject."""
     rows = [line.split(maxsplit=1) for line in out.splitlines()]
     return [
         f"{row[0]} {row[1].removeprefix(subject).strip()}" for row in rows if row[1:] and row[1].startswith(subject)
@@ -133,7 +133,7 @@ def test_shards(dry: Command, world: int, share: int) -> None:
         "OK gathered one at a time: 3 x Block (blocks.0 to blocks.2), and the rest",
     ]
     assert lines[2] == f"OK rank 0 holds {share:,} of 12,288 elements; an equal share is {12288 // world:,}"
-    # A row of 64 numbers is not divided, so that most of 1024 processes have nothing.
+    # A row of 64 numbers is not split, so that most of 1024 processes have nothing.
     few = "OK 3 of 3 tensors: fewer rows than shards, some processes have nothing of them"
     assert lines[3:] == ([few] if world > 64 else [])
     (memory,) = said(out, "memory")
@@ -258,7 +258,7 @@ def test_data_that_is_elsewhere_is_no_failure(dry: Command) -> None:
 
 
 def test_an_interval_that_no_epoch_reaches(dry: Command, net: Path) -> None:
-    """It fits on one process, and not on so many."""
+    """The interval fits an epoch of one process, and not of many."""
     step = "    def validation_step(self, batch, batch_idx):\n        pass\n\n    def configure_optimizers"
     text = MODEL.replace("    def configure_optimizers", step)
     text += "\n    def val_dataloader(self):\n        return self.train_dataloader()\n"
@@ -288,7 +288,7 @@ def test_gpus_are_asked_for_where_there_are_none(dry: Command) -> None:
 
 
 def test_json_stands_alone(net: Path) -> None:
-    """In a process of its own, which has neither threads nor connections, and in which nothing else may print."""
+    """The dry run is a process of its own, without other threads, connections or output."""
     words = ("--dry-run", "--world-size", "64", "--trainer.strategy", "fsdp", "--json")
     result = run_python("-m", "trainer", "fit", "--config", "run.yaml", *words, cwd=net).check(0)
     found = json.loads(result.stdout)
@@ -324,7 +324,7 @@ def test_every_strategy_can_be_rehearsed(name: str) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_shards_what_the_table_of_estimate_says(name: str) -> None:
-    """The rows of that table are held against measurements in test_estimate_runs.py."""
+    """The table itself is compared with measurements in tests/model/test_memory_runs.py."""
     named = {"deepspeed": "deepspeed_stage_2"}.get(name, name)
     row = next(row for row in LAYOUTS if named in re.findall(r"\w+", row.label))
     layout = layout_of(name, vars(STRATEGIES[name]()))

@@ -188,7 +188,7 @@ def test_values_of_the_configuration_can_be_changed(command: Command) -> None:
     )
     assert found["parameters"] == 10 * 10 + 10 * 10 + 30
     assert found["optimizer"]["per_element"] == 2
-    # The optimizer is named on the command line, so all that is trained is taken to be in it.
+    # The optimizer is named on the command line, so all parameters that train are assumed to be in it.
     assert row(found, 3, "ddp")["optimizer"] == 4 * 2 * 200 + 4 * 2
 
 

@@ -1,4 +1,4 @@
-"""`trainer fit --ray`: what is typed, and what is said before anything starts. The trainings: launchers/test_ray.py."""
+"""`trainer fit --ray` checks its options before anything starts; launchers/test_ray.py runs trainings."""
 
 from __future__ import annotations
 

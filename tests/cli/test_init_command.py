@@ -1,4 +1,4 @@
-"""`trainer init`: the copy of an example works by itself; nothing of the user's is touched."""
+"""`trainer init` makes a copy of an example that works by itself, and changes no file of the user."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORTER = {
 
 
 def commands_of(readme: Path) -> list[list[str]]:
-    """The indented commands of an example's README, shortened; not those on data of the reader's own."""
+    """Return the indented commands of an example's README, shortened, without those on the reader's own data."""
     lines = [line.strip() for line in readme.read_text().splitlines() if line.startswith("    ")]
     found = []
     for line in lines:
@@ -59,7 +59,7 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
     assert all(file in printed for file in files_of(project))
     assert "  cd 'my project'\n  trainer fit --config config.yaml\n  pytest\n" in printed
 
-    # Only the trainer is on the path, as where it is installed.
+    # Only the trainer is on the path, as when it is installed.
     (path := tmp_path / "installed").mkdir()
     (path / "trainer").symlink_to(ROOT / "trainer")
     commands = commands_of(FOLDER / name / "README.md")

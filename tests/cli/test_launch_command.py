@@ -91,7 +91,7 @@ def test_a_killed_worker_costs_one_interval_and_changes_no_bit(tmp_path: Path) -
 
 
 def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
-    """The others, that begin with `trainer`, are run by tests/test_docs.py."""
+    """tests/test_docs.py runs the other commands, which begin with `trainer`."""
     page = (ROOT / "docs" / "launch.md").read_text().splitlines()
     commands = [line.split() for line in page if line.startswith(".venv/bin/torchrun")]
     assert len(commands) == 1
@@ -168,7 +168,7 @@ def test_help_has_examples_and_needs_no_torch(command: Command) -> None:
 def sbatch(command: Command, *words: str) -> str:
     code, out, err = command("launch", "--slurm", "--print", *words)
     assert (code, err) == (0, "")
-    # What a shell makes of it, without running it.
+    # The shell checks the syntax, without running the file.
     subprocess.run(["bash", "-n"], input=out, text=True, check=True)
     return out
 

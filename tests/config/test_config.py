@@ -25,7 +25,7 @@ from trainer.config.types import TypeMismatchError, allowed, parameters_of, vali
 
 
 def read(text: str, name: str = "run.yaml") -> tuple[Any, list[str]]:
-    """What a file with this text holds, and the problems with it."""
+    """Return the tree of a file with this text, and its problems."""
     Path(name).write_text(text, encoding="utf-8")
     findings = Diagnostics()
     tree = read_file(name, findings)
@@ -33,7 +33,7 @@ def read(text: str, name: str = "run.yaml") -> tuple[Any, list[str]]:
 
 
 def lines(node: Node, place: tuple[Any, ...] = ()) -> dict[str, int | None]:
-    """The line of every value by its place."""
+    """Return the line of every value by its key path."""
     found = {dotted(place): node.source.line} if place else {}
     children = node.value if isinstance(node.value, dict) else {}
     if isinstance(node.value, list):
@@ -44,7 +44,7 @@ def lines(node: Node, place: tuple[Any, ...] = ()) -> dict[str, int | None]:
 
 
 def sources(node: Node) -> list[Source]:
-    """Where a value and the values in it were written."""
+    """Return the sources of a value and of the values in it."""
     children = list(node.value.values()) if isinstance(node.value, dict) else node.value
     inside = [source for child in children for source in sources(child)] if isinstance(children, list) else []
     return [node.source, *inside]

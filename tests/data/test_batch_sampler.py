@@ -121,7 +121,7 @@ def test_drop_last_in_evaluation_drops_the_same_on_any_number_of_processes() -> 
 
 
 class Own(Sampler[int]):
-    """Draws from all three global generators and from its own, and wants the epoch."""
+    """A sampler that draws from all three global generators and its own, and has `set_epoch`."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -141,7 +141,7 @@ class Own(Sampler[int]):
 
 
 class OwnBatches(Sampler[list[int]]):
-    """Batches of unequal sizes, in random order."""
+    """A batch sampler of unequal batches in random order."""
 
     def __init__(self, sizes: list[int]) -> None:
         edges = np.cumsum([0, *sizes])
@@ -220,7 +220,7 @@ def test_global_generators_are_left_alone(name: str) -> None:
 
 
 def test_drawing_in_chunks_keeps_the_private_numbers() -> None:
-    """More items than one chunk, with the global generators used in between."""
+    """There are more items than one chunk, and the global generators are used in between."""
     loader = DataLoader(Numbers(1000), 3, sampler=Own(9000))
     quiet = read(batch_sampler_of(loader))
     batch_sampler = batch_sampler_of(loader)
@@ -230,7 +230,7 @@ def test_drawing_in_chunks_keeps_the_private_numbers() -> None:
         random.random()
         noisy.append(batch.indices)
     assert noisy == [batch for batch, _, _ in quiet]
-    # At an odd place: numpy makes normals in pairs.
+    # At an odd index, since numpy draws normals in pairs.
     for start in (1365, 2991):
         assert read(batch_sampler_of(loader), 0, start) == quiet[start:]
 

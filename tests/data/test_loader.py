@@ -60,7 +60,7 @@ class Subclass(DataLoader[Any]):
 
 
 class Counter:
-    """A loader that knows where it is, like torchdata's StatefulDataLoader."""
+    """A loader with a state, like torchdata's StatefulDataLoader."""
 
     def __init__(self, n: int = 5) -> None:
         self.n = n
@@ -264,7 +264,7 @@ def test_an_iterable_with_state_goes_on_by_itself() -> None:
     assert values(resumed.iterate(0, start=2)) == [2, 3, 4]
     assert loader.calls == [0, {"next": 2}]
     assert values(resumed.iterate(1)) == [0, 1, 2, 3, 4]
-    # Without a state it is read up to the start.
+    # A loader without a state is read up to the start.
     assert values(loader_of(Counter()).iterate(0, start=2)) == [2, 3, 4]
     assert loader_of(DataLoader(Numbers(3))).state_dict() == {}
 

@@ -10,7 +10,7 @@ SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 100, 1000, 1023, 1024, 1025
 
 
 class Network(Permutation):
-    """Without the table for small n."""
+    """A permutation that does not use the table for small n."""
 
     table_size = 0
 
@@ -41,7 +41,7 @@ def test_depends_on_seed_and_epoch_only() -> None:
 
 
 def test_is_the_same_on_every_machine() -> None:
-    """A resumed run may use another version of torch or numpy: these values must never change."""
+    """These values must never change, since a resumed run may use another version of torch or numpy."""
     assert list(Permutation(10, 42, 0).indices()) == FIXED_10
     assert Permutation(10**9, 42, 0).at(np.arange(4)).tolist() == FIXED_BILLION
     assert mix_seed(42, 0) == FIXED_MIX
@@ -57,7 +57,7 @@ def test_billions_cost_nothing() -> None:
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray | float) -> float:
-    """In standard deviations from its mean, approximately."""
+    """Return chi-square as its distance from the mean in standard deviations, approximately."""
     freedom = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
@@ -82,7 +82,7 @@ def test_all_orders_of_a_few_are_equally_likely(n: int) -> None:
 @pytest.mark.parametrize("n", [100, 1000, 10_000])
 @pytest.mark.parametrize("kind", [Permutation, Network])
 def test_neighbours_are_unrelated(kind: type[Permutation], n: int) -> None:
-    """Over seeds: where two positions go, jointly in tenths of the range."""
+    """Over many seeds, the joint distribution of two neighbours is uniform in tenths of the range."""
     seeds, cells = 4000, 10
     positions = np.array([0, 1, n // 2])
     orders = np.array([kind(n, seed, 0).at(positions) for seed in range(seeds)]).astype(int) * cells // n

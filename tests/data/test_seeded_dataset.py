@@ -15,7 +15,7 @@ from trainer.data.seeded_dataset import draws_nothing
 
 
 class Noisy(Dataset[Any]):
-    """Each sample with a random number of every generator."""
+    """Samples with a random number from every generator."""
 
     def __len__(self) -> int:
         return 27
@@ -34,7 +34,7 @@ def keep(samples: Any) -> Any:
 
 
 def mixed_up(samples: list[Any]) -> Any:
-    """A collate function that draws, too."""
+    """Collate a batch, and draw random numbers, too."""
     return samples, random.random(), float(torch.rand(())), float(np.random.beta(0.5, 0.5))
 
 
@@ -50,7 +50,7 @@ def read(data: Dataset[Any], workers: int = 0, world: int = 1, rank: int = 0, st
 
 @pytest.fixture
 def numbers_of_the_model() -> Iterator[None]:
-    """What is drawn after the test is what would have been drawn without it."""
+    """Assert that the global generators continue as if the block had not run."""
     random.gauss(0, 1)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
     yield
@@ -74,7 +74,7 @@ def test_no_workers_load_what_workers_load(kind: type[Noisy], collate: Any, per_
 
 
 class Drawing(Dataset[int]):
-    """Counts how often each sample is loaded."""
+    """A dataset that counts how often each sample is loaded."""
 
     def __init__(self, draw: Callable[[], Any]) -> None:
         self.draw = draw
@@ -146,7 +146,7 @@ def test_seeds_per_sample_are_the_same_on_any_number_of_processes(own_sampler: b
     for world in (2, 3):
         ranks = [read(Noisy(), 0, world, rank, **options) for rank in range(world)]
         assert sorted(sample for batches in ranks for batch in batches for sample in batch) == one
-    # A seed per batch is another one on another process.
+    # Seeds per batch differ between processes.
     options["seed_per_sample"] = False
     full = {sample for batch in read(Noisy(), **options) for sample in batch}
     assert not full & {sample for batch in read(Noisy(), 0, 2, 1, **options) for sample in batch}
@@ -177,7 +177,7 @@ def test_another_bit_generator_of_numpy_stays_in_place() -> None:
 
 @pytest.mark.parametrize("data", [Noisy(), TensorDataset(torch.arange(27.0))])
 def test_the_models_numbers_do_not_depend_on_the_workers(data: Dataset[Any]) -> None:
-    """Normals of numpy's old functions, too, which are made in pairs."""
+    """This includes normals of numpy's legacy functions, which are drawn in pairs."""
 
     def drawn(workers: int) -> list[float]:
         np.random.seed(4)

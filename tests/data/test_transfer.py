@@ -1,4 +1,4 @@
-"""Moving batches to CUDA beside the computation; elsewhere the plain way."""
+"""Batches are moved to CUDA on a side stream during computation, and directly on other devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.data.transfer import CudaPrefetchCopy, make_transfer
 
 
 class OwnKind:
-    """A batch class of a user, which knows how to move."""
+    """A user's batch class with a `to` method."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -48,7 +48,7 @@ def test_a_batch_is_complete_when_it_is_used_and_is_not_overwritten_by_the_next(
     busy = torch.randn(2048, 2048, device=device)
     for number in range(50):
         batch = move(torch.full((1 << 20,), float(number)).pin_memory())
-        busy = (busy @ busy).clamp(-1, 1)  # the device is behind
+        busy = (busy @ busy).clamp(-1, 1)  # the device lags behind the host
         sums.append(batch.sum(dtype=torch.float64))
         del batch
     assert [float(total) for total in sums] == [number * float(1 << 20) for number in range(50)]

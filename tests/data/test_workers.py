@@ -14,7 +14,7 @@ from trainer.data.loader import BatchLoader
 
 
 class Augmented(Dataset[Any]):
-    """Every sample with a random number from each generator, and a mark that `worker_init_fn` may set."""
+    """Samples with a random number from each generator, and a mark that `worker_init_fn` may set."""
 
     mark = 0
 
@@ -69,7 +69,7 @@ def test_augmentation_does_not_depend_on_the_workers(kind: type[Augmented]) -> N
 
 
 def test_worker_start_is_seeded_too() -> None:
-    """What a `worker_init_fn` draws depends on (seed, epoch) and the worker; not on the epoch if workers persist."""
+    """The numbers of a `worker_init_fn` depend on the seed, the worker, and, unless workers persist, the epoch."""
 
     def drawn(epoch: int, persistent: bool = False) -> Any:
         batch_loader = loader_of(Augmented(), 1, worker_init_fn=draw_mark, persistent_workers=persistent)
@@ -79,7 +79,7 @@ def test_worker_start_is_seeded_too() -> None:
     torch.manual_seed(99)
     assert drawn(0) == first
     assert drawn(1) != first
-    # They start once: a run that resumes in epoch 1 must start them as epoch 0 did.
+    # Persistent workers start once: a run that resumes in epoch 1 must start them as epoch 0 did.
     assert drawn(1, persistent=True) == first
 
 
@@ -88,7 +88,7 @@ def test_persistent_workers_over_epochs_and_starts() -> None:
     fresh = loader_of(Augmented(), 1)
     for epoch, start in [(0, 0), (1, 0), (1, 2), (0, 1), (5, 3)]:
         assert read(batch_loader, epoch, start) == read(fresh, epoch, start)
-    # Left in the middle, with batches of the old epoch still under way.
+    # The iterator is left in the middle, while batches of the old epoch are being loaded.
     batches = batch_loader.iterate(2)
     next(batches)
     assert read(batch_loader, 3) == read(fresh, 3)
@@ -133,7 +133,7 @@ def test_an_error_in_a_worker_names_the_users_line() -> None:
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Two workers are fine on machines with one core."""
+    """Silence torch's warning about two workers on a machine with one core."""
     import warnings
 
     with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from trainer.errors import ConfigError
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says what this machine has."""
+    """Set the devices that torch finds."""
 
     def say(cuda: int = 0, mps: bool = False) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)

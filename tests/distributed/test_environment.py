@@ -118,7 +118,7 @@ def test_no_processes_at_all(zero: str) -> None:
         (HYDRA, "mpirun (PMI)", (1, 1, 2, 2, 0, 1, "127.0.0.1")),
         (KUBEFLOW, "Kubeflow", (2, 0, 4, 1, 2, 4, "job-master-0")),
         ({**TORCHRUN, "RAY_JOB_ID": "0100"}, "Ray Train", (5, 1, 8, 4, 1, 2, "localhost")),
-        # Whoever is nearest to the process decides: torchrun in a step of srun, mpirun in an allocation.
+        # The innermost launcher decides: torchrun in a step of srun, mpirun in an allocation.
         ({**TORCHRUN, **SRUN}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
         ({**BATCH, **OPEN_MPI}, "mpirun (Open MPI)", (3, 1, 4, 2, 1, 2, "node1")),
         ({**TORCHRUN, "RAY_JOB_ID": "0100", "TORCHELASTIC_RUN_ID": "x"}, "torchrun", (5, 1, 8, 4, 1, 2, "localhost")),
@@ -128,7 +128,7 @@ def test_who_decides(variables: dict[str, str], source: str, place: tuple[object
     found = detect_environment(variables)
     numbers = (found.rank, found.local_rank, found.world_size, found.local_world_size, found.node_rank, found.num_nodes)
     assert (found.source, (*numbers, found.master_addr)) == (source, place)
-    # Libraries read the same place from torchrun's variables, and so do we the next time.
+    # Libraries read rank and world size from torchrun's variables, and so does a second call.
     variables = dict(variables)
     found.export(variables)
     again = detect_environment(variables)
@@ -158,7 +158,7 @@ def test_what_is_not_one_of_several_processes(variables: dict[str, str]) -> None
 
 
 def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In `srun -n5 --pty bash` a program is alone; what such a shell starts with srun is not."""
+    """In `srun -n5 --pty bash` a program is a single process; those that the shell starts with srun are not."""
     code = "from trainer.distributed.environment import detect_environment as d; print('source:', d().source)"
     pid, terminal = pty.fork()
     if pid == 0:
@@ -246,12 +246,12 @@ NO_LOCAL = "MPI_LOCALRANKID or PMI_LOCAL_RANK, MPI_LOCALNRANKS or PMI_LOCAL_SIZE
         ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE=4 set, but not MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_LOCAL"),
         ({name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")}, "but not MPI_LOCALNRANKS or"),
         ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE='x' is not a whole number"),
-        # In a batch script, where Slurm has set nothing of this.
+        # As in a batch script, where Slurm does not set these variables.
         ({**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"}, f"but not {NO_LOCAL}"),
     ],
 )
 def test_mpiruns_variables_without_the_local_ones(variables: dict[str, str], message: str) -> None:
-    """Each process would take itself for the only one, and train by itself."""
+    """Without the refusal each process would train by itself."""
     with pytest.raises(ConfigError, match=message):
         detect_environment(variables)
 
@@ -272,7 +272,7 @@ def test_mpiruns_variables_without_the_local_ones_where_another_decides() -> Non
         {"PMI_RANK": "", "PMI_SIZE": ""},
         {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""},
         dict.fromkeys((*TORCHRUN, *SRUN, *OPEN_MPI, *KUBEFLOW, "RAY_JOB_ID", "TORCHELASTIC_RUN_ID"), ""),
-        # As Kubeflow sets them in the only pod of a job, of now and of former times.
+        # As current and earlier versions of Kubeflow set them in the only pod of a job.
         {**KUBEFLOW, "PET_NNODES": "1", "RANK": "0", "WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "m", "MASTER_PORT": "23456"},
     ],

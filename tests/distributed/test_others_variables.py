@@ -1,4 +1,4 @@
-"""Two processes with the variables of mpirun or Kubeflow: they join, and end with the same bits as two of our own."""
+"""Processes with the variables of mpirun or Kubeflow join, and end with the same bits as those of the trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 6
 
 
 def open_mpi(rank: int) -> dict[str, str]:
-    """Open MPI's; MVAPICH's are the same with another prefix."""
+    """Return Open MPI's variables; MVAPICH's are the same with another prefix."""
     values = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
     assert {f"OMPI_COMM_WORLD_{name}" for name in values} < OPEN_MPI.keys()
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
@@ -29,24 +29,24 @@ def mvapich(rank: int) -> dict[str, str]:
 
 
 def hydra(rank: int) -> dict[str, str]:
-    """Of MPICH and Intel MPI."""
+    """Return the variables of MPICH and Intel MPI."""
     return {**HYDRA, "PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)}
 
 
 def kubeflow(rank: int) -> dict[str, str]:
-    """Two pods with one process each, which was not started by torchrun."""
+    """Return the variables of two pods with one process each, without torchrun."""
     return {**KUBEFLOW, "PET_NNODES": "2", "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
 def pods(rank: int) -> dict[str, str]:
-    """Two pods, for `trainer launch train.py`."""
+    """Return the variables of two pods that run `trainer launch train.py`."""
     place = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     return {**place, "PET_RDZV_CONF": "join_timeout=60"}
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights of two processes that the trainer starts itself."""
+    """Return the weights of two processes that the trainer starts itself."""
     folder = tmp_path_factory.mktemp("own")
     run_python(make(folder), str(folder / "out"), str(STEPS), "0", "2", cwd=folder).check()
     return weights_of(folder / "out")

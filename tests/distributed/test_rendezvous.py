@@ -25,7 +25,7 @@ from trainer.errors import TrainerError
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which somebody listens who never answers."""
+    """Return a port on which a socket listens that never answers."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
@@ -77,12 +77,12 @@ def test_somebody_else_listens(taken: int, monkeypatch: pytest.MonkeyPatch) -> N
 def test_own_addresses() -> None:
     assert is_own_address("localhost", 1)
     assert is_own_address("127.0.0.1", 1)
-    assert not is_own_address("192.0.2.1", 1)  # kept for documentation, by RFC 5737
+    assert not is_own_address("192.0.2.1", 1)  # reserved for documentation by RFC 5737
     assert address_towards("127.0.0.1", 1) == "127.0.0.1"
 
 
 def test_processes_of_a_second_attempt_do_not_meet_the_dead_ones_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 of the first attempt asks, and is dead before rank 0 comes; the launchers' own counts differ."""
+    """Rank 1 of the first attempt registers, and is dead before rank 0 arrives; the launchers' counts differ."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TRAINER_ATTEMPT", "")
     server = open_store("127.0.0.1", 0, "")

@@ -1,4 +1,4 @@
-"""Processes started by hand that do not fit each other: told on all of them, instead of waited for."""
+"""Processes whose settings contradict each other all raise an error instead of waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.distributed.environment import Environment
 from trainer.distributed.rendezvous import free_port, join_store
 from trainer.testing.processes import Result
 
-# Half an hour, as a run has it: a process that waits for it is killed by the test.
+# Half an hour, the default of a run: the test kills a process that waits for so long.
 JOIN = """
 import os
 from datetime import timedelta
@@ -75,7 +75,7 @@ def test_a_rank_that_is_there_twice_is_reported_on_all(places: tuple[tuple[int, 
 
 
 def test_whoever_comes_late_does_not_stop_those_that_have_met() -> None:
-    """Also: a process that joins again is not taken for a second one."""
+    """A process that joins again is not reported as a duplicate, either."""
     port = free_port()
     place = Environment(0, 0, 1, 1, 0, 1, "torchrun", 0, "127.0.0.1", port)
     first = join_store(place, timedelta(seconds=30))

@@ -1,4 +1,4 @@
-"""Slurm's notation, and its queue, for which a command `scontrol` of this test stands in: no Slurm runs here."""
+"""Slurm's notation is parsed, and jobs are requeued; a fake `scontrol` replaces Slurm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tasks_of_each_node() -> None:
 
 
 def stand_in(folder: Path, code: int = 0) -> dict[str, str]:
-    """A directory with a command `scontrol` that writes down how it was called; in front of PATH."""
+    """Put a fake `scontrol` first on PATH, which records its arguments."""
     tool = folder / "bin" / "scontrol"
     tool.parent.mkdir()
     tool.write_text(f'#!/bin/sh\necho "$@" >> "{folder}/called"\necho "no permission" >&2\nexit {code}\n')
@@ -71,7 +71,7 @@ def test_a_refusal_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def task(rank: int, **more: str) -> dict[str, str]:
-    """Slurm's variables of one of two tasks on this machine."""
+    """Return Slurm's variables of one of two tasks on this machine."""
     return {
         **SRUN,
         "SLURM_STEP_NUM_TASKS": "2",
@@ -91,14 +91,14 @@ def test_tasks_join_save_together_at_the_warning_and_one_of_them_goes_back_into_
     del queue["SLURM_JOB_ID"]
     tasks = [start_python(script, str(out), "1000", "0.05", "last", env=task(rank, **queue)) for rank in (0, 1)]
     wait_until(lambda: len(steps_of(out, 1)) > 2, 120, "\n".join(map(str, tasks)))
-    for one in tasks:  # as Slurm does: to all
+    for one in tasks:  # Slurm signals all tasks
         one.send(signal.SIGUSR1)
     for one in tasks:
         one.wait(60).check(75)
     done = steps_of(out)
     assert done == steps_of(out, 1) == list(range(1, len(done) + 1))
     assert (tmp_path / "called").read_text() == "requeue 74\n"
-    # The job's second start goes on with the next step.
+    # The job's second start continues with the next step.
     tasks = [
         start_python(script, str(out), str(len(done) + 2), "0", "last", env=task(rank, **queue)) for rank in (0, 1)
     ]
@@ -108,7 +108,7 @@ def test_tasks_join_save_together_at_the_warning_and_one_of_them_goes_back_into_
 
 
 def test_a_job_that_was_put_back_goes_on_by_itself(tmp_path: Path) -> None:
-    """Without ckpt_path: Slurm counts how often it has started the job again."""
+    """Slurm's count of restarts replaces ckpt_path."""
     script = make(tmp_path / "run")
     out = script.parent / "out"
     queue = {"TRAINER_REQUEUE": "1", "SLURM_STEP_ID": str(os.getpid())}

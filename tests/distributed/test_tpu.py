@@ -1,4 +1,4 @@
-"""Which way to a TPU is installed: found without importing either, and said in words."""
+"""The packages for TPUs are found without importing them, and errors explain what is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WITHOUT_XLA = pytest.mark.skipif(torch_xla_problem() is None, reason="torch_xla 
 
 
 def install(package: str, version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files as pip leaves them. Importing the package would fail."""
+    """Write the files that pip would install; importing the package would fail."""
     (folder / package).mkdir()
     (folder / package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     about = folder / f"{package}-{version}.dist-info"

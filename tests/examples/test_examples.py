@@ -1,4 +1,4 @@
-"""The examples do what their README says: its commands are run, shortened, and what they leave behind is looked at."""
+"""The examples do what their READMEs say: the commands are run, shortened, and their files are checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORTER = {
 
 
 def commands(section: str) -> list[str]:
-    """The commands in the `bash` blocks below a heading of the README."""
+    """Return the commands in the `bash` blocks below a heading of the README."""
     text = re.split(rf"^## {section}$", README.read_text(), flags=re.MULTILINE)[1]
     text = re.split(r"^## ", text, flags=re.MULTILINE)[0]
     blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
@@ -46,7 +46,7 @@ def commands(section: str) -> list[str]:
 
 
 def shortened(command: str) -> list[str]:
-    """The command's words, with this Python, and with what makes it short."""
+    """Return the command's words, with this Python and options that shorten the run."""
     start = max((start for start in SHORTER if command.startswith(start)), key=len)
     words = shlex.split(f"{command} {SHORTER[start]}")
     return [sys.executable, *(["-m", "trainer"] if words[0] == "trainer" else []), *words[1:]]
@@ -54,7 +54,7 @@ def shortened(command: str) -> list[str]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[[str], Result]:
-    """Runs a command of the README, shortened, in a directory that has nothing but the examples."""
+    """Return a function that runs a command of the README, shortened, in a directory with only the examples."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     def run(command: str) -> Result:
@@ -87,7 +87,7 @@ def test_digits(run: Callable[[str], Result]) -> None:
     assert "test accuracy: 0." in outputs[4]
     before, after = outputs[5].split("The same run goes on")
     assert len(re.findall(r"epoch \d+: val_acc", before)) == 2
-    # Its state came back: the second run knows the epochs of the first one, and its own.
+    # The state was restored: the second run has the epochs of the first one, too.
     assert re.findall(r"epoch .*", after)[:2] == re.findall(r"epoch .*", before)
     assert "val_acc reached 0.98" in after
     first = Path("runs/digits/version_0")
@@ -138,5 +138,5 @@ def test_gpt_learns(tmp_path: Path) -> None:
     text = Running([*command, "--trainer.max_steps", "250"], tmp_path, ENVIRONMENT).wait(240).check().stdout
     match = re.search(r"\bval_bits_per_byte\s+(\d\.\d+)", text)
     assert match is not None, text
-    # 8 bits before it has learnt anything, 5.1 for a model that only knows how often each byte occurs.
+    # 8 bits before training, 5.1 for a model that only knows how often each byte occurs.
     assert float(match[1]) < 4.2

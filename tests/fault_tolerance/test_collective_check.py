@@ -1,4 +1,4 @@
-"""A collective that only some processes call is told, on the spot."""
+"""A collective that only some processes call raises an error at once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TOLD = {
     ("fsdp", "rank 0 saves"): ("rank 0 calls save_checkpoint (in ", "<lambda>), and rank 1 has gone on without"),
     ("ddp", "rank 0 saves"): ("rank 0 calls save_checkpoint (in ", "<lambda>), and rank 1 has gone on without"),
     ("ddp", "another call"): (" calls read_metrics (in ", " calls save_checkpoint (in "),
-    # Rank 1 meets it with a call of the same name, which belongs to another callback.
+    # Rank 1 answers with a call of the same name by another callback.
     ("ddp", "rank 0 reads"): (" calls read_metrics (in checkpoint.py, ", ", <lambda>)"),
     ("ddp", "other samples"): ("the training loader has 64 samples in an epoch on rank 0, and 65 on rank 1",),
     ("ddp", "at the end"): ("rank 1 calls full_state_dict (in ", "on_fit_end), and rank 0 has gone on without"),
@@ -65,7 +65,7 @@ TOLD = {
 
 
 def test_a_call_on_some_processes_is_reported() -> None:
-    """All at once, because each takes a start of two processes; and one in which a process is only late."""
+    """All cases share one start of two processes; in the last one a process is only late."""
     running: dict[tuple[str, str], Running] = {key: start_python(SCRIPT, *key) for key in [*TOLD, ("ddp", "late")]}
     try:
         results = {key: one.wait(200) for key, one in running.items()}

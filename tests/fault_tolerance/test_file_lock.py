@@ -1,4 +1,4 @@
-"""One process at a time may write to a folder, and a dead one is not in the way."""
+"""A folder has one writer at a time, and the lock of a dead process is released."""
 
 from __future__ import annotations
 

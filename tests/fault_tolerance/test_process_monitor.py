@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Lin
 
 
 def end(how: str) -> None:
-    """Rank 1 ends without an error, while rank 0 is busy with something that never comes to a boundary."""
+    """End rank 1 without an error, while rank 0 never reaches the end of a step."""
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
     coordinator = StopCoordinator(store, rank, 2, interval=0.05)

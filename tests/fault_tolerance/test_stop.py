@@ -117,7 +117,7 @@ def join() -> tuple[int, int, dist.Store]:
 def train(
     coordinator: StopCoordinator, max_steps: int, during: Any = None, coupled: bool = True
 ) -> tuple[int, str | None]:
-    """A loop whose steps need all ranks; `during(step)` is work of this rank alone. (steps done, reason)"""
+    """Run a loop whose steps need all ranks; `during(step)` is this rank's own work. Return steps and reason."""
     step, tensor = 0, torch.ones(1)
     reason = coordinator.check(step)
     while reason is None and step < max_steps:
@@ -189,7 +189,7 @@ def test_all_asking_in_one_step_stop_after_that_very_step() -> None:
 
 
 def uncoupled(slow: float) -> tuple[int, str | None]:
-    """Ranks that never wait for each other in a step are far apart when the signal comes."""
+    """Run ranks that do not wait for each other, and so are many steps apart when the request comes."""
     rank, world_size, store = join()
     coordinator = StopCoordinator(store, rank, world_size, interval=0.02)
     coordinator.install()
@@ -274,7 +274,7 @@ def test_data_workers_outlive_the_signals_but_obey_their_process() -> None:
     batches = iter(loader)
     seen = next(batches).tolist()
     (worker,) = descendants(os.getpid())
-    # Not from its parent: by way of another process, as torchrun's would come.
+    # The signal comes from another process than its parent, as torchrun's would.
     for name in ("INT", "TERM", "TERM"):
         os.system(f"kill -{name} {worker}")
     for batch in batches:

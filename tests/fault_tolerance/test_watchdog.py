@@ -21,7 +21,7 @@ watched(sys.argv[1])
 
 
 def watched(how: str) -> None:
-    """One of two processes, with a limit of one second."""
+    """Run one of two processes under a watchdog with a limit of one second."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     watchdog = Watchdog()
@@ -34,7 +34,7 @@ def watched(how: str) -> None:
     watchdog.stop()
     watchdog.stop()
     dist.barrier()
-    os.write(1, b"came through\n")  # whole, whatever the other process writes
+    os.write(1, b"came through\n")  # one write, so that the other process's output cannot split the line
     dist.destroy_process_group()
 
 
@@ -71,7 +71,7 @@ def test_single_processes_are_not_watched() -> None:
 
 
 def test_stacks_of_the_other_threads() -> None:
-    assert "test_watchdog" not in stacks()  # the calling thread's own
+    assert "test_watchdog" not in stacks()  # the calling thread's stack
     assert len(sys._current_frames()) >= 1
 
 

@@ -1,4 +1,4 @@
-"""A place for trainings that write many checkpoints."""
+"""A folder for trainings that write many checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints at the level of `fit`, `validate` and `load_from_checkpoint`."""
+"""`fit`, `validate` and `load_from_checkpoint` refuse damaged and hostile checkpoints."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def train(folder: Path, epochs: int) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(memory_folder: Path) -> dict[str, Path]:
-    """One that was stopped after two epochs, and one that went on to three without a break."""
+    """Return a run that was stopped after two epochs, and an uninterrupted one of three."""
     return {"stopped": train(memory_folder / "stopped", 2), "uninterrupted": train(memory_folder / "uninterrupted", 3)}
 
 
 @pytest.fixture
 def stopped(runs: dict[str, Path], memory_folder: Path) -> Path:
-    """A copy of the stopped run."""
+    """Return a copy of the stopped run."""
     folder = memory_folder / "copy"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(runs["stopped"].parent, folder)
@@ -58,7 +58,7 @@ def last(run: Path) -> Path:
 def test_every_damage_of_the_last_checkpoint_is_named_and_the_one_before_is_taken(
     runs: dict[str, Path], memory_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each way of damage of each file; in the end the bits are those of the run without a break."""
+    """Each file is damaged in each way; the run ends with the bits of the uninterrupted one."""
     original = runs["stopped"]
     seen = set()
     target = last(original)
@@ -103,7 +103,7 @@ def test_a_damaged_pointer_is_passed_over(pointer: str, runs: dict[str, Path], m
 
 @pytest.mark.parametrize("how", ["flipped", "without manifest"])
 def test_when_none_is_left_nothing_is_trained(how: str, stopped: Path) -> None:
-    """Neither from the start again, nor from an older run beside it."""
+    """Training starts neither from scratch, nor from an older run."""
     shutil.copytree(stopped, stopped.with_name("version_1"))
     for path in (stopped.with_name("version_1") / "checkpoints").glob("*/"):
         if how == "flipped":
@@ -130,7 +130,7 @@ class Payload:
 
 
 def refused(path: Path, names: str | None = None) -> None:
-    """Nothing takes this checkpoint, and each says so in words."""
+    """Check that all ways of loading refuse this checkpoint with a message."""
     quiet: dict[str, Any] = {
         "logger": False,
         "enable_progress_bar": False,
@@ -154,7 +154,7 @@ def test_pickles_are_not_executed(name: str, everywhere: bool, stopped: Path, tm
     marker = tmp_path / "executed"
     data = pickle.dumps(Payload(marker))
     pickle.loads(data)
-    marker.unlink()  # the payload works; now it must not
+    marker.unlink()  # the payload works here, and must not when it is loaded
     path = last(stopped)
     (path / name).write_bytes(data)
     if everywhere:
@@ -237,7 +237,7 @@ def test_a_checkpoint_does_not_say_where_files_are_written(named: str, stopped: 
 
 
 def test_names_of_kept_checkpoints_cannot_lead_outside(stopped: Path, tmp_path: Path) -> None:
-    """A checkpoint counts those that it will delete: only those of its own folder can be meant."""
+    """A checkpoint lists those that it may delete, which must be in its own folder."""
     victim = tmp_path / "victim"
     shutil.copytree(last(stopped), victim)
     path = last(stopped)

@@ -1,4 +1,4 @@
-"""A disk that is full: the run says so, the former checkpoint stays, and with room again it goes on."""
+"""On a full disk the run reports the error and keeps the former checkpoint; with free space it continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_the_former_stays(run: Path) -> None:
 
 
 def test_a_small_disk(uninterrupted: Path, tmp_path: Path) -> None:
-    """A real one, and a process of its own."""
+    """The disk is a real, small file system, and the run a process of its own."""
     with ExitStack() as stack:
         try:
             disk = stack.enter_context(small_disk(tmp_path / "disk", size=130_000))
@@ -65,7 +65,7 @@ def test_full_at_any_point(
 
 
 def test_files_that_may_not_grow(memory_folder: Path) -> None:
-    """As under a quota: not even the first checkpoint can be written."""
+    """Files cannot grow, as under a quota: not even the first checkpoint can be written."""
     folder = memory_folder / "quota"
     with largest_file(6_000), pytest.raises(CheckpointError, match="File too large"):
         main([str(folder), *OPTIONS])

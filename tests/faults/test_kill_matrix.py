@@ -1,4 +1,4 @@
-"""Trouble on rank 0, on rank 1, or on both, under DDP: how all processes end, and what is left to go on from."""
+"""After trouble on rank 0, rank 1 or both, under DDP, all processes end, and the run can be resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def go(*runs: dict[str, Any], nproc: int | None = None) -> Result:
 
 
 def lines(result: Result) -> set[str]:
-    """What the ranks' script printed: the same on both, so each line twice.
+    """Return the lines that the script printed; both ranks print the same, so each line occurs twice.
 
     Without the trainer's own word on a stop, which rank 0 prints once.
     """
@@ -44,7 +44,7 @@ def lines(result: Result) -> set[str]:
 
 
 def left_behind(text: str) -> list[str]:
-    """The command lines of running processes that contain `text`."""
+    """Return the command lines of running processes that contain `text`."""
     return [line for line in command_lines() if text in line]
 
 
@@ -64,7 +64,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_graceful_stops_on_any_rank_go_on_to_the_same_bits(undisturbed: Path) -> None:
-    """Many runs in one start of two processes: SystemExit is caught there, and its code printed."""
+    """Many runs share one start of two processes, which catch SystemExit and print its code."""
     stops = {
         "term-0": ({"how": "SIGTERM", "who": "0"}, "SIGTERM 143"),
         "term-1": ({"how": "SIGTERM", "who": "1"}, "SIGTERM 143"),
@@ -94,14 +94,14 @@ def test_graceful_stops_on_any_rank_go_on_to_the_same_bits(undisturbed: Path) ->
 def test_exit_codes_of_stops(how: str, code: int) -> None:
     result = go({"root": how, "how": how, "who": "1", "max_restarts": 1}).check(code)
     assert "Traceback" not in result.stderr
-    assert len(lines(result)) == 1  # and nothing was started again
+    assert len(lines(result)) == 1  # and nothing was restarted
 
 
 def check_failure(result: Result, how: str, who: str, root: Path, seconds: float, code: int) -> None:
     result.check(code)
     errors = result.stderr
     print(f"{how} {who}: {seconds:.1f} s")
-    # Not the time it takes (seconds), but that nobody waits for the group's time limit (half an hour).
+    # The bound is far above the usual seconds, and far below the group's timeout of half an hour.
     assert seconds < 60 + (WATCHDOG_S if how == "hang" else 0), errors
     assert not left_behind(str(root))
     if how == "error":
@@ -144,7 +144,7 @@ def test_failures_end_all_and_leave_a_checkpoint(undisturbed: Path, how: str) ->
 
 
 def ended(running: Running, root: Path, seconds: dict[int, float]) -> bool:
-    """Whether it has; notes how long after the trouble."""
+    """Whether the process has ended; records how long after the trouble."""
     if running.process.poll() is not None:
         seconds.setdefault(running.pid, seconds_since_trouble(root))
     return running.pid in seconds
@@ -164,7 +164,7 @@ def test_failures_under_torchrun(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["SIGKILL", pytest.param("hang", marks=pytest.mark.slow)])
 def test_max_restarts_goes_on_from_the_last_checkpoint_of_this_run(undisturbed: Path, how: str) -> None:
-    # Older runs in the same place must not be taken for this one.
+    # Older runs in the same folder must not be resumed instead of this one.
     fit("r", devices=1, max_steps=2)
     fit("r", devices=1, max_steps=4, seed=9, ckpt_path=None)
     run = {**failing(how, "1"), "root": "r", "ckpt_path": None, "max_restarts": 1}
@@ -182,6 +182,6 @@ def test_restarts_by_torchrun(undisturbed: Path) -> None:
     run = {"root": "r", "how": "SIGKILL", "who": "1", "ckpt_path": None}
     run_python(script, str(SCRIPT), *arguments(run)).check(0)
     assert compare_runs(undisturbed, Path("r/version_0")) == []
-    # Another exit code than 0 would have torchrun start it again.
+    # torchrun would restart the process after an exit code other than 0.
     run_python(script, str(SCRIPT), *arguments({"root": "s", "how": "SIGTERM", "who": "1"})).check(0)
     assert compare_runs(undisturbed, Path("s/version_0")) != []

@@ -1,4 +1,4 @@
-"""A training killed at every named point, or at a hook, goes on and ends with the same bits."""
+"""A training killed at every named point, or at a hook, resumes and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ print("CODES " + json.dumps(codes))
 
 @pytest.fixture(scope="module")
 def ended(memory_folder: Path) -> tuple[Path, dict[str, list[int]]]:
-    """Where the trainings are, and how each process ended."""
+    """Run the trainings; return their folder, and the exit codes of each one's processes."""
     faults = {name: next(iter(fault(name, count=count).values())) for name, count in FAULTS.items()}
     result = run_python(DRIVER, json.dumps(faults), cwd=memory_folder, timeout=280).check()
     codes = re.search("^CODES (.*)", result.stdout, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Trouble under strategies that divide the state: it ends like under the others, and goes on to the same bits."""
+"""Runs with sharded state end after trouble as all others do, and resume to the same bits."""
 
 from __future__ import annotations
 

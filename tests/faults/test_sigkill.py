@@ -1,4 +1,4 @@
-"""The short version of `python -m benchmarks sigkill`: processes of their own, killed at random moments."""
+"""Trainings killed at random times resume to the same bits; a short `python -m benchmarks sigkill`."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ def test_a_training_that_is_killed_at_random_ends_with_the_same_bits(memory_fold
     uninterrupted = undisturbed(memory_folder / "uninterrupted", *epochs)
     outcome = disturbed(memory_folder / "killed", uninterrupted, KILLS, 5, 0.5, *epochs)
     assert outcome.problems == []
-    assert outcome.kills >= KILLS - 2  # the last starts may come to the end before they are killed
+    assert outcome.kills >= KILLS - 2  # the last processes may end before they are killed

@@ -106,7 +106,7 @@ print("error line", file=sys.stderr, flush=True)
 def test_the_failing_process_decides_the_exit_code(end: str, code: int, stderr: str) -> None:
     result = run_python(BEGIN + f"if rank == 1:\n    {end}\ntime.sleep(600)\n").check(code)
     assert result.stderr.rstrip().endswith(stderr)
-    # No banner, no log lines of the agent: only what the process itself has said.
+    # No banner, no log lines of the agent: only the output of the process itself.
     assert len(result.stderr.splitlines()) == {3: 0, 1: 4, 137: 1}[code], result.stderr
 
 
@@ -193,7 +193,7 @@ def test_where_it_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_die_with_parent_does_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRAINER_LAUNCHED", raising=False)
     die_with_parent()
-    monkeypatch.setenv("TRAINER_LAUNCHED", str(os.getpid()))  # as in a process that a started one has started
+    monkeypatch.setenv("TRAINER_LAUNCHED", str(os.getpid()))  # as in a process started by a started one
     die_with_parent()
 
 

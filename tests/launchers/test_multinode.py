@@ -1,4 +1,4 @@
-"""Several machines: launchers in network namespaces of their own, that is with addresses of their own."""
+"""Launchers on several machines, which are network namespaces with addresses of their own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 def namespaces_refused() -> str | None:
-    """Why this machine cannot have two networks; None if it can."""
+    """Return the reason why this machine cannot have two networks; None if it can."""
     if shutil.which("ip") is None:
         return "there is no command `ip` (package iproute2)"
     name = f"probe{os.getpid()}"
@@ -107,7 +107,7 @@ def test_a_launcher_is_killed_and_started_again_and_the_bits_are_the_same(hosts:
     again.wait(60).check()
     done = steps_of(out)
     drops = [i for i in range(1, len(done)) if done[i] <= done[i - 1]]
-    assert len(drops) == 1, done  # one restart, after which only what was not saved is done again
+    assert len(drops) == 1, done  # one restart, which repeats only the steps since the last checkpoint
     assert done[drops[0] - 1] - done[drops[0]] + 1 <= EVERY
     assert done[: drops[0]] == list(range(1, done[drops[0] - 1] + 1))
     assert done[drops[0] :] == list(range(done[drops[0]], STEPS + 1))

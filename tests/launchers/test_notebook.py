@@ -1,4 +1,4 @@
-"""`trainer.launch` as somebody at a prompt uses it: functions that exist in no file."""
+"""`trainer.launch` runs functions that were typed at a prompt and exist in no file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as on Lin
 
 
 def at_a_prompt(*lines: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """What a Python prompt says to these lines, typed one by one."""
+    """Return the output of a Python prompt for these lines, typed one by one."""
     return subprocess.run(
         [sys.executable, "-i", "-q"],
         input="\n".join(lines) + "\n",

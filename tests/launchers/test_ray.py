@@ -1,4 +1,4 @@
-"""Ray Train, on a cluster of this machine: runs join it, survive killed workers, and end with the same bits."""
+"""Runs on a local Ray cluster survive killed workers, and end with the same bits."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ sys.exit(code)
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("ray") is None, reason='needs Ray: pip install "exact-trainer[ray]"')
 def test_killed_workers_in_a_job_of_the_users_and_of_the_command(tmp_path: Path) -> None:
-    """Both in one job, so that neither may go on with the other's run; rank 0 is killed in one, rank 1 in the other."""
+    """Both run in one job, and neither may resume the other's run; rank 0 is killed in one, rank 1 in the other."""
     for name, text in (("users.py", USERS), ("run.yaml", CONFIG), ("job.py", JOB)):
         (tmp_path / name).write_text(text)
     fit = ("fit", "--config", "run.yaml")
@@ -127,7 +127,7 @@ def test_killed_workers_in_a_job_of_the_users_and_of_the_command(tmp_path: Path)
 
 
 def check_it_went_on(folder: Path, killed: int, expected: str) -> None:
-    """From the last checkpoint, in the same run directory, to the same bits as without Ray."""
+    """Check that the run resumed in the same run directory and ended with the same bits as without Ray."""
     assert (folder / "killed").exists()
     last = KILLED_AFTER // EVERY * EVERY
     assert steps_of(folder, killed) == [*range(1, KILLED_AFTER + 1), *range(last + 1, STEPS + 1)]

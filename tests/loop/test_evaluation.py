@@ -1,4 +1,4 @@
-"""Evaluation counts every sample once: the same metrics on one and two processes, and those that are right."""
+"""Evaluation counts every sample once: the metrics are right, and the same on one and two processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOADERS = {"small": 3, "large": 14, "one": 1}
 
 
 class Measured(TrainModule):
-    """Logs in every way that there is. A batch holds values, predicted classes, classes, and tokens per sample."""
+    """A module that logs in every way. A batch holds values, predicted classes, classes, and tokens per sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def make_data(length: int) -> TensorDataset:
 
 
 def analytic(*lengths: int) -> dict[str, float]:
-    """What the metrics are, over all samples of datasets of these lengths at once."""
+    """Compute the metrics over all samples of datasets of these lengths at once."""
     columns = zip(*(make_data(length).tensors for length in lengths), strict=True)
     value, predicted, label, tokens = (torch.cat(column) for column in columns)
     value = value.double()
@@ -102,7 +102,7 @@ def several_loaders() -> dict[str, Any]:
 
 
 def evaluate_everything(devices: int) -> dict[str, Any]:
-    """All that the tests below look at, on this process."""
+    """Run everything that the tests below check, on this process."""
     results: dict[str, Any] = {}
     for length, size in SIZES:
         trainer, module = make_trainer(devices), Measured()
@@ -119,7 +119,7 @@ def evaluate_everything(devices: int) -> dict[str, Any]:
 
 
 class Positions(Callback):
-    """The order in which predictions come."""
+    """A module that predicts the position of each sample."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -183,7 +183,7 @@ def test_predictions_come_in_order_and_each_sample_once(on_one: dict[str, Any], 
 
 
 class CountAlive(Callback):
-    """How many outputs still exist while predicting."""
+    """A module that counts the outputs that still exist while predicting."""
 
     def __init__(self) -> None:
         self.outputs: list[weakref.ref[torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""What is hinted at for a GPU, and that nothing is where there is nothing to gain."""
+"""Performance hints appear on a GPU, and only where there is something to gain."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ FIT = f"""
 def run(
     stage: str, journal: Journal, module: TrainModule, tmp_path: Path, ckpt_path: str | None = None, **options: Any
 ) -> Trainer:
-    """One stage with the two recording callbacks; the one with `runs_last` is given first."""
+    """Run one stage with the two recording callbacks; the one with `runs_last` is given first."""
     callbacks = [journal.callback("late", runs_last=True), journal.callback("early", runs_last=False)]
     callbacks += options.pop("more", [])
     trainer = Trainer(callbacks=callbacks, default_root_dir=tmp_path, **{**QUIET, "max_epochs": 2, **options})
@@ -337,7 +337,7 @@ def test_every_hook_stands_in_the_pseudocode_and_every_hook_of_the_pseudocode_ex
 
 
 def test_the_two_lists_of_hooks_agree() -> None:
-    """What a module may define and what is called on it are made from the same class."""
+    """The hooks that a module may define are those that are called on it."""
     own = {name for name in vars(TrainModule) if name.startswith("on_")}
     assert set(MODULE_HOOKS) == (set(HOOKS) - set(NOT_ON_MODULES)) | own
     assert own & set(HOOKS) == {"on_save_checkpoint", "on_load_checkpoint"}

@@ -1,4 +1,4 @@
-"""Which messages are seen by default, and that a program's own logging is left as it is."""
+"""Messages are visible by default, and a program's own logging configuration is not changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typical mistakes with the Trainer's arguments, callbacks and loggers: what was given, is allowed, is to be typed."""
+"""Errors for mistakes with arguments, callbacks and loggers say what was given, what is allowed, and what to type."""
 
 from __future__ import annotations
 

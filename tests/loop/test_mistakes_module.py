@@ -1,4 +1,4 @@
-"""Typical mistakes in a module and its data: what was given, what is allowed, what to type; before the first step."""
+"""Errors for mistakes in a module and its data come before the first step, and say what to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typical mistakes in the use of what a module offers: logging, manual optimization, hyperparameters, checkpoints."""
+"""Errors for mistakes with logging, manual optimization, hyperparameters and checkpoints say what to type."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_epoch_without_a_step_is_said(caplog: pytest.LogCaptureFixture) -> No
 
 
 class Given(TrainModule):
-    """Keeps its arguments as `keep` says."""
+    """A module that saves its hyperparameters as `keep` says."""
 
     def __init__(self, value: Any = 1, keep: Any = None) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Other(TrainModule):
 
 @pytest.fixture
 def trained() -> str:
-    """The checkpoint of a `Net`."""
+    """Train a `Net` and return its checkpoint."""
     trainer = quiet()
     fit(Net(), trainer=trainer)
     return trainer.checkpoint_callbacks[0].last_model_path

@@ -1,4 +1,4 @@
-"""No hidden synchronisation: no device value is read, and nothing is sent to other processes, between two flushes."""
+"""Between two flushes no device value is read, and nothing is sent to other processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = ("cpu", "numpy", "tolist", "item", "__float__", "__int__", "__bool__",
 
 
 class Reads(TorchDispatchMode):
-    """Counts host reads of tensors, in the main thread and in backward."""
+    """Count host reads of tensors, in the main thread and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Reads(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """On the CPU `tolist` and `numpy` dispatch nothing; here they are seen."""
+    """Count `tolist` and `numpy`, which dispatch nothing on the CPU."""
 
     def __init__(self, seen: Counter[str]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ COLLECTIVES = ("all_gather_object", "broadcast_object_list", "all_reduce", "broa
 
 @contextmanager
 def collectives() -> Iterator[Counter[str]]:
-    """Counts calls of torch.distributed's functions (DDP's own go through its C++ reducer)."""
+    """Count calls of torch.distributed's functions (those of DDP go through its C++ reducer)."""
     seen: Counter[str] = Counter()
     before = {name: getattr(dist, name) for name in COLLECTIVES}
 
@@ -86,7 +86,7 @@ def collectives() -> Iterator[Counter[str]]:
 
 
 class Module(TrainModule):
-    """Logs tensors in every way: by step, over the epoch, reduced, weighted, in the bar."""
+    """A module that logs tensors in every way: by step, over the epoch, reduced, weighted, in the bar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Module(TrainModule):
 
 
 class Between(Callback):
-    """Enters a context after step `first` is wholly done and leaves it after step `last`."""
+    """A callback that enters a context after the complete step `first` and leaves it after step `last`."""
 
     runs_last = True
 

@@ -1,4 +1,4 @@
-"""The contract "Exact resume": broken anywhere and resumed, a run ends with the same bits."""
+"""A run that is interrupted anywhere and resumed ends with the same bits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_number_of_workers_changes_nothing(found: Found, optimizer: str) -> 
 
 
 def test_sigkill(found: Found, tmp_path: Path) -> None:
-    """Real processes, killed for good; the last rank, in a window and in a validation."""
+    """The last rank is a real process that SIGKILL ends in a window and in a validation."""
 
     def run(hook: str = "on_fit_end", step: int = -1) -> int:
         script = f"from tests.helpers.resume_runs import killed_for_good\nkilled_for_good('broken', {hook!r}, {step})\n"
@@ -88,7 +88,7 @@ def test_another_number_of_processes_goes_on_with_the_same_global_batches(tmp_pa
     ended = plain(f"{tmp_path}/two to one", 8, 2)
 
     assert len(one) == SAMPLES * EPOCHS
-    # Per-sample seeds: the augmented samples are the same to the last bit, on whatever process.
+    # With seeds per sample the augmented samples have the same bits on every process.
     assert sorted(one) == sorted(two[0]["uninterrupted"] + two[1]["uninterrupted"])
     assert sorted(one) == sorted(begun + two[0]["one to two"] + two[1]["one to two"])
     assert sorted(one) == sorted(two[0]["two to one"] + two[1]["two to one"] + ended)
@@ -98,7 +98,7 @@ def test_another_number_of_processes_goes_on_with_the_same_global_batches(tmp_pa
         for row, theirs in zip(rows, losses(tmp_path / other), strict=True):
             assert row.keys() == theirs.keys()
             for name in row:
-                # A maximum of micro-batches depends on how they are cut.
+                # A maximum over micro-batches depends on their size.
                 if name != "largest":
                     assert row[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (other, row["step"], name)
 

@@ -1,4 +1,4 @@
-"""A run that goes on with another micro-batch size keeps its place in the data."""
+"""A run that is resumed with another micro-batch size keeps its position in the data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = 24
 
 
 class Seen(TrainModule):
-    """Remembers which samples it was trained on."""
+    """A module that records the samples it was trained on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Seen(TrainModule):
 
 
 def run(root: Path, batch_size: int, max_steps: int) -> list[int]:
-    """The samples in the order in which they were used."""
+    """Train, and return the samples in the order in which they were used."""
     module = Seen()
     loader = DataLoader(TensorDataset(torch.arange(float(SAMPLES)).unsqueeze(1)), batch_size=batch_size, shuffle=True)
     trainer = Trainer(

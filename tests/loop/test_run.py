@@ -1,4 +1,4 @@
-"""The run: what its trainer answers before, during and after it, and what its set-up leaves when it fails."""
+"""The trainer's properties work before, during and after a run, and a failed set-up leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FROM_THE_FIRST_RUN_ON = ("module", "metrics", "device", "estimated_stepping_batc
 
 
 class Reader(Callback):
-    """Reads everything in each hook of the set-up and of the training."""
+    """A callback that reads all properties in each hook of the set-up and of the training."""
 
     def __init__(self) -> None:
         self.read: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Running reductions: the sums of Python, whatever is pending, and the same bits after a checkpoint."""
+"""Running reductions equal Python's, whatever is pending, and keep their bits in a checkpoint."""
 
 from __future__ import annotations
 
