@@ -14,6 +14,7 @@ from trainer.cli.estimate.report import ModuleSize
 from trainer.config.check import ClassSpec, instantiate
 from trainer.config.load import Configuration
 from trainer.errors import ConfigError, unknown_name_error
+from trainer.loop.run import Run, Session
 from trainer.model.blocks import find_blocks
 from trainer.model.memory import ADAMW, OptimizerStates, Weight
 from trainer.module import TrainModule
@@ -95,8 +96,9 @@ def _configure(module: TrainModule, precision: Precision) -> None:
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    # Schedules may depend on the number of steps.
-    module.attach(Trainer(accelerator="cpu", devices=1, max_steps=1000, **quiet))
+    # Schedules may depend on the number of steps, which a trainer knows in a run.
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=1000, **quiet)
+    trainer.adopt(Run(trainer.config, Session(trainer.settings), "fit", module))
     with precision.init_context():
         module.configure_model()
 
