@@ -119,7 +119,7 @@ def evaluate_everything(devices: int) -> dict[str, Any]:
 
 
 class Positions(Callback):
-    """A module that predicts the position of each sample."""
+    """A callback that records the predictions in their order."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -183,7 +183,7 @@ def test_predictions_come_in_order_and_each_sample_once(on_one: dict[str, Any], 
 
 
 class CountAlive(Callback):
-    """A module that counts the outputs that still exist while predicting."""
+    """A callback that counts the outputs that still exist while predicting."""
 
     def __init__(self) -> None:
         self.outputs: list[weakref.ref[torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""Activation checkpointing: less is kept between forward and backward, and everything else is the same, bit for bit."""
+"""Activation checkpointing keeps less between forward and backward, and changes no bit of the results."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_nested_blocks_are_right_too() -> None:
 
 
 class Counting(Block):
-    """Changes a buffer in its forward, as spectral norm does."""
+    """A module that changes a buffer in its forward, as spectral norm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Counting(Block):
 
 
 class Table(Block):
-    """Fills a buffer when it is first needed, as tables of positions are."""
+    """A module that fills a buffer at its first use, as for tables of positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,8 +218,8 @@ def test_it_compiles() -> None:
 
 
 def wrapped_training(how: str, recompute: str) -> dict[str, Any]:
-    """Train under DDP or FSDP, with blocks recomputed `"before"` or `"after"` wrapping, or `"never"`."""
-    # torch's batch norm on the CPU does not take weights in bf16 with statistics in fp32.
+    """Train under DDP or FSDP, with checkpointing applied `"before"` or `"after"` wrapping, or `"never"`."""
+    # torch's batch norm on the CPU does not support weights in bf16 with statistics in fp32.
     module = net(partial(Block, nn.LayerNorm) if how == "fsdp bf16" else Block)
     if recompute == "before":
         enable_activation_checkpointing(module)
@@ -243,7 +243,7 @@ WRAPPED = ("ddp", "fsdp", "fsdp bf16")
 def all_wrapped_trainings() -> dict[str, dict[str, dict[str, Any]]]:
     dist.init_process_group("gloo")
     outcomes = {how: {when: wrapped_training(how, when) for when in ("never", "before", "after")} for how in WRAPPED}
-    gc.collect()  # the wrappers go before the process group
+    gc.collect()  # the wrappers are deleted before the process group
     dist.barrier()
     dist.destroy_process_group()
     return outcomes

@@ -1,4 +1,4 @@
-"""Blocks: what is chosen in the usual shapes of models, by each policy, and what is said when nothing is."""
+"""Each policy finds the blocks of models of the usual shapes, and says when there are none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 def test_weights_that_are_sharded_already_count_with_what_they_hold() -> None:
-    """As DeepSpeed's zero.Init leaves them: empty, with their number of elements in `ds_numel`."""
+    """Parameters under DeepSpeed's zero.Init are empty, with their number of elements in `ds_numel`."""
     unsharded, sharded = (Tree(blocks=nn.ModuleList(Block() for _ in range(3)), head=nn.Linear(8, 2)) for _ in range(2))
     for parameter in sharded.parameters():
         parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ def test_a_stack_that_shares_a_parameter_with_the_rest_is_left_out() -> None:
     module = Tree(layers=blocks(4), head=nn.Linear(8, 8))
     module.head.weight = module.layers[1].feed_forward[0].weight  # type: ignore[union-attr,index]
     assert names(module) == ["layers.0", "layers.2", "layers.3"]
-    assert "layers.1" in names(module, "Block")  # said so, done so
+    assert "layers.1" in names(module, "Block")  # the message's advice works
 
 
 @pytest.mark.parametrize("policy", ["Block", Block, [Block], ["Block"], {f"{__name__}.Block"}])
@@ -202,7 +202,7 @@ def test_by_a_function() -> None:
         "layers.1.feed_forward.0",
         "layers.1.feed_forward.2",
     ]
-    assert "layers" not in names(module, lambda name, child: True)  # nothing ever calls a ModuleList
+    assert "layers" not in names(module, lambda name, child: True)  # a ModuleList is never called
 
 
 def test_everything_that_matches_nothing_is_named_with_what_there_is() -> None:

@@ -1,4 +1,4 @@
-"""compile=: the same numbers and names as without, with every way to run; and what it says when it does not help."""
+"""compile= changes no number and no name in any way to run, and reports when it does not help."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer import Callback, Trainer, TrainModule
 from trainer.errors import ConfigError
 from trainer.model.compile import keep_outside_of_graphs, read_compile
 
-# torch looks at .grad while it traces, and hides the warning about it, which "error" does not let it.
+# torch reads .grad while it traces, and cannot hide the warning about it under "error".
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 EAGER = {"backend": "eager"}
@@ -74,7 +74,7 @@ class Model(TrainModule):
 
 
 class LogsInForward(Model):
-    """Its own forward is compiled, and logs."""
+    """A module whose own forward is compiled, and logs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.net(x)
@@ -148,7 +148,7 @@ def test_same_losses_values_and_names(kind: type[Model], setting: dict[str, Any]
 
 
 def test_steps_stay_python() -> None:
-    """A step that reads counters and logs costs no break and no compilation of its own."""
+    """A step that reads counters and logs causes no graph break and no compilation of its own."""
     trained(Model(), EAGER)
     assert sum(counters["graph_break"].values()) == 0
     compiled = {record.co_name for record in get_compilation_metrics() if record.co_name}
@@ -309,7 +309,7 @@ def test_everything_is_as_it_was() -> None:
 
 
 def test_with_cuda_graphs_logged_values_are_copied() -> None:
-    """They write every step's results to the same memory; here a step does that itself."""
+    """CUDA graphs write every step's results to the same memory, which the step of this test imitates."""
     assert read_compile("reduce-overhead").reuses_memory  # type: ignore[union-attr]
     assert read_compile({"options": {"triton.cudagraphs": True}}).reuses_memory  # type: ignore[union-attr]
     assert not read_compile(EAGER).reuses_memory  # type: ignore[union-attr]
@@ -379,7 +379,7 @@ def test_a_changing_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_no_warning_without_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """A short last batch, evaluation, and another epoch are normal."""
+    """A short last batch, evaluation, and another epoch cause no warning."""
     with caplog.at_level(logging.WARNING, "trainer"):
         trainer = trained(Model(), EAGER, epochs=3)
         trainer.test(Model(), batches((4, 1)))

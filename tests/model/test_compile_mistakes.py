@@ -1,4 +1,4 @@
-"""compile=: what is wrong with it is told before anything starts, all at once."""
+"""All mistakes with compile= are reported together, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compile= with torch's own compiler, and on several processes."""
+"""compile= works with torch's own compiler, and on several processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _fresh_torch_compile() -> Iterator[None]:
 
 
 def without_dropout(module: Model) -> Model:
-    """inductor draws its own random numbers."""
+    """Return the module without dropout, since inductor draws its own random numbers."""
     for part in module.modules():
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0

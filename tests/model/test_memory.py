@@ -1,4 +1,4 @@
-"""The arithmetic of the memory estimate, against published tables."""
+"""The memory estimate agrees with published tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GB = 10**9
 
 
 def table(elements: int, processes: int, precision: str, **more: Any) -> dict[str, Memory]:
-    """By the first words of the labels."""
+    """Return the rows by the first words of their labels."""
     setup = Setup(processes, number_sizes(PRECISIONS[precision]), ADAMW, **more)
     return {layout.label: needed(layout, [Weight(elements, elements)], setup) for layout in LAYOUTS}
 
@@ -63,7 +63,7 @@ def test_activations_of_a_layer_are_those_of_the_megatron_paper() -> None:
     assert activations(model, half) == s * b * h * 34 + 5 * a * s * s * b
     assert activations(Transformer(1, h, s, b, dropout=True), half) == 34 * s * b * h
     assert activations(Transformer(10, h, s, b), half) == 10 * 32 * s * b * h
-    # Of each layer the input, and all of one layer.
+    # The inputs of all layers, and all activations of one.
     checkpointed = Transformer(10, h, s, b, dropout=True, checkpointing=True)
     assert activations(checkpointed, half) == 10 * 2 * s * b * h + 34 * s * b * h
     assert activations(Transformer(1, h, s, b, vocabulary=100), half) == 32 * s * b * h + s * b * 100 * 6

@@ -1,4 +1,4 @@
-"""The memory estimate against what real runs hold."""
+"""The memory estimate agrees with real runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Block(torch.nn.Module):
 
 
 class Net(TrainModule):
-    """Blocks, a frozen layer, tied weights, a buffer, and a first dimension that two processes cannot share evenly."""
+    """A module with blocks, frozen and tied weights, a buffer, and a first dimension of uneven shards."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Net(TrainModule):
 
 
 def estimated(name: str, processes: int, precision: str, width: int = 48) -> Memory:
-    """For `Net` under the strategy of that name."""
+    """Return the estimate for `Net` under the strategy of that name."""
     weights = [Weight(p.numel(), p.shape[0], p.requires_grad) for p in Net(width).parameters()]
     layout = next(layout for layout in LAYOUTS if name in layout.label.replace(",", "").split())
     buffers = 5 * (8 if precision == "64-true" else 4)
@@ -77,19 +77,19 @@ def parts_of(memory: Memory) -> Parts:
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
-    """The memory of tensors; of divided ones this process's parts, with what fills them up."""
+    """Return the memory of tensors on this process, including the padding of shards."""
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.numel()}.values())
 
 
 def of_all_tensors() -> int:
-    """The memory of every tensor of this process."""
+    """Return the memory of every tensor of this process."""
     gc.collect()
     return nbytes(thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
 
 
 class Weigh(Callback):
-    """The bytes of all parts before the second step, and those of every tensor that is alive then."""
+    """A callback that measures all parts, and every tensor alive, before the second step."""
 
     parts: Parts = (0, 0, 0)
     alive: int = 0
@@ -107,7 +107,7 @@ class Weigh(Callback):
 
 
 def weighed(strategy: Any, processes: int, precision: str, width: int = 48) -> tuple[Parts, int]:
-    """The parts, and the bytes of all tensors that came to be since before the module was made."""
+    """Train, and return the parts and the bytes of all tensors since before the module was made."""
     before = of_all_tensors()
     weigh = Weigh()
     quiet: dict[str, Any] = dict.fromkeys(
@@ -122,16 +122,16 @@ def weighed(strategy: Any, processes: int, precision: str, width: int = 48) -> t
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 def test_one_device_holds_exactly_the_estimate(precision: str) -> None:
     wanted = estimated("single_device", 1, precision)
-    # In a process of its own: what other tests have left behind is not counted.
+    # In a process of its own, so that tensors of other tests are not counted.
     parts, alive = run_distributed(weighed, 1, "single_device", 1, precision)[0]
     assert parts == parts_of(wanted)
-    # Nothing else of a size is there: the data are 1.5 kB, and so are counters.
+    # All other tensors are small: the data are 1.5 kB, and so are counters.
     assert wanted.device <= alive < wanted.device * 1.02
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_activations_of_the_example_transformer_are_about_the_estimate(precision: str) -> None:
-    """What autograd keeps for the backward of one micro-batch, beside the weights and autocast's copies of them."""
+    """Autograd's tensors for the backward of one micro-batch count, without weights and autocast's copies of them."""
     layers, hidden, sequence, batch, vocabulary = 2, 128, 128, 8, 512
     net = gpt.Transformer(vocabulary, sequence, layers, 4, hidden, 0.0).to(PRECISIONS[precision].weights)
     tokens = torch.zeros(batch, sequence, dtype=torch.int64)
@@ -161,7 +161,7 @@ def test_two_processes_hold_exactly_the_estimate() -> None:
     assert wanted[1][0] < wanted[0][0] * 0.6
     first, second = run_distributed(on_each_rank, 2, names, "bf16-mixed")
     assert first == wanted
-    # Of 7 rows the second process has 3, and states are not filled up: a row less of the head's weight and biases.
+    # The second process has 3 of 7 rows, without padding of states: a row less of the head's weight and biases.
     row = 4 * 2 * (48 + 1 + 1)
     assert second == [wanted[0], (*wanted[1][:2], wanted[1][2] - row)]
 
@@ -175,7 +175,7 @@ def zero_on_each_rank(width: int) -> list[int]:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_deepspeed_holds_the_estimate() -> None:
-    """Of its engine all tensors are counted: weights, gradients, master weights, states, and stage 3's bucket."""
+    """All tensors of the engine count: weights, gradients, master weights, states, and stage 3's bucket."""
     width = 192
     two, three = [estimated(name, 2, "bf16-mixed", width) for name in ("deepspeed_stage_2", "deepspeed_stage_3")]
     # Small parameters stay gathered in stage 3.

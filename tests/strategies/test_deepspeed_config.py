@@ -1,4 +1,4 @@
-"""The user's DeepSpeed JSON: taken as it is, filled in, and compared with the trainer."""
+"""The user's DeepSpeed JSON is kept, completed, and compared with the trainer's settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.strategies.deepspeed.problems import check_build_tools
 
 @pytest.fixture(autouse=True, scope="module")
 def _deepspeed() -> None:
-    """DeepSpeed warns of torch functions when it is imported."""
+    """Import DeepSpeed, and ignore its warnings about torch functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("deepspeed")
@@ -84,7 +84,7 @@ def adamw(**options: Any) -> torch.optim.AdamW:
 
 
 def run(**facts: Any) -> TrainerSettings:
-    """A run of 2 processes with micro-batches of 4 and windows of 3."""
+    """Return the settings of 2 processes with micro-batches of 4 and windows of 3."""
     known = {
         "precision": PRECISIONS["32-true"],
         "micro_batch": 4,
@@ -248,7 +248,7 @@ def test_a_schedule_that_the_module_has_not_is_reported_with_the_line_to_write()
         "optimizer": optimizer,
         "self": SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=100)),
     }
-    exec(line, names)  # what the message says works
+    exec(line, names)  # the message's advice works
     assert isinstance(names["schedule"], WarmupDecayLR)
     assert resolve_config(WARMUP, run(optimizer=optimizer, schedulers=[names["schedule"]]))
     other = copy.deepcopy(WARMUP)

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine in the trainer's hands: the numbers of plain torch, on two processes."""
+"""DeepSpeed's engine gives the numbers of plain torch on two processes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = [(engine, late) for engine in ENGINES for late in (False, True)]
 
 
 class SometimesTied(Net):
-    """Uses some of its parameters in every other step only; SGD, where a gradient of zero changes nothing."""
+    """A module that uses some parameters in every other step only; with SGD a gradient of zero changes nothing."""
 
     used = True
 
@@ -54,7 +54,7 @@ class SometimesTied(Net):
 
 
 def everything() -> dict[str, Any]:
-    """All that the tests below look at, from one start of the processes: importing DeepSpeed costs seconds."""
+    """Run everything that the tests below check in one start of the processes, since importing DeepSpeed is slow."""
     strictly()
     found: dict[str, Any] = {"losses": {}, "twice": {}, "left": {}, "broken": {}, "unused": {}, "bf16": {}}
     for engine, late in KINDS:
@@ -76,7 +76,7 @@ def everything() -> dict[str, Any]:
 
 
 def validated_and_gone_on(run: Running, losses: list[float]) -> dict[str, Any]:
-    """After half of a training: evaluation of the module, and the other half as a second training."""
+    """Train one half, evaluate the module, and train the other half as a second training."""
     strategy, module = run.strategy, run.module
     state = run.state()
     strategy.teardown()
@@ -103,7 +103,7 @@ def validated_and_gone_on(run: Running, losses: list[float]) -> dict[str, Any]:
 
 
 def left_behind(module: nn.Module) -> list[str]:
-    """What an engine has left in a module that it no longer has."""
+    """Return the traces that an engine has left in a module after its end."""
     found = []
     for part in module.modules():
         found += [name for name in vars(part) if name.startswith("ds_") or name in ("pre_bwd_fn", "_external_params")]
@@ -112,7 +112,7 @@ def left_behind(module: nn.Module) -> list[str]:
 
 
 def goes_on_after_an_error(engine: str) -> bool:
-    """An error in the middle of a forward, and the same module in another training."""
+    """Raise an error in the middle of a forward, and train the same module again."""
     run = Running(ENGINES[engine](), late=True)
     run.steps(1)
 
@@ -123,7 +123,7 @@ def goes_on_after_an_error(engine: str) -> bool:
     run.module.training_step = failing  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         run.steps(1)
-    # Nothing here may talk to the other processes, which could be anywhere.
+    # No collectives are allowed here, since the other processes could be anywhere.
     run.module.state_dict()
     run.strategy.teardown()
     del run.module.training_step
@@ -132,7 +132,7 @@ def goes_on_after_an_error(engine: str) -> bool:
 
 
 def collected_late(engine: str) -> list[str]:
-    """What of a state changes when Python deletes the engine of a former training after the next one has begun."""
+    """Return the changes of the state when Python deletes a former engine after the next training has begun."""
     run = Running(ENGINES[engine]())
     run.steps(1)
     former = run.strategy.engine
@@ -152,7 +152,7 @@ def collected_late(engine: str) -> list[str]:
 
 
 def with_unused_parameters(engine: str) -> list[float]:
-    """By how much the weights are off after each step when some steps leave parameters out."""
+    """Return the error of the weights after each step when some steps leave parameters out."""
     deepspeed_runs.Net = SometimesTied  # type: ignore[misc]
     try:
         run = Running(ENGINES[engine]())
@@ -178,7 +178,7 @@ def with_unused_parameters(engine: str) -> list[float]:
 
 
 def evaluated_only(late: bool) -> tuple[float, list[str]]:
-    """Stage 3 without any training before: by how much the result is off, and which weights differ."""
+    """Evaluate stage 3 without training; return the error of the result, and the weights that differ."""
     weights = by_hand()[1]
     strategy = DeepSpeedStage3Strategy(deepspeed_runs.DIVIDE_ALL)
     strategy.setup_environment("cpu", PRECISIONS["32-true"])
@@ -197,7 +197,7 @@ def evaluated_only(late: bool) -> tuple[float, list[str]]:
 
 
 def refusals() -> dict[str, str]:
-    """What the engine cannot do, and what is said."""
+    """Return the messages about what the engine cannot do."""
     found = {}
 
     def refused(name: str, optimizers: Any, module: Net | None = None, clip_norm: float | None = None) -> None:

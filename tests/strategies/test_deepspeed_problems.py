@@ -1,4 +1,4 @@
-"""What cannot work with DeepSpeed, told before anything is started."""
+"""Settings that cannot work with DeepSpeed raise an error before anything starts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_loaders_batch_size_is_compared_before_the_start() -> None:
 
 
 def test_a_loader_of_the_users_own_is_not_compared() -> None:
-    """Its batch_size may mean anything."""
+    """The batch_size of such a loader may mean anything."""
 
     class Own(list[Any]):
         batch_size = 99

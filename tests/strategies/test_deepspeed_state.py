@@ -1,4 +1,4 @@
-"""The state of DeepSpeed's engines by name: saved in parts, and read by any strategy on any number of processes."""
+"""The state of DeepSpeed's engines is saved by name and shard, and read by any strategy on any number of processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TAKING_OVER = ("2", "3")
 
 
 def everything(of_one_process: dict[str, Any]) -> dict[str, Any]:
-    """All that the tests below look at, from one start of the processes."""
+    """Run everything that the tests below check in one start of the processes."""
     strictly()
     found: dict[str, Any] = {"resumed": {}, "states": {}, "losses": {}, "taken over": {}}
     for precision, engine in CELLS:
@@ -62,7 +62,7 @@ def everything(of_one_process: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed(precision: str, engine: str) -> tuple[dict[str, Any], Any]:
-    """A training to the end; the state of its middle; and whether another one goes on from there with the same bits."""
+    """Train to the end, resume from the state in the middle, and compare the bits."""
     run = Running(LOW[engine](), precision)
     run.steps(3)
     middle = run.state()
@@ -74,7 +74,7 @@ def resumed(precision: str, engine: str) -> tuple[dict[str, Any], Any]:
     run.done = 3
     back = run.steps(3)
     run.strategy.teardown()
-    # A checkpoint may be written when the training is over.
+    # A checkpoint may be written after the training.
     after = {
         "model": gather_full(run.strategy, run.strategy.module_state()),
         "optimizer": gather_full(run.strategy, run.strategy.optimizer_state(run.optimizer)),
@@ -94,7 +94,7 @@ def resumed(precision: str, engine: str) -> tuple[dict[str, Any], Any]:
 
 
 def wrong_states(state: dict[str, Any]) -> dict[Any, str]:
-    """What is said of a state that does not fit."""
+    """Return the messages about states that do not fit."""
     found: dict[Any, str] = {}
     for engine in ("1", "3"):
         run = Running(ENGINES[engine]())

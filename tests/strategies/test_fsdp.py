@@ -1,4 +1,4 @@
-"""The strategy fsdp: what each process holds and sends, what is wrapped, and what is refused."""
+"""The strategy fsdp holds and sends the expected bytes, wraps the blocks, and refuses what it cannot do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH, BLOCKS, STEPS, WINDOW = 8, 3, 4, 3
 
 
 class Block(nn.Module):
-    """With a BatchNorm, whose weights have to stay float32 while everything else is gathered in bf16."""
+    """A block with a BatchNorm, whose weights stay float32 while all others are gathered in bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Scalar(Net):
 
 
 class Bare(Net):
-    """Without any layer."""
+    """A module without layers."""
 
     def __init__(self) -> None:
         super().__init__(blocks=0)
@@ -76,7 +76,7 @@ class Bare(Net):
 
 
 class Tied(Net):
-    """The first layer and the last one are one matrix."""
+    """A module whose first and last layer share one matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ TIED_POLICIES: dict[str, Any] = {
 
 
 class Listening(logging.Handler):
-    """What the trainer logs."""
+    """A logging handler that keeps the trainer's messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -116,7 +116,7 @@ class Listening(logging.Handler):
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what is sent: "_allgather_base_", "_reduce_scatter_base_"."""
+    """Count collectives by name: "_allgather_base_", "_reduce_scatter_base_"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Collectives(TorchDispatchMode):
 
 
 class Counts(Callback):
-    """The collectives of the steps after the first one, and the bytes of weights that this process holds then."""
+    """Count the collectives after the first step, and then the bytes of weights on this process."""
 
     def __init__(self) -> None:
         self.mode = Collectives()

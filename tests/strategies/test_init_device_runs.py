@@ -28,7 +28,7 @@ INIT_DEVICES = ("cpu", "mixed", "meta")
 
 
 class Built(TrainModule):
-    """Built in `configure_model`, but for one layer."""
+    """A module that builds all layers but one in `configure_model`."""
 
     def __init__(self, build: Callable[[Any], None]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def initialized_by_hand(module: Any) -> None:
 
 
 def looking_at_values(module: Any) -> None:
-    """What no meta device can do."""
+    """Read a value, which the meta device cannot do."""
     module.net = from_pretrained()
     module.drops = nn.ModuleList(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.3, 4))
     module.slopes = torch.arange(4) * 0.5
@@ -93,7 +93,7 @@ def other_shape(module: Any) -> None:
 
 
 def values_of(strategy: Strategy) -> dict[str, torch.Tensor]:
-    """In full, with the tensors that no checkpoint has."""
+    """Return all full tensors, including those that no checkpoint has."""
     return {
         **{n: b.clone() for n, b in strategy.module.named_buffers()},
         **gather_full(strategy, strategy.module_state()),
@@ -108,7 +108,7 @@ def on_one_process(build: Callable[[Any], None], seed: int = 5) -> tuple[dict[st
 
 
 def start(strategy: Strategy, build: Callable[[Any], None], will_load_checkpoint: bool = False) -> Built:
-    """Every process has other random numbers."""
+    """Seed the generators differently on every process."""
     torch.manual_seed(5 + strategy.processes.rank)
     module = Built(build)
     with strategy.init_context(module, will_load_checkpoint):
@@ -117,7 +117,7 @@ def start(strategy: Strategy, build: Callable[[Any], None], will_load_checkpoint
 
 
 def differences(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
-    """The names of what differs."""
+    """Return the names of the tensors that differ."""
     return [n for n in {**ours, **others} if n not in ours or n not in others or not torch.equal(ours[n], others[n])]
 
 
@@ -137,7 +137,7 @@ def refusal(strategy: Strategy, build: Callable[[Any], None]) -> str:
 
 
 def on_each_process(name: str) -> dict[str, Any]:
-    """What is found on this process; `different` names what is not as on one process."""
+    """Build in every way on this process; `different` names what is not as on one process."""
     found: dict[str, Any] = {"different": {}, "rng": {}, "tied": {}, "partitioned": {}, "resumed": {}, "refused": {}}
 
     def strategy(init_device: str) -> Strategy:

@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy goes on under any other: a few pairs; `python -m tests.portability` runs all."""
+"""A checkpoint of one strategy resumes under another: a few pairs; `python -m tests.portability` runs all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_run_goes_on_under_another_strategy(source: str, target: str, found: d
 
 
 class LoseMoments(Callback):
-    """What a resume does that forgets a part of the optimizer's state."""
+    """Drop a part of the optimizer's state, as a wrong resume would."""
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         for state in trainer.optimizers[0].state.values():
@@ -54,7 +54,7 @@ class LoseMoments(Callback):
 
 
 class LoseStep(Callback):
-    """What a resume does that forgets the steps of AdamW's bias correction."""
+    """Drop the step counts of AdamW's bias correction, as a wrong resume would."""
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         for state in trainer.optimizers[0].state.values():

@@ -1,4 +1,4 @@
-"""The contract "Exact resume" for strategies that divide the state: broken anywhere, the same bits at the end."""
+"""A run with sharded state that is interrupted anywhere and resumed ends with the same bits."""
 
 from __future__ import annotations
 

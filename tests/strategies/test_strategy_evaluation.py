@@ -1,4 +1,4 @@
-"""Metrics, predictions, keys and checkpoints are the same under every strategy, however unevenly the samples divide."""
+"""Metrics, predictions, keys and checkpoints are the same under every strategy, also with uneven samples."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_module() -> GPT:
 
 
 def work(name: str, folder: str) -> dict[str, Any]:
-    """Train and save one way; then evaluate, in new trainers, what the run on one process has saved, if it is there."""
+    """Train and save one way; then evaluate in new trainers the checkpoint of the run on one process, if it exists."""
     way, saving = WAYS[name], SaveAt(STEPS, f"{folder}/{name}")
     trainer = way.trainer(seed=3, max_steps=STEPS, max_epochs=1, accumulate_grad_batches=3, callbacks=saving)
     module = make_module()
@@ -66,7 +66,7 @@ def worked(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def plain(folder: Path, name: str) -> GPT:
-    """The module of a way's checkpoint, without a trainer."""
+    """Load the module of a way's checkpoint, without a trainer."""
     module = GPT.load_from_checkpoint(folder / name)
     module.eval()
     return module
@@ -102,7 +102,7 @@ def test_predictions_are_there_once_and_in_order(name: str, size: int, worked: A
     expected = module(module.data(size).tensors[0])[:, -1]
     written = torch.stack(list(read_predictions(folder / f"predictions {name} {size}")))
     torch.testing.assert_close(written, expected, atol=1e-5, rtol=1e-5)
-    # A batch over all processes is divided in the order of ranks.
+    # A global batch is split in the order of ranks.
     returned = [rank["returned", size] for rank in worked[name]]
     longest = max(map(len, returned))
     batches = chain.from_iterable([one[number] for one in returned if number < len(one)] for number in range(longest))

@@ -1,4 +1,4 @@
-"""Every strategy against one hand-written torch loop over the same global batches: the same losses to 1e-5."""
+"""Every strategy gives the losses of one hand-written torch loop over the same global batches, to 1e-5."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ processes get a filler."""
 
 @dataclass(frozen=True)
 class Case:
-    """A training that the hand-written loop and the trainer understand."""
+    """A training that both the hand-written loop and the trainer can run."""
 
     kind: str = "gpt"
     options: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
 
 
 def train_by_hand(case: Case) -> list[float]:
-    """The losses of one process that takes each window as one big batch."""
+    """Return the losses of one process that trains each window as one big batch."""
     seed_everything(SEED)
     module = case.module()
     module.configure_model()
@@ -90,7 +90,7 @@ def train_by_hand(case: Case) -> list[float]:
 
 
 def train(name: str) -> dict[str, list[float]]:
-    """The losses of every case, trained one way."""
+    """Train every case one way and return the losses."""
     return {key: train_one(name, CASES[key]) for key in COMPARED[name] if not WAYS[name].missing(CASES[key].precision)}
 
 
@@ -139,7 +139,7 @@ def test_the_cases_train(by_hand: dict[str, list[float]]) -> None:
 
 @pytest.mark.parametrize("key", ["mlp", "gpt"])
 def test_what_a_case_switches_on_changes_the_losses(key: str, by_hand: dict[str, list[float]]) -> None:
-    """Otherwise parity would not test it."""
+    """A case that changes nothing would test nothing."""
     case = CASES[key]
     for other in (replace(case, accumulate=1), replace(case, clip=None), replace(case, schedule=False)):
         there = train_by_hand(other)

@@ -1,4 +1,4 @@
-"""Faults: what the variable says, at which passing they strike, on which process, and how."""
+"""Faults happen at the call, on the process and in the way that the variable names."""
 
 from __future__ import annotations
 

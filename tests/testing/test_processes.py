@@ -1,4 +1,4 @@
-"""Processes: one rank of several gets a signal; a script is killed until it is done."""
+"""A signal reaches one rank of several, and a script is killed and restarted until it is done."""
 
 from __future__ import annotations
 

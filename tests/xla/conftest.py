@@ -1,4 +1,4 @@
-"""Tests on torch_xla's CPU devices: `make test-xla` runs them, each file in a process of its own."""
+"""Set up tests on torch_xla's CPU devices; `make test-xla` runs each file in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints between strategies: written under one, read under another, on XLA devices and in processes."""
+"""Checkpoints written under one strategy are read under another, on XLA devices and in processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ON_XLA = ("xla", "xla_fsdp")
 
 
 class Watch(Callback):
-    """The loss of each step, and a checkpoint in the middle."""
+    """Record the loss of each step, and save a checkpoint in the middle."""
 
     def __init__(self, path: str | None) -> None:
         self.path = path
@@ -35,7 +35,7 @@ class Watch(Callback):
 
 
 def fit(strategy: str, until: int, start: str | None = None, save: str | None = None) -> dict[str, Any]:
-    """Steps up to `until`, with clipping, windows of 3, a schedule, shuffled data and 81 samples an epoch."""
+    """Train up to step `until`, with clipping, windows of 3, a schedule, shuffled data and 81 samples an epoch."""
     watch, number = Watch(save), PROCESSES[strategy]
     trainer = Trainer(
         strategy=strategy,
@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> dict[str, Any]:
-    """Uninterrupted runs that leave a checkpoint in their middle, by strategy."""
+    """Return uninterrupted runs with a checkpoint in their middle, by strategy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return {strategy: run(strategy, STEPS, None, str(folder / strategy)) for strategy in PROCESSES}

@@ -1,4 +1,4 @@
-"""How often XLA compiles: not again once everything has happened for the first time, and otherwise it says why."""
+"""XLA compiles nothing after the warm-up, and the reason for any later compilation is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.strategies.xla.strategy import XlaFsdpStrategy, XlaStrategy
 
 
 class MLP(TrainModule):
-    """Each test has a width of its own: what another one has compiled is not compiled again."""
+    """An MLP whose width differs from test to test, since graphs of another test are not compiled again."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_a_step_ends_once_and_values_are_read_at_a_flush(kind: Any, tmp_path: Pa
 
 
 class Compiles(Callback):
-    """How many graphs were compiled by the end of each step."""
+    """Record the number of compiled graphs at the end of each step."""
 
     def __init__(self) -> None:
         self.by_step: list[int] = []
@@ -202,7 +202,7 @@ def test_a_short_window_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Branching(MLP):
-    """A Python number that changes, built into the program."""
+    """A module that builds a changing Python number into the graph."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return cross_entropy(self.layers(batch[0]).roll(batch_idx % 7, 0), batch[1].roll(batch_idx % 7, 0))

@@ -1,4 +1,4 @@
-"""The contract suite of the strategy table on four XLA devices."""
+"""XLA strategies pass the contract suite of the strategy table on four devices."""
 
 from __future__ import annotations
 

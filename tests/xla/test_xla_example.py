@@ -1,4 +1,4 @@
-"""The GPT example trains on XLA devices from its config, goes on, and is read without XLA."""
+"""The GPT example trains on XLA devices, resumes, and its checkpoint is read without XLA."""
 
 from __future__ import annotations
 

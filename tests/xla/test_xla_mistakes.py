@@ -1,4 +1,4 @@
-"""What cannot work on XLA devices is told before the first step."""
+"""Settings that cannot work on XLA devices raise an error before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four XLA devices against one CPU device: the same losses, step by step."""
+"""Four XLA devices give the losses of one CPU device, step by step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPT, Crops = example_module("gpt", "module").GPT, example_module("gpt", "data").
 
 
 class Losses(Callback):
-    """The losses of all micro-batches, and the learning rates of all steps."""
+    """Record the losses of all micro-batches, and the learning rates of all steps."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
@@ -119,7 +119,7 @@ def test_losses_are_those_of_one_cpu_device(strategy: str, case: tuple[str, int,
 
 
 def test_every_case_is_a_different_training() -> None:
-    """Otherwise what it switches on would not be tested."""
+    """A case that changes nothing would test nothing."""
     ends = [on_cpu.setdefault(case, train("single_device", *case))["losses"][-1] for case in CASES]
     assert len({round(end, 4) for end in ends}) == len(CASES)
     assert not any(math.isnan(end) for end in ends)

@@ -1,4 +1,4 @@
-"""bfloat16, recomputed activations, tied weights and random numbers on XLA devices."""
+"""bfloat16, activation checkpointing, tied weights and random numbers work on XLA devices."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fit(strategy: Any, module: Any = None, **settings: Any) -> dict[str, Any]:
 
 
 class Dtypes(GPT):
-    """Remembers in which dtypes it computes."""
+    """A module that records the dtypes of its computation."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -92,7 +92,7 @@ def test_tied_weights_stay_one(kind: Any) -> None:
 
 
 class Noisy(TrainModule):
-    """Three blocks with dropout."""
+    """A module of three blocks with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Noisy(TrainModule):
 
 
 class Watched(Noisy):
-    """Remembers which elements the dropout of each block has left, in the order of calls."""
+    """A module that records the elements that each block's dropout keeps, in the order of calls."""
 
     dropout = 0.4
 
