@@ -107,8 +107,8 @@ def take_turns(
                     wanted.remove(contender)
                     continue
                 after = _once(loop, passes)
-                beside = Took((before.cpu + after.cpu) / 2, (before.wall + after.wall) / 2)
-                report.results[contender.name].add(own, beside)
+                around = Took((before.cpu + after.cpu) / 2, (before.wall + after.wall) / 2)
+                report.results[contender.name].add(own, around)
                 report.results[loop.name].add(after, after)
                 before = after
             print(f"round {number + 1} of {rounds}", file=sys.__stderr__, flush=True)

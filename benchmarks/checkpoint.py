@@ -1,6 +1,6 @@
 """Time that a checkpoint blocks training: plain, with async_save, and with torch's DCP and plain copies.
 
-All ways save the same state of the same run, in turn, round after round. "Blocked" is the time until the loop goes on,
+All ways save the same state of the same run, in turn, in rounds. "Blocked" is the time until the loop continues,
 "on disk" until the checkpoint is flushed to the disk. Ours has a SHA-256 of every file; DCP's has no checksums.
 """
 

@@ -2,7 +2,7 @@
 
 Two figures are measured, both on the process with most. "Live": the bytes of all tensors that exist before the
 third step, when weights, gradients and optimizer states all exist, every storage counted once. "Peak": how far the
-resident memory of the process rose in the whole run, initial values and steps included, above what it was after all
+resident memory of the process rose during the run, initial values and steps included, above what it was after all
 imports and a run of a tiny model. Everything is on the CPU, where offloading would gain nothing; the C library is set
 to return freed memory at once.
 """
@@ -119,7 +119,7 @@ def live() -> int:
         return nbytes([*there, *(tensor.grad for tensor in there if tensor.is_leaf and tensor.grad is not None)])
 
 
-class Weigh(Callback):
+class MeasureLive(Callback):
     """Record the live bytes before the last step."""
 
     bytes: int = 0
@@ -138,14 +138,14 @@ def resident(field: str) -> int:
 
 
 def train(row: str, blocks: int, width: int, precision: str) -> int:
-    weigh = Weigh()
+    measured = MeasureLive()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     processes = int(os.environ["WORLD_SIZE"])
     settings: dict[str, Any] = {"strategy": ROWS[row](), "devices": processes, "precision": precision, **quiet}
-    trainer = Trainer(seed=0, accelerator="cpu", max_steps=STEPS, callbacks=weigh, **settings)
+    trainer = Trainer(seed=0, accelerator="cpu", max_steps=STEPS, callbacks=measured, **settings)
     data = TensorDataset(torch.randn(STEPS * processes, width))
     trainer.fit(Model(blocks, width), DataLoader(data, 1))
-    return weigh.bytes
+    return measured.bytes
 
 
 def measure(row: str, blocks: int, precision: str, folder: Path) -> None:

@@ -95,8 +95,8 @@ def main(arguments: list[str]) -> int:
 
 def _first_batch(make: Callable[[int], Iterable[int]], samples: int, start: int) -> None:
     loader = DataLoader(Huge(samples), BATCH, sampler=make(samples))
-    feed = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True)
-    next(feed.iterate(1, start // BATCH))
+    batches = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True)
+    next(batches.iterate(1, start // BATCH))
 
 
 def _first_of_torch(make: Callable[[int], Iterable[int]], samples: int, start: int) -> None:
@@ -160,8 +160,8 @@ def _per_batch(rounds: int) -> None:
         loader = DataLoader(Noisy(draw), BATCH, shuffle=True)
         ways: list[Callable[[], Iterable[Any]]] = [lambda loader=loader: loader]  # type: ignore[misc]
         for per_sample in (False, True):
-            feed = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True, seed_per_sample=per_sample)
-            ways.append(lambda feed=feed: feed.iterate(0))  # type: ignore[misc]
+            batches = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True, seed_per_sample=per_sample)
+            ways.append(lambda batches=batches: batches.iterate(0))  # type: ignore[misc]
         times: list[list[float]] = [[] for _ in ways]
         for _ in range(rounds):
             for way, taken in zip(ways, times, strict=True):

@@ -77,7 +77,7 @@ def main() -> None:
     print("Two epochs:")
     train(max_epochs=2, root=options.root)
 
-    print("The same run goes on, up to ten epochs:")
+    print("The same run, resumed, up to ten epochs:")
     trainer = train(max_epochs=10, root=options.root)
     print(f"Stopped after {trainer.global_step} steps: {trainer.stop_reason}")
 

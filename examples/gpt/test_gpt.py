@@ -42,7 +42,7 @@ def test_a_piece_depends_on_its_number_alone() -> None:
     for x, y in in_order:
         length = int((y != IGNORED).sum())
         assert 1 <= length <= 8
-        # Each target is the byte after its input, and a piece never goes on into the next file.
+        # Each target is the byte after its input, and a piece never extends into the next file.
         assert torch.equal(x[1:length], y[: length - 1])
         assert len({byte < 10 for byte in [*x[:length].tolist(), int(y[length - 1])]}) == 1
 
