@@ -167,7 +167,7 @@ def test_type_checking_and_earlier_rooms_are_allowed() -> None:
     assert wrong_imports("data.sharded_loader", "from trainer.data.loader import Batch") == []
 
 
-# -- strategies are asked, never told apart ----------------------------------------------------------------------------
+# -- no code depends on a concrete strategy ----------------------------------------------------------------------------
 
 
 OTHER_MEANINGS = {"xla", "deepspeed"}

@@ -27,16 +27,16 @@ from trainer.strategy import StepConfig
 
 SMALL = {"zero_optimization": {"reduce_bucket_size": 1000}}
 # With the default threshold DeepSpeed would not shard the parameters of a small module.
-DIVIDE_ALL = {
+SHARD_ALL = {
     "zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 40, "reduce_bucket_size": 1000}
 }
 ENGINES: dict[str, Callable[[], DeepSpeedStrategy]] = {
     "1": DeepSpeedStage1Strategy,
     "2": DeepSpeedStage2Strategy,
-    "3": lambda: DeepSpeedStage3Strategy(DIVIDE_ALL),
+    "3": lambda: DeepSpeedStage3Strategy(SHARD_ALL),
     "3, small ones not sharded": lambda: DeepSpeedStage3Strategy(SMALL),
     "2 offload": DeepSpeedStage2OffloadStrategy,
-    "3 offload": lambda: DeepSpeedStage3OffloadStrategy(DIVIDE_ALL),
+    "3 offload": lambda: DeepSpeedStage3OffloadStrategy(SHARD_ALL),
 }
 WINDOWS = (3, 2, 1, 3, 2, 1)
 """Micro-batches of each step: the last one of an epoch of six is shorter."""

@@ -51,7 +51,7 @@ class Way:
 
 
 SINGLE = "single"
-DIVIDED = (("config", {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 1000}}),)
+SHARD_SMALL = (("config", {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 1000}}),)
 """Without these, ZeRO-3 would not shard the weights of a small model."""
 
 WAYS = {
@@ -65,10 +65,10 @@ WAYS = {
     "FSDP 2x2": Way("fsdp", 4, (("sharding_strategy", "HYBRID_SHARD"), ("device_mesh", (2, 2)))),
     "ZeRO-1 x2": Way("deepspeed_stage_1", 2),
     "ZeRO-2 x2": Way("deepspeed_stage_2", 2),
-    "ZeRO-3 x2": Way("deepspeed_stage_3", 2, DIVIDED),
-    "ZeRO-3 x1": Way("deepspeed_stage_3", 1, DIVIDED),
+    "ZeRO-3 x2": Way("deepspeed_stage_3", 2, SHARD_SMALL),
+    "ZeRO-3 x1": Way("deepspeed_stage_3", 1, SHARD_SMALL),
     "ZeRO-2 x2, CPU offload": Way("deepspeed_stage_2_offload", 2),
-    "ZeRO-3 x2, CPU offload": Way("deepspeed_stage_3_offload", 2, DIVIDED),
+    "ZeRO-3 x2, CPU offload": Way("deepspeed_stage_3_offload", 2, SHARD_SMALL),
 }
 """Every way that a suite over strategies may ask for, by the name that it has in the docs."""
 

@@ -180,7 +180,7 @@ def with_unused_parameters(engine: str) -> list[float]:
 def evaluated_only(late: bool) -> tuple[float, list[str]]:
     """Evaluate stage 3 without training; return the error of the result, and the weights that differ."""
     weights = by_hand()[1]
-    strategy = DeepSpeedStage3Strategy(deepspeed_runs.DIVIDE_ALL)
+    strategy = DeepSpeedStage3Strategy(deepspeed_runs.SHARD_ALL)
     strategy.setup_environment("cpu", PRECISIONS["32-true"])
     module, plain = Net(late), Net()
     with strategy.init_context(module, will_load_checkpoint=True):

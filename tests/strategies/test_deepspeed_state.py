@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.deepspeed_runs import (
-    DIVIDE_ALL,
+    SHARD_ALL,
     ENGINES,
     Net,
     Running,
@@ -34,7 +34,7 @@ LOW = {
     **ENGINES,
     # In this case ZeRO 1 has a class of its own.
     "1, summed in fp32": lambda: DeepSpeedStage1Strategy(SUMMED_IN_FP32),
-    "3, summed in fp32": lambda: DeepSpeedStage3Strategy({**DIVIDE_ALL, **SUMMED_IN_FP32}),
+    "3, summed in fp32": lambda: DeepSpeedStage3Strategy({**SHARD_ALL, **SUMMED_IN_FP32}),
 }
 CELLS = [
     *(("32-true", engine) for engine in ENGINES),

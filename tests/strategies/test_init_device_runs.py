@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.deepspeed_runs import DIVIDE_ALL, gather_full
+from tests.helpers.deepspeed_runs import SHARD_ALL, gather_full
 from tests.helpers.processes import run_distributed
 from tests.model.test_init_device import Block, Rotary, from_pretrained
 from trainer import ConfigError, TrainModule
@@ -22,7 +22,7 @@ from trainer.strategies.deepspeed.strategy import DeepSpeedStage3Strategy
 
 STRATEGIES: dict[str, Callable[[Any], Strategy]] = {
     "fsdp": lambda init_device: FSDPStrategy(init_device=init_device),
-    "ZeRO-3": lambda init_device: DeepSpeedStage3Strategy(DIVIDE_ALL, init_device=init_device),
+    "ZeRO-3": lambda init_device: DeepSpeedStage3Strategy(SHARD_ALL, init_device=init_device),
 }
 INIT_DEVICES = ("cpu", "mixed", "meta")
 
@@ -54,7 +54,7 @@ def model(module: Any) -> None:
 
 
 def initialized_by_hand(module: Any) -> None:
-    """Initialized anew when all of it is there, as many models are; a frequency is a complex number."""
+    """Initialize all layers again at the end, as many models do; one buffer is complex."""
     model(module)
     module.register_buffer("phases", torch.polar(torch.ones(3), torch.arange(3.0)), persistent=False)
     module.register_buffer("turned", torch.rand(2, 3).t())
@@ -108,7 +108,7 @@ def on_one_process(build: Callable[[Any], None], seed: int = 5) -> tuple[dict[st
 
 
 def start(strategy: Strategy, build: Callable[[Any], None], will_load_checkpoint: bool = False) -> Built:
-    """Seed the generators differently on every process."""
+    """Build a module and set it up, with differently seeded generators on every process."""
     torch.manual_seed(5 + strategy.processes.rank)
     module = Built(build)
     with strategy.init_context(module, will_load_checkpoint):
