@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.deepspeed_runs import (
-    SHARD_ALL,
     ENGINES,
+    SHARD_ALL,
     Net,
     Running,
     by_hand,
