@@ -129,9 +129,9 @@ class DDPStrategy(DistributedStrategy):
         finally:
             self._more_follow = False
 
-    def call(self, step: str, *args: Any) -> Any:
+    def call_step(self, step: str, *args: Any) -> Any:
         if step != "training_step" or self.wrapped is None:
-            return super().call(step, *args)
+            return super().call_step(step, *args)
         with self.precision.forward_context(self.device):
             return self.wrapped(step, *args)
 

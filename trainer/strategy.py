@@ -179,7 +179,7 @@ class Strategy:
         """Return the context of a micro-batch's forward and backward; gradients may be incomplete until the `last`."""
         return NULL_CONTEXT
 
-    def call(self, step: str, *args: Any) -> Any:
+    def call_step(self, step: str, *args: Any) -> Any:
         """Call a step method of the module (`"training_step"`, ...) in the precision's context."""
         with self.precision.forward_context(self.device):
             return getattr(self.module, step)(*args)

@@ -345,7 +345,7 @@ class Trainer:
             hooks.on_train_batch_start(data, batch_idx)
             with strategy.gradient_sync(last=position == last):
                 with phase(FORWARD):
-                    outputs = strategy.call("training_step", data, batch_idx)
+                    outputs = strategy.call_step("training_step", data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 loss = checked_loss(outputs, module, run.settings.detect_anomaly)
                 if divisor is not None:

@@ -295,9 +295,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
-    def call(self, step: str, *args: Any) -> Any:
+    def call_step(self, step: str, *args: Any) -> Any:
         if self.engine is None or (self.stage < 3 and step != "training_step"):
-            return super().call(step, *args)
+            return super().call_step(step, *args)
         try:
             with local_rank_env(self.processes.local_rank):
                 if not torch.is_inference_mode_enabled():

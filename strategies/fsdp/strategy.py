@@ -263,7 +263,7 @@ class FSDPStrategy(DistributedStrategy):
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def call(self, step: str, *args: Any) -> Any:
+    def call_step(self, step: str, *args: Any) -> Any:
         with self.precision.forward_context(self.device):
             return self.wrapped(step, *args)
 

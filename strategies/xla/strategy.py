@@ -198,7 +198,7 @@ class XlaStrategy(Strategy):
 
     def to_device(self, batch: Any) -> Any:
         """Send the batch to the devices, sharded by its samples, floating tensors cast if the precision says so."""
-        with torch.inference_mode(False):  # see `call`
+        with torch.inference_mode(False):  # see `call_step`
             self._place = 0
             batch = move_to(batch, self._placed)
         self.recompilation_monitor.batch(batch)
@@ -227,12 +227,12 @@ class XlaStrategy(Strategy):
             advance_seed()
         return NULL_CONTEXT
 
-    def call(self, step: str, *args: Any) -> Any:
+    def call_step(self, step: str, *args: Any) -> Any:
         if step == "training_step":
-            return super().call(step, *args)
+            return super().call_step(step, *args)
         # torch_xla has no inference tensors: a linear layer raises.
         with torch.inference_mode(False), torch.no_grad():
-            outputs = super().call(step, *args)
+            outputs = super().call_step(step, *args)
         self._run(step)
         return outputs
 

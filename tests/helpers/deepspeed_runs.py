@@ -168,7 +168,7 @@ class Running:
         for position, (x, y) in enumerate(window):
             mine = slice(rank * len(x) // ranks, (rank + 1) * len(x) // ranks)
             with strategy.gradient_sync(last=position == len(window) - 1):
-                loss = strategy.call("training_step", strategy.to_device((x[mine], y[mine])), 0)
+                loss = strategy.call_step("training_step", strategy.to_device((x[mine], y[mine])), 0)
                 # This process's share of the mean over all samples, when the strategy averages over the processes.
                 loss = loss / len(window) * (strategy.processes.world_size / ranks)
                 strategy.backward(loss)

@@ -82,7 +82,7 @@ def validated_and_gone_on(run: Running, losses: list[float]) -> dict[str, Any]:
     strategy.teardown()
     strategy.setup_module(module, for_training=False)
     with torch.inference_mode():
-        value = float(strategy.call("validation_step", windows()[0][0], 0))
+        value = float(strategy.call_step("validation_step", windows()[0][0], 0))
     evaluated = differences(gather_full(strategy, strategy.module_state()), state["model"])
     strategy.teardown()
     run.begin()
@@ -189,7 +189,7 @@ def evaluated_only(late: bool) -> tuple[float, list[str]]:
     strategy.load_module_state(weights)
     plain.load_state_dict(weights)
     with torch.inference_mode():
-        value = float(strategy.call("validation_step", windows()[0][0], 0))
+        value = float(strategy.call_step("validation_step", windows()[0][0], 0))
         off = value - float(plain.validation_step(windows()[0][0], 0))
     different = differences(gather_full(strategy, strategy.module_state()), weights)
     strategy.teardown()

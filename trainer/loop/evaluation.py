@@ -168,11 +168,11 @@ def run_batches(
         arguments = (data, batch_idx, dataloader_idx) if with_idx else (data, batch_idx)
         if batch.is_padding:
             with preserve_torchmetrics(metrics):
-                run.strategy.call(hooks.step, *arguments)
+                run.strategy.call_step(hooks.step, *arguments)
             continue
         hooks.batch_start(data, batch_idx, dataloader_idx)
         with run.phase(EVALUATION):
-            outputs = run.strategy.call(hooks.step, *arguments)
+            outputs = run.strategy.call_step(hooks.step, *arguments)
         run.watchdog.heartbeats += 1
         hooks.batch_end(outputs, data, batch_idx, dataloader_idx)
         yield outputs

@@ -24,7 +24,7 @@ def manual_training_step(run: Run, window: list[Batch]) -> StepOutputs:
     (run.manual_loss_divisor,) = loss_divisors(window, run.module, run.strategy, run.weights_loss_by_items)
     run.hooks.on_train_batch_start(data, batch_idx)
     with run.phase(FORWARD):
-        outputs = run.strategy.call("training_step", data, batch_idx)
+        outputs = run.strategy.call_step("training_step", data, batch_idx)
     return outputs, data, []
 
 
