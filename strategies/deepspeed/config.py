@@ -244,6 +244,8 @@ class _Resolver:
                 if self._value(f"{section}.nvme_path") is None:
                     self.problems.append(f"{section} to nvme needs a folder: give nvme_path=.")
         number = self._value(stage)
+        if type(number) is not int:  # DeepSpeed would take "3" and 3.0 for 3
+            self.problems.append(f"{stage}={json.dumps(number)}: give 1, 2 or 3, as a whole number.")
         if self._offloads("offload_param") and number != 3:
             self.problems.append(f"offload_param needs stage 3, and the stage is {number}: use 'deepspeed_stage_3'.")
         if self._offloads("offload_optimizer") and number == 0:

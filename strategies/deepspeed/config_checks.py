@@ -12,10 +12,7 @@ from trainer.errors import did_you_mean
 
 AUTO = "auto"
 
-READ_BY_THE_ENGINE = (
-    *("activation_checkpointing", "aio", "autotuning", "flops_profiler", "optimizer", "scheduler"),
-    "sequence_parallel_size",
-)
+READ_BY_THE_ENGINE = (*("activation_checkpointing", "aio", "autotuning", "flops_profiler", "sequence_parallel_size"),)
 """Keys that `DeepSpeedConfig` does not look up: it hands the dict to other parts of DeepSpeed (0.19.8), which do."""
 
 MODELS = {
@@ -67,6 +64,13 @@ def known_keys() -> frozenset[str]:
         def __contains__(self, key: object) -> bool:
             read.add(str(key))
             return super().__contains__(key)
+
+        def __getitem__(self, key: str) -> Any:
+            read.add(key)
+            return super().__getitem__(key)
+
+        def keys(self) -> Any:  # `key in config.keys()`
+            return self
 
         def __copy__(self) -> Recorder:
             return self

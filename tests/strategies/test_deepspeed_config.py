@@ -290,6 +290,8 @@ def test_all_contradictions_come_in_one_message_with_both_values() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {"offload_optimizer": "cpu"}, "'cpu'"),
         ({"gradient_allreduce_op": "sum"}, {}, "averages"),
         ({"zero_optimization": {"stage": 7}}, {}, "zero_optimization.stage=7"),
+        ({"zero_optimization": {"stage": "3"}}, {}, 'zero_optimization.stage="3": give 1, 2 or 3'),
+        ({"data_efficiency": {"enabled": True}}, {}, "data_efficiency needs DeepSpeed's own data loader"),
         ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "valid integer"),
         ({"zero_optimization": 2}, {}, "zero_optimization=2: give an object"),
         ({"train_batch_size": "8"}, {}, "train_batch_size='8'"),
@@ -339,7 +341,8 @@ def test_offloading_names_the_compiler_that_is_missing(monkeypatch: pytest.Monke
 
 
 def test_the_keys_of_the_top_level_are_those_that_the_installed_deepspeed_reads() -> None:
-    assert {"zero_optimization", "torch_autocast", "steps_per_print", "optimizer", "flops_profiler"} <= known_keys()
+    looked_up_in_other_ways = {"data_efficiency", "curriculum_learning", "torch_autocast", "optimizer", "scheduler"}
+    assert {"zero_optimization", "steps_per_print", "flops_profiler", *looked_up_in_other_ways} <= known_keys()
     assert len(known_keys()) > 50
     assert key_problems({"flops_profilr": {}, "flops_profiler": {}}) == [
         "'flops_profilr' is not a DeepSpeed key, and it would be ignored. Did you mean 'flops_profiler'?"
