@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import ROOT
+from tests.helpers.examples import restored_imports
 from tests.helpers.project import USERS_FILE, Command
 from trainer.cli.main import main
 
@@ -17,16 +16,11 @@ from trainer.cli.main import main
 @pytest.fixture
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Remove the folders that the command puts on the path, and the modules that it imports."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    before = set(sys.modules)
-    yield
-    folders = (os.getcwd(), str(ROOT / "examples"))
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folders):
-            del sys.modules[name]
+    with restored_imports():
+        yield
 
 
 @pytest.fixture

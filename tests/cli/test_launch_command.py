@@ -95,6 +95,7 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "launch.md").read_text().splitlines()
     commands = [line.split() for line in page if line.startswith(".venv/bin/torchrun")]
     assert len(commands) == 1
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     result = run_python("-m", "torch.distributed.run", "--standalone", *commands[0][1:], cwd=tmp_path, timeout=200)
     assert (tmp_path / "runs" / "digits" / "version_0" / "checkpoints").is_dir(), result
     result.check()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
@@ -24,3 +27,17 @@ def example_module(example: str, name: str) -> ModuleType:
         for own in NAMES:
             sys.modules.pop(own, None)
         sys.modules.update(former)
+
+
+@contextmanager
+def restored_imports() -> Iterator[None]:
+    """Remove, after the block, the folders that it put on the path and the examples and files that it imported."""
+    path, before = list(sys.path), set(sys.modules)
+    folders = (os.getcwd(), str(ROOT / "examples"))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folders):
+                del sys.modules[name]
