@@ -85,7 +85,7 @@ def test_digits(run: Callable[[str], Result]) -> None:
     assert "after 9 steps" in outputs[2]
     assert "after 6 steps" in outputs[3]
     assert "test accuracy: 0." in outputs[4]
-    before, after = outputs[5].split("The same run goes on")
+    before, after = outputs[5].split("The same run, resumed")
     assert len(re.findall(r"epoch \d+: val_acc", before)) == 2
     # The state was restored: the second run has the epochs of the first one, too.
     assert re.findall(r"epoch .*", after)[:2] == re.findall(r"epoch .*", before)
