@@ -169,7 +169,7 @@ def _verify(options: argparse.Namespace) -> int:
     for path in paths:
         problems = verify_checkpoint(path)
         broken += bool(problems)
-        print(f"{plain(str(path))}: {'DAMAGED' if problems else f'whole, {size(look(path, [], False).bytes)}'}")
+        print(f"{plain(str(path))}: {'DAMAGED' if problems else f'intact, {size(look(path, [], False).bytes)}'}")
         for problem in problems:
             print(f"  {plain(problem)}")
     for problem in pointers:
