@@ -27,8 +27,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._report import surroundings
 from trainer import Callback, Trainer, TrainModule
-from trainer.model.memory import ADAMW, LAYOUTS, Memory, Setup, Weight, needed, number_sizes
+from trainer.cli.estimate.layouts import layout_of
+from trainer.model.memory import Memory, ModelSize, Setup, Weight, estimate_memory, number_sizes
 from trainer.precision import resolve_precision
+from trainer.strategy import resolve_strategy
 
 WIDTH = 1024
 BLOCK = 8 * WIDTH * WIDTH + 5 * WIDTH
@@ -182,10 +184,9 @@ def estimated(row: str, blocks: int, precision: str, processes: int) -> Memory:
         model = Model(blocks)
         model.configure_model()
     weights = [Weight(p.numel(), p.shape[0]) for p in model.parameters()]
-    words = row.split()
-    layout = next(layout for layout in LAYOUTS if set(words) <= set(layout.label.replace(",", "").split()))
-    setup = Setup(processes, number_sizes(resolve_precision(precision)), ADAMW, block=BLOCK, bucket=BUCKET)
-    return needed(layout, weights, setup)
+    setup = Setup(processes, number_sizes(resolve_precision(precision)), bucket=BUCKET)
+    layout = layout_of(resolve_strategy(ROWS[row](), processes)[0])
+    return estimate_memory(layout, ModelSize(weights, block=BLOCK), setup)
 
 
 def main(arguments: list[str]) -> int:

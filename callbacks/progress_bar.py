@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 class ProgressBar(Callback):
     """Show epoch, batches, batches per second and the values logged with `prog_bar=True`, on rank 0.
 
-    On a terminal it is a bar (of tqdm) on stderr; elsewhere plain lines: the progress every 10 seconds, and the results
-    of epochs and evaluations, those too at most every 10 seconds, with the last one always. It shows only values that
-    the trainer has read already, and costs well under a microsecond per batch between two refreshes. An error of the
-    terminal switches it off and never ends a run.
+    On a terminal it is a bar (of tqdm) on stderr; elsewhere a plain line every 10 seconds, and one at the end. It shows
+    only values that the trainer has read already, and costs well under a microsecond per batch between two refreshes.
+    An error of the terminal switches it off and never ends a run.
 
     Args:
         refresh_rate: batches between two refreshes, of which there are at most ten in a second; 0: show nothing.
@@ -78,8 +77,7 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if time.monotonic() >= self._next and (batch_idx + 1) % self.refresh_rate == 0:
-            self._refresh(trainer, batch_idx + 1)
+        self._update(trainer, batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         done = trainer.progress.batch
@@ -104,7 +102,10 @@ class ProgressBar(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._count_evaluated(trainer)
+        self._evaluated += 1
+        self._update(trainer, self._evaluated)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         # At the end of an epoch its own line comes next, with these results.
@@ -114,21 +115,11 @@ class ProgressBar(Callback):
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._start_evaluation("test", trainer.num_test_batches)
 
-    def on_test_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count_evaluated(trainer)
-
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end_evaluation(trainer)
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._start_evaluation("predict", trainer.num_predict_batches)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count_evaluated(trainer)
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end_evaluation(trainer)
@@ -141,16 +132,12 @@ class ProgressBar(Callback):
         total = sum(known) if len(known) == len(counts) else None
         self._draw(lambda display: display.start(title, total, 0, keep))
 
-    def _count_evaluated(self, trainer: Trainer) -> None:
-        self._evaluated += 1
-        if time.monotonic() >= self._next and self._evaluated % self.refresh_rate == 0:
-            self._refresh(trainer, self._evaluated)
-
     def _end_evaluation(self, trainer: Trainer, report: bool = True) -> None:
         self._draw(lambda display: display.finish(self._evaluated, _metrics(trainer), report))
 
-    def _refresh(self, trainer: Trainer, done: int) -> None:
-        self._draw(lambda display: display.update(done, _metrics(trainer)))
+    def _update(self, trainer: Trainer, done: int) -> None:
+        if time.monotonic() >= self._next and done % self.refresh_rate == 0:
+            self._draw(lambda display: display.update(done, _metrics(trainer)))
 
     def _draw(self, action: Callable[[_Bars | _Lines], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
@@ -206,30 +193,25 @@ class _Bars:
         self._new_bar = Bar
         self._running: list[tqdm[Any]] = []
         self._ended: tqdm[Any] | None = None
-        """The bar of the last epoch, reused by the next."""
+        """The bar of the last epoch, which stays until the next one starts."""
 
     def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
         """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended."""
-        if keep and self._ended is not None and not self.leave:
-            bar, self._ended = self._ended, None
-            bar.reset(total)
-            bar.initial = bar.n = bar.last_print_n = done
-            bar.set_description_str(title)
-        else:
-            if keep and self._ended is not None:
-                self._ended.close()
-                self._ended = None
-            bar = self._new_bar(
-                total=total,
-                initial=done,
-                desc=title,
-                file=self.stream,
-                leave=keep,
-                position=len(self._running),
-                dynamic_ncols=True,
-                mininterval=0,
-                miniters=1,
-            )
+        if keep and self._ended is not None:
+            self._ended.leave = self.leave
+            self._ended.close()
+            self._ended = None
+        bar = self._new_bar(
+            total=total,
+            initial=done,
+            desc=title,
+            file=self.stream,
+            leave=keep,
+            position=len(self._running),
+            dynamic_ncols=True,
+            mininterval=0,
+            miniters=1,
+        )
         self._running.append(bar)
 
     def update(self, done: int, metrics: str) -> None:
@@ -288,8 +270,7 @@ class _Task:
 
 
 class _Lines:
-    """Plain lines for a log, with the methods of `_Bars`: every `PAUSE` seconds one with the progress, and at most as
-    often one with a result; the last result is always written."""
+    """Plain lines for a log, with the methods of `_Bars`: one line every `PAUSE` seconds, and the last result."""
 
     seconds = 0.5
     PAUSE = 10.0
@@ -297,18 +278,15 @@ class _Lines:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self._running: list[_Task] = []
-        self._progress_due = time.monotonic() + self.PAUSE
-        self._result_due = -math.inf
+        self._due = time.monotonic() + self.PAUSE
         self._result = ""
-        """The newest result, until it is written."""
+        """The newest result, until a line is written."""
 
     def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
         self._running.append(_Task(title, total, done))
 
     def update(self, done: int, metrics: str) -> None:
-        if time.monotonic() >= self._progress_due:
-            self._progress_due = time.monotonic() + self.PAUSE
-            _write(self.stream, self._line(self._running[-1], done, metrics))
+        self._write_if_due(self._line(self._running[-1], done, metrics))
 
     def finish(self, done: int, metrics: str, report: bool) -> None:
         task = self._running.pop()
@@ -316,8 +294,7 @@ class _Lines:
             self._running[-1].started += time.monotonic() - task.started
         if report:
             self._result = self._line(task, done, metrics)
-            if time.monotonic() >= self._result_due:
-                self.close()
+            self._write_if_due(self._result)
 
     def finish_all(self, done: int, metrics: str) -> None:
         while self._running:
@@ -328,12 +305,17 @@ class _Lines:
     def redraw(self) -> None: ...
 
     def close(self) -> None:
-        if self._result:
-            self._progress_due = self._result_due = time.monotonic() + self.PAUSE
-            _write(self.stream, self._result)
-            self._result = ""
+        _write(self.stream, self._result)
+        self._result = ""
 
-    def _line(self, task: _Task, done: int, metrics: str) -> str:
+    def _write_if_due(self, line: str) -> None:
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + self.PAUSE
+            self._result = ""
+            _write(self.stream, line)
+
+    @staticmethod
+    def _line(task: _Task, done: int, metrics: str) -> str:
         seconds = time.monotonic() - task.started
         rate = f", {(done - task.resumed_at) / seconds:.4g}/s" if seconds > 0 else ""
         of = "" if task.total is None else f"/{task.total}"

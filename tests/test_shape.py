@@ -494,6 +494,7 @@ USE = """
 from tests.test_contract import PROCESSES
 from trainer import Trainer
 from trainer.callbacks import Whistle
+from trainer.cli.estimate.layouts import strategy_rows
 from trainer.config.check import table_of
 from trainer.callback import Callback
 from trainer.strategies import TwinStrategy
@@ -501,6 +502,7 @@ trainer = Trainer(strategy="twin", callbacks=[Whistle()], logger=False)
 assert type(trainer.strategy) is TwinStrategy
 assert table_of((Callback,))["Whistle"] is Whistle
 assert PROCESSES["twin"] == 1
+assert "twin" in next(iter(strategy_rows()))
 """
 
 

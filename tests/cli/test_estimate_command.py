@@ -99,7 +99,7 @@ def test_a_table_for_every_number_of_devices(command: Command) -> None:
     assert code == 0
     assert "on each of 1 processes" in out
     assert "on each of 4 processes" in out
-    lines = [line.split() for line in out.splitlines() if "FULL_SHARD, xla_fsdp" in line]
+    lines = [line.split() for line in out.splitlines() if "fsdp, xla_fsdp" in line]
     assert [line[-3] for line in lines] == ["112.00", "28.00"]
     assert "activations are not counted" in out
     assert "--layers" in out
@@ -118,7 +118,7 @@ def test_frozen_parameters_have_no_gradients(command: Command) -> None:
 def test_machines_and_the_hybrid_layout(command: Command) -> None:
     found = estimated(command, "--params", "8e9", "--devices", "4", "--num-nodes", "2")
     assert row(found, 8, "HYBRID")["weights"] == 8 * 10**9
-    assert row(found, 8, "FULL_SHARD, xla")["weights"] == 4 * 10**9
+    assert row(found, 8, "fsdp, xla_fsdp")["weights"] == 4 * 10**9
 
 
 def test_activations_are_an_estimate_and_say_their_assumptions(command: Command) -> None:
@@ -133,7 +133,10 @@ def test_activations_are_an_estimate_and_say_their_assumptions(command: Command)
 
 def test_one_strategy(command: Command) -> None:
     found = estimated(command, "--params", "7e9", "--strategy", "deepspeed_stage_2")
-    assert [row["label"] for row in found["processes"]["8"]] == ["deepspeed_stage_2 (ZeRO-2)"]
+    assert [row["label"] for row in found["processes"]["8"]] == [
+        "deepspeed, deepspeed_stage_2",
+        "deepspeed_stage_2_offload",
+    ]
     assert len(estimated(command, "--params", "7e9", "--strategy", "fsdp")["processes"]["8"]) == 4
 
 
@@ -148,7 +151,7 @@ def test_one_strategy(command: Command) -> None:
         ("--params 7e9 --strategy deepspeed_stage_4", "Did you mean 'deepspeed_stage_"),
         ("--params 7e9 --precision bf15", "unknown precision 'bf15'"),
         ("--params 7e9 --optimizer adamww", "Did you mean 'adamw'?"),
-        ("--params 7e9 --devices 0", "--devices 0: give a number from 1"),
+        ("--params 7e9 --devices 0", "give a number from 1"),
         ("--params 7e9 --trainable 8e9", "more than --params"),
         ("--config no.yaml", "no.yaml"),
     ],
@@ -173,7 +176,7 @@ def test_a_configuration_is_counted_without_memory(command: Command) -> None:
     assert "100,000 of them trained by no optimizer, 1 tied; 28 bytes of buffers" in out
     assert "SGD (1 numbers for each parameter)" in out
     assert "on each of 2 processes" in out
-    assert "\n* single_device, ddp" in out
+    assert "\n* ddp, single_device, xla " in out
 
     found = row(estimated(command, "--config", "run.yaml"), 2, "ddp")
     assert found["weights"] == 4 * 100_130_000 + 28
@@ -190,6 +193,15 @@ def test_values_of_the_configuration_can_be_changed(command: Command) -> None:
     assert found["optimizer"]["per_element"] == 2
     # The optimizer is named on the command line, so all parameters that train are assumed to be in it.
     assert row(found, 3, "ddp")["optimizer"] == 4 * 2 * 200 + 4 * 2
+
+
+@pytest.mark.usefixtures("nets")
+def test_the_strategy_of_the_configuration_counts_with_its_options(command: Command) -> None:
+    given = ["--module", "nets.py:Big", "--trainer.strategy", "fsdp", "--trainer.strategy.sharding_strategy"]
+    _, out, _ = command("estimate", *given, "SHARD_GRAD_OP")
+    assert [line.split()[1:3] for line in out.splitlines() if line.startswith("* fsdp")] == [["fsdp", "SHARD_GRAD_OP"]]
+    _, out, _ = command("estimate", *given, "SHARD_GRAD_OP", "--trainer.strategy.cpu_offload", "true")
+    assert "\n* fsdp as given " in out
 
 
 @pytest.mark.usefixtures("nets")

@@ -17,19 +17,20 @@ from torch.utils.data import DataLoader
 from examples.gpt import model as gpt
 from tests.helpers.processes import run_distributed
 from trainer import Callback, Trainer, TrainModule
+from trainer.cli.estimate.layouts import layout_of
 from trainer.model.memory import (
-    ADAMW,
-    LAYOUTS,
     PERSISTENT,
     Memory,
+    ModelSize,
     Setup,
     Transformer,
     Weight,
     activations,
-    needed,
+    estimate_memory,
     number_sizes,
 )
 from trainer.precision import PRECISIONS
+from trainer.strategies import STRATEGIES
 
 Parts = tuple[int, int, int]
 """Bytes of weights and buffers, of gradients, and of the optimizer's states."""
@@ -67,9 +68,9 @@ class Net(TrainModule):
 def estimated(name: str, processes: int, precision: str, width: int = 48) -> Memory:
     """Return the estimate for `Net` under the strategy of that name."""
     weights = [Weight(p.numel(), p.shape[0], p.requires_grad) for p in Net(width).parameters()]
-    layout = next(layout for layout in LAYOUTS if name in layout.label.replace(",", "").split())
-    buffers = 5 * (8 if precision == "64-true" else 4)
-    return needed(layout, weights, Setup(processes, number_sizes(PRECISIONS[precision]), ADAMW, buffers=buffers))
+    size = ModelSize(weights, buffers=5 * (8 if precision == "64-true" else 4))
+    setup = Setup(processes, number_sizes(PRECISIONS[precision]))
+    return estimate_memory(layout_of(STRATEGIES[name]()), size, setup)
 
 
 def parts_of(memory: Memory) -> Parts:

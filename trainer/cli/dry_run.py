@@ -314,14 +314,15 @@ def _memory(
     given: argparse.Namespace, configuration: Configuration, strategy: Strategy, per_machine: int
 ) -> Iterator[CheckResult]:
     """Report the memory of each process, by the formulas of `trainer estimate`."""
+    from trainer.cli.estimate.layouts import layout_of
     from trainer.cli.estimate.module import examine
     from trainer.errors import ConfigError
-    from trainer.model.memory import Setup, Transformer, activations, layout_of, needed, number_sizes, possible
+    from trainer.model.memory import Setup, Transformer, activations, estimate_memory, number_sizes, supports_precision
     from trainer.precision import resolve_precision
 
     numbers = resolve_precision(configuration.trainer.get("precision", "32-true"))
-    layout = layout_of(strategy.name, vars(strategy))
-    if layout is None or not possible(layout, numbers.name):
+    layout = layout_of(strategy)
+    if not supports_precision(layout, numbers.name):
         yield CheckResult("WARN", "memory", f"there is no arithmetic for {strategy.name}.", "Try it on one machine.")
         return
     try:
@@ -329,25 +330,17 @@ def _memory(
     except (ConfigError, ValueError) as error:
         yield CheckResult("FAIL", "memory", str(error))
         return
-    setup = Setup(
-        processes=given.world_size,
-        numbers=number_sizes(numbers),
-        states=found.states,
-        per_machine=per_machine,
-        window=configuration.trainer.get("accumulate_grad_batches", 1),
-        buffers=found.buffers,
-        block=found.block,
-        rest=found.rest,
-    )
+    window = configuration.trainer.get("accumulate_grad_batches", 1)
+    setup = Setup(given.world_size, number_sizes(numbers), per_machine, window)
     kept, words = 0, "activations not counted"
     if {"layers", "hidden", "sequence", "batch"} <= set(found.shape):
         checkpointing = bool(configuration.trainer.get("activation_checkpointing"))
         model = Transformer(**found.shape, checkpointing=checkpointing)
         kept = activations(model, number_sizes(numbers))
         words = f"about {gib(kept)} of activations"
-    memory = needed(layout, found.weights, setup)
+    memory = estimate_memory(layout, found.size, setup)
     total = memory.device + memory.temporary + kept
-    text = f"{layout.label}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
+    text = f"{strategy.name}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
     text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
     if given.device_memory is not None and total > given.device_memory * 2**30:
         typed = ["--config", *given.config] if given.config else []

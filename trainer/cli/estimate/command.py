@@ -5,24 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from trainer.cli.estimate.report import EstimateInput, ModuleSize, as_data, report, zero_report
+from trainer.cli.estimate.report import Subject, as_data, report, zero_report
 from trainer.cli.main import COMMANDS, reject_unknown, usage_error
 from trainer.cli.options import ErrorParser, overrides_of
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.memory import (
-    ADAMW,
-    LAYOUTS,
     MemoryLayout,
-    OptimizerStates,
+    ModelSize,
+    Setup,
     Transformer,
     Weight,
     activations,
-    needed,
+    estimate_memory,
     number_sizes,
-    possible,
+    supports_precision,
 )
+
+if TYPE_CHECKING:
+    from trainer.config.load import Configuration
+    from trainer.config.tree import Diagnostics
 
 EXAMPLES = """\
   trainer estimate --params 7e9 --devices 8                   every strategy, on 8 processes
@@ -59,33 +64,29 @@ def _report(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
             "give either a configuration, trainer estimate --config run.yaml, or a number of parameters, "
             "trainer estimate --params 7e9. See trainer estimate --help."
         )
-    layouts = _chosen(given.strategy)
-    states = None
-    if given.optimizer is not None:
-        from trainer.cli.estimate.module import named_states
-
-        states = named_states(given.optimizer)
-    if given.params is not None:
-        subject = _of_number(given, states)
-    else:
-        subject = _of_configuration(given, overrides, findings, states)
-    weights = subject.size.weights
+    configuration = None if given.params is not None else _configuration(given, overrides, findings)
+    _complete(given, {} if configuration is None else configuration.trainer)
+    subject = _of_number(given) if configuration is None else _of_configuration(given, configuration)
     if given.zero:
-        return zero_report(sum(weight.elements for weight in weights), subject.per_machine[-1] * subject.machines)
+        elements = sum(weight.elements for weight in subject.size.weights)
+        return zero_report(elements, given.devices[-1] * given.num_nodes)
     from trainer.precision import resolve_precision
 
-    precision = resolve_precision(subject.precision)
-    subject.precision, subject.bucket = precision.name, given.bucket or subject.bucket
-    layouts = [layout for layout in layouts if possible(layout, subject.precision)]
-    tables = {
-        devices: [needed(layout, weights, subject.setup(devices)) for layout in layouts]
-        for devices in subject.per_machine
-    }
-    transformer = _transformer(subject, given)
-    kept = None if transformer is None else activations(transformer, number_sizes(precision))
+    precision = resolve_precision(given.precision)
+    given.precision, numbers = precision.name, number_sizes(precision)
+    layouts, configured = _layouts(given, configuration)
+    options = {} if given.bucket is None else {"bucket": given.bucket}
+    tables = {}
+    for devices in given.devices:
+        setup = Setup(devices * given.num_nodes, numbers, devices, given.accumulate, **options)
+        tables[devices] = {label: estimate_memory(layout, subject.size, setup) for label, layout in layouts.items()}
+    transformer = None
+    if {"layers", "hidden", "sequence", "batch"} <= subject.shape.keys():
+        transformer = Transformer(**subject.shape, checkpointing=given.checkpointing)
+    kept = None if transformer is None else activations(transformer, numbers)
     if given.json:
-        return json.dumps(as_data(subject, tables, kept), indent=2) + "\n"
-    return report(subject, tables, transformer, kept)
+        return json.dumps(as_data(subject, given, tables, kept), indent=2) + "\n"
+    return report(subject, given, tables, configured, transformer, kept)
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
@@ -100,46 +101,31 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    add = parser.add_argument
-    add("-h", "--help", action="store_true", help="show this help")
+    parser.add_argument("-h", "--help", action="store_true", help="show this help")
     what = parser.add_argument_group("what is trained").add_argument
     what("--params", metavar="N", type=_number, help="number of parameters: 7e9, 7B, 350M")
     what("--trainable", metavar="N", type=_number, help="how many of them are trained; the others are frozen")
-    what(
-        "--config",
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="a configuration instead: its module is built without memory and counted. Its values can be changed as in "
-        "trainer fit: --module.width 768",
-    )
+    about_config = "its module is built without memory and counted. Its values can be changed as in trainer fit"
+    about_config = f"a configuration instead: {about_config}: --module.width 768"
+    what("--config", metavar="FILE", nargs="+", action="extend", default=[], help=about_config)
     where = parser.add_argument_group("where and how (default: as the configuration says)").add_argument
-    where(
-        "--devices",
-        metavar="N",
-        nargs="+",
-        type=int,
-        help="processes on each machine; several numbers make several tables (default: 8)",
-    )
-    where("--num-nodes", metavar="N", type=int, help="machines (default: 1)")
+    several = "processes on each machine; several numbers make several tables (default: 8)"
+    where("--devices", metavar="N", nargs="+", type=_count, help=several)
+    where("--num-nodes", metavar="N", type=_count, help="machines (default: 1)")
     where("--strategy", metavar="NAME", help="only the rows with this word, such as fsdp or deepspeed_stage_2")
     where("--precision", metavar="NAME", help="as for the trainer, such as bf16-mixed (default: 32-true)")
     where("--optimizer", metavar="NAME", help="a class of torch.optim with its default options (default: AdamW)")
     where("--bucket", metavar="N", type=_number, help="elements of DeepSpeed's reduce_bucket_size (default: 5e8)")
-    where("--accumulate", metavar="N", type=int, help="micro-batches of a step (default: 1)")
+    where("--accumulate", metavar="N", type=_count, help="micro-batches of a step (default: 1)")
     acts = parser.add_argument_group("activations of a transformer, for an estimate of them").add_argument
-    acts("--layers", metavar="N", type=int, help="transformer layers")
-    acts("--hidden", metavar="N", type=int, help="width of the model")
-    acts("--sequence", metavar="N", type=int, help="tokens of a sample")
-    acts("--batch", metavar="N", type=int, help="samples of a micro-batch on one process")
+    acts("--layers", metavar="N", type=_count, help="transformer layers")
+    acts("--hidden", metavar="N", type=_count, help="width of the model")
+    acts("--sequence", metavar="N", type=_count, help="tokens of a sample")
+    acts("--batch", metavar="N", type=_count, help="samples of a micro-batch on one process")
     acts("--checkpointing", action="store_true", help="with activation checkpointing of every layer")
     how = parser.add_argument_group("output").add_argument
-    how(
-        "--zero",
-        action="store_true",
-        help="the table of the ZeRO paper: Adam in mixed precision, stages 1 to 3, with and without master weights",
-    )
+    about_zero = "the table of the ZeRO paper: Adam in mixed precision, stages 1 to 3, with and without master weights"
+    how("--zero", action="store_true", help=about_zero)
     how("--json", action="store_true", help="bytes, as JSON")
     return parser
 
@@ -156,95 +142,84 @@ def _number(text: str) -> int:
     return round(number)
 
 
-def _chosen(word: str | None) -> list[MemoryLayout]:
-    """Return the layouts whose label contains a word; a match of a complete word is preferred."""
-    if word is None:
-        return list(LAYOUTS)
-    words = {layout.label: re.findall(r"[\w-]+", layout.label) for layout in LAYOUTS}
-    exact = [layout for layout in LAYOUTS if word.lower() in [w.lower() for w in words[layout.label]]]
-    found = exact or [layout for layout in LAYOUTS if word.lower() in layout.label.lower()]
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1")
+    return int(text)
+
+
+def _complete(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
+    """Fill in what the command line leaves open, from the arguments of a trainer."""
+    devices = planned.get("devices")
+    devices = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else 8
+    given.devices = given.devices or [devices]
+    given.num_nodes = given.num_nodes or planned.get("num_nodes", 1)
+    given.accumulate = given.accumulate or planned.get("accumulate_grad_batches", 1)
+    given.precision = given.precision or planned.get("precision", "32-true")
+    given.checkpointing = given.checkpointing or bool(planned.get("activation_checkpointing"))
+
+
+def _layouts(
+    given: argparse.Namespace, configuration: Configuration | None
+) -> tuple[dict[str, MemoryLayout], str | None]:
+    """Return the layouts to print by label, and the label of the configuration's strategy."""
+    from trainer.cli.estimate.layouts import layout_of, strategy_rows
+    from trainer.config.check import instantiate
+    from trainer.strategy import resolve_strategy
+
+    layouts, label = strategy_rows(), None
+    names = {name for several in layouts for name in re.findall(r"\w+", several)}
+    if configuration is not None and "strategy" in configuration.trainer:
+        wanted = instantiate(configuration.trainer["strategy"])
+        strategy, _ = resolve_strategy(wanted, given.devices[-1] * given.num_nodes)
+        configured = layout_of(strategy)
+        label = next((name for name, layout in layouts.items() if layout == configured), f"{strategy.name} as given")
+        layouts[label] = configured
+    word = (given.strategy or "").lower()
+    found = {label: layout for label, layout in layouts.items() if word in label.lower()}
     if not found:
-        raise unknown_name_error("strategy", word, {name for names in words.values() for name in names})
-    return found
+        raise unknown_name_error("strategy", word, names)
+    return {name: row for name, row in found.items() if supports_precision(row, given.precision)}, label
 
 
-def _counts(given: argparse.Namespace, devices: list[int], machines: int, window: int) -> tuple[list[int], int, int]:
-    """Return processes on each machine, machines and window from the command line, or else these."""
-    devices = given.devices or devices
-    machines = machines if given.num_nodes is None else given.num_nodes
-    window = window if given.accumulate is None else given.accumulate
-    for name, value in (*(("devices", n) for n in devices), ("num-nodes", machines), ("accumulate", window)):
-        if value < 1:
-            raise ConfigError(f"--{name} {value}: give a number from 1.")
-    return devices, machines, window
+def _shape(given: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes of a transformer from the command line."""
+    named = {name: getattr(given, name) for name in ("layers", "hidden", "sequence", "batch")}
+    return {name: value for name, value in named.items() if value is not None}
 
 
-def _of_number(given: argparse.Namespace, states: OptimizerStates | None) -> EstimateInput:
+def _of_number(given: argparse.Namespace) -> Subject:
     total, trainable = given.params, given.params if given.trainable is None else given.trainable
     if trainable > total:
         raise ConfigError(f"--trainable {trainable} is more than --params {total}.")
-    devices, machines, window = _counts(given, [8], 1, 1)
     weights = [Weight(trainable, trainable)]
     weights += [Weight(total - trainable, total - trainable, False, False)] if total > trainable else []
-    size = ModuleSize("", weights, states or ADAMW)
-    if given.layers:
-        size.block = total // given.layers
-    else:
-        size.notes.append("with --layers the weights that fsdp and ZeRO-3 gather for a layer are counted in ~more too")
-    return EstimateInput(size, given.precision or "32-true", machines, devices, window)
+    note = "with --layers the weights that fsdp and ZeRO-3 gather for a layer are counted in ~more too"
+    size = ModelSize(weights, block=total // given.layers if given.layers else 0)
+    if given.optimizer is not None:
+        from trainer.cli.estimate.module import named_states
+
+        size = replace(size, states=named_states(given.optimizer))
+    return Subject("", size, shape=_shape(given), notes=[] if given.layers else [note])
 
 
-def _of_configuration(
-    given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Any, states: OptimizerStates | None
-) -> EstimateInput:
+def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Configuration:
     if given.trainable is not None:
         raise ConfigError("--trainable goes with --params; a configuration's module says itself what is frozen.")
+    from trainer.config.load import load
     from trainer.config.tree import COMMAND_LINE, Node
 
     if given.precision is not None:
         overrides.append(("trainer.precision", Node(given.precision, COMMAND_LINE)))
     # The training need not run on this machine.
     overrides.append(("trainer.accelerator", Node("auto", COMMAND_LINE)))
-    if not given.config:
-        findings.report()
-    from trainer.cli.estimate.module import examine
-    from trainer.config.check import ClassSpec
-    from trainer.config.load import load
-
-    configuration = load(given.config, overrides, findings)
-    arguments = configuration.trainer
-    wanted = arguments.get("devices", "auto")
-    planned = [wanted] if isinstance(wanted, int) and wanted > 0 else [len(wanted)] if isinstance(wanted, list) else [8]
-    devices, machines, window = _counts(
-        given, planned, arguments.get("num_nodes", 1), arguments.get("accumulate_grad_batches", 1)
-    )
-    size = examine(configuration, states)
-    size.notes[:0] = configuration.notes
-    strategy = arguments.get("strategy")
-    return EstimateInput(
-        size=size,
-        precision=str(arguments.get("precision", "32-true")),
-        machines=machines,
-        per_machine=devices,
-        window=window,
-        checkpointing=bool(arguments.get("activation_checkpointing")),
-        strategy=_name(strategy.cls if isinstance(strategy, ClassSpec) else strategy),
-    )
+    return load(given.config, overrides, findings)
 
 
-def _name(strategy: Any) -> str | None:
-    """Return the name of a strategy given as name or class; None: none is given."""
-    from trainer.strategy import Strategy
+def _of_configuration(given: argparse.Namespace, configuration: Configuration) -> Subject:
+    from trainer.cli.estimate.module import examine, named_states
 
-    if isinstance(strategy, type) and issubclass(strategy, Strategy):
-        return strategy.name
-    return None if strategy is None else str(strategy)
-
-
-def _transformer(subject: EstimateInput, given: argparse.Namespace) -> Transformer | None:
-    """Return the sizes from the command line and the module; None when they do not suffice."""
-    named = {name: getattr(given, name) for name in ("layers", "hidden", "sequence", "batch")}
-    sizes = {**subject.size.shape, **{name: value for name, value in named.items() if value is not None}}
-    if not named.keys() <= sizes.keys():
-        return None
-    return Transformer(**sizes, checkpointing=given.checkpointing or subject.checkpointing)
+    subject = examine(configuration, None if given.optimizer is None else named_states(given.optimizer))
+    subject.shape.update(_shape(given))
+    subject.notes[:0] = configuration.notes
+    return subject

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainer.cli.estimate.report import ModuleSize
+from trainer.cli.estimate.report import Subject
 from trainer.config.check import ClassSpec, instantiate
 from trainer.config.load import Configuration
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.loop.run import Run, Session
 from trainer.model.blocks import find_blocks
-from trainer.model.memory import ADAMW, OptimizerStates, Weight
+from trainer.model.memory import ADAMW, ModelSize, OptimizerStates, Weight
 from trainer.module import TrainModule
 from trainer.optimizers import parse_optimizers
 from trainer.precision import Precision, resolve_precision
@@ -25,18 +25,15 @@ from trainer.trainer import Trainer
 SIZES = {
     "layers": ("layers", "n_layer", "n_layers", "num_layers", "num_hidden_layers", "depth"),
     "hidden": ("hidden_size", "n_embd", "d_model", "width", "dim", "hidden", "embed_dim", "hidden_dim"),
-    "heads": ("heads", "n_head", "n_heads", "num_heads", "num_attention_heads"),
     "sequence": ("context", "block_size", "sequence_length", "seq_len", "max_seq_len", "max_position_embeddings"),
     "vocabulary": ("vocabulary", "vocab_size", "vocabulary_size", "n_vocab"),
 }
 """Usual names of the sizes of a transformer."""
-
-
 NOT_PROBED = ("LBFGS", "SparseAdam")
 """Optimizers that need a closure or sparse gradients."""
 
 
-def examine(configuration: Configuration, states: OptimizerStates | None) -> ModuleSize:
+def examine(configuration: Configuration, states: OptimizerStates | None) -> Subject:
     """Build the configuration's module and its optimizers on the meta device, and count.
 
     Args:
@@ -65,17 +62,11 @@ def examine(configuration: Configuration, states: OptimizerStates | None) -> Mod
             "cannot be counted here: give their number, trainer estimate --params N."
         )
     blocks = [sum(p.numel() for p in block.parameters()) for block in find_blocks(module).values()]
-    return ModuleSize(
-        type(module).__name__,
-        weights,
-        _states(optimizers, states, notes),
-        buffers=_buffers(module, precision),
-        tied=len(list(module.named_parameters(remove_duplicate=False))) - len(weights),
-        block=max(blocks, default=0),
-        rest=sum(weight.elements for weight in weights) - sum(blocks),
-        shape=_shape(module, configuration),
-        notes=notes,
-    )
+    rest = sum(weight.elements for weight in weights) - sum(blocks)
+    states = states or _states(optimizers, notes)
+    size = ModelSize(weights, states, _buffers(module, precision), block=max(blocks, default=0), rest=rest)
+    tied = len(list(module.named_parameters(remove_duplicate=False))) - len(weights)
+    return Subject(type(module).__name__, size, tied, _shape(module, configuration), notes)
 
 
 def build_without_memory(recipe: ClassSpec, precision: Precision, notes: list[str]) -> TrainModule:
@@ -115,11 +106,9 @@ def _optimizers(module: TrainModule, notes: list[str]) -> list[Optimizer]:
         return []
 
 
-def _states(optimizers: list[Optimizer], given: OptimizerStates | None, notes: list[str]) -> OptimizerStates:
+def _states(optimizers: list[Optimizer], notes: list[str]) -> OptimizerStates:
     """Measure the states of the optimizers by a step on a small parameter."""
-    if given is not None or not optimizers:
-        return given or ADAMW
-    kinds = [probe(optimizer) for optimizer in optimizers]
+    kinds = [probe(optimizer) for optimizer in optimizers] or [ADAMW]
     largest = max(kinds, key=lambda kind: kind.per_element)
     if any(kind.per_element != largest.per_element for kind in kinds):
         notes.append(f"the optimizers differ; all are counted as {largest.name}, which keeps most")
@@ -132,8 +121,8 @@ def named_states(name: str) -> OptimizerStates:
     Raises:
         ConfigError: torch.optim has no such class.
     """
-    dense = {key.lower(): kind for key, kind in vars(torch.optim).items() if key not in ("Optimizer", *NOT_PROBED)}
-    kinds = {key: kind for key, kind in dense.items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
+    classes = (kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer))
+    kinds = {kind.__name__.lower(): kind for kind in classes if kind.__name__ not in ("Optimizer", *NOT_PROBED)}
     if name.lower() not in kinds:
         raise unknown_name_error("optimizer", name, kinds)
     kind: Any = kinds[name.lower()]
@@ -164,32 +153,19 @@ def _buffers(module: nn.Module, precision: Precision) -> int:
 
 def _shape(module: TrainModule, configuration: Configuration) -> dict[str, Any]:
     """Return the sizes that hyperparameters, the module's attributes, or those of its submodules name."""
+    configs = [vars(part).get("config") for part in module.modules()]
+    sources: list[Mapping[str, Any]] = [configuration.module.arguments, module.hparams]
+    sources += [config if isinstance(config, Mapping) else getattr(config, "__dict__", {}) for config in configs]
+    sources += [vars(part) for part in module.modules()]
     shape: dict[str, Any] = {}
-    sources = list(_sources(module, configuration))
     for size, names in SIZES.items():
         values = (source.get(name) for source in sources for name in names)
-        value = next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+        value = next((value for value in values if type(value) is int and value > 0), None)
         if value is not None:
             shape[size] = value
     embeddings = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    if "vocabulary" not in shape and embeddings:
-        shape["vocabulary"] = max(embeddings)
-    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
-        shape["dropout"] = True
+    if embeddings:
+        shape.setdefault("vocabulary", max(embeddings))
+    shape["dropout"] = any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
     batch = configuration.data.arguments.get("batch_size") if configuration.data is not None else None
-    if isinstance(batch, int):
-        shape["batch"] = batch
-    return shape
-
-
-def _sources(module: TrainModule, configuration: Configuration) -> Iterator[Mapping[str, Any]]:
-    yield configuration.module.arguments
-    yield module.hparams
-    for part in module.modules():
-        config = vars(part).get("config")
-        if isinstance(config, Mapping):
-            yield config
-        elif config is not None and hasattr(config, "__dict__"):
-            yield vars(config)
-    for part in module.modules():
-        yield {name: value for name, value in vars(part).items() if not name.startswith("_")}
+    return shape | ({"batch": batch} if isinstance(batch, int) else {})

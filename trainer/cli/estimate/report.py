@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
+from argparse import Namespace
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.model.memory import Memory, OptimizerStates, Setup, Transformer, Weight, number_sizes, zero_table
+from trainer.model.memory import Memory, ModelSize, Transformer, zero_table
 
 COLUMNS = ("weights", "gradients", "masters", "optimizer", "device", "temporary", "host")
 LEGEND = """\
@@ -14,109 +14,73 @@ weights: parameters and buffers. masters: float32 copies of weights in low preci
 when the gradients are there; what stands in brackets is not: it is in the memory of the host, for each process.
 ~more: an estimate of what is needed in addition at times: gathered weights, copies in low precision, buckets."""
 
+Tables = dict[int, dict[str, Memory]]
+"""For each number of processes on a machine: the memory by the label of the layout."""
+
 
 @dataclass
-class ModuleSize:
-    """The sizes of a module on which its memory depends."""
+class Subject:
+    """What is known of the module to train."""
 
     name: str
     """Name of its class; "": only the number of parameters is known."""
-    weights: list[Weight]
-    states: OptimizerStates
-    buffers: int = 0
-    """Bytes."""
+    size: ModelSize
     tied: int = 0
     """Parameters that are registered in several places, and kept once."""
-    block: int = 0
-    """Elements of the largest block."""
-    rest: int = 0
-    """Elements outside the blocks."""
     shape: dict[str, Any] = field(default_factory=dict)
     """Arguments of `Transformer`, as far as they are known."""
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass
-class EstimateInput:
-    """The module to train, and the machines."""
-
-    size: ModuleSize
-    precision: str
-    machines: int
-    per_machine: list[int]
-    window: int
-    bucket: int = Setup.bucket
-    checkpointing: bool = False
-    strategy: str | None = None
-    """The strategy of the configuration."""
-
-    def setup(self, devices: int) -> Setup:
-        """Return the setup for this number of processes on each machine."""
-        from trainer.precision import resolve_precision
-
-        return Setup(
-            processes=devices * self.machines,
-            numbers=number_sizes(resolve_precision(self.precision)),
-            states=self.size.states,
-            per_machine=devices,
-            window=self.window,
-            buffers=self.size.buffers,
-            block=self.size.block,
-            rest=self.size.rest,
-            bucket=self.bucket,
-        )
-
-
-def describe(size: ModuleSize) -> str:
-    """Return a line about a module's parameters and buffers."""
-    frozen = sum(weight.elements for weight in size.weights if not weight.trainable)
-    idle = sum(weight.elements for weight in size.weights if weight.trainable and not weight.optimized)
-    words = f"{sum(weight.elements for weight in size.weights):,} parameters"
-    words = f"{size.name}: {words} in {len(size.weights)} tensors" if size.name else words
+def _description(subject: Subject) -> str:
+    weights, buffers = subject.size.weights, subject.size.buffers
+    frozen = sum(weight.elements for weight in weights if not weight.trainable)
+    idle = sum(weight.elements for weight in weights if weight.trainable and not weight.optimized)
+    words = f"{sum(weight.elements for weight in weights):,} parameters"
+    words = f"{subject.name}: {words} in {len(weights)} tensors" if subject.name else words
     words += f", {frozen:,} of them frozen" if frozen else ""
     words += f", {idle:,} of them trained by no optimizer" if idle else ""
-    words += f", {size.tied} tied" if size.tied else ""
-    return words + (f"; {size.buffers:,} bytes of buffers" if size.buffers else "")
+    words += f", {subject.tied} tied" if subject.tied else ""
+    return words + (f"; {buffers:,} bytes of buffers" if buffers else "")
 
 
 def report(
-    subject: EstimateInput, tables: dict[int, list[Memory]], transformer: Transformer | None, kept: int | None
+    subject: Subject,
+    given: Namespace,
+    tables: Tables,
+    configured: str | None,
+    transformer: Transformer | None,
+    kept: int | None,
 ) -> str:
     """Return a table for each number of processes on a machine, and the lines around the tables."""
-    states = f"{subject.size.states.name} ({subject.size.states.per_element:g} numbers for each parameter)"
-    lines = [describe(subject.size), f"precision {subject.precision}, {states}, {subject.window} micro-batches a step"]
-    lines = [line.replace("1 micro-batches", "1 micro-batch") for line in lines]
-    for devices, table in tables.items():
-        machines = f" ({devices} on each of {subject.machines} machines)" if subject.machines > 1 else ""
-        lines += ["", *_table(table, f"on each of {devices * subject.machines} processes{machines}", subject.strategy)]
-    lines += ["", LEGEND]
-    lines += ["", *_activation_lines(subject, transformer, kept)]
-    lines += [f"note: {note}" for note in subject.size.notes]
-    return "\n".join(lines) + "\n"
-
-
-def _table(table: list[Memory], title: str, strategy: str | None) -> list[str]:
-    unit, size = _unit(max(max(_cells(memory)) for memory in table))
-    rows = [[title, *(f"~{name}" if name == "temporary" else name for name in COLUMNS)]]
-    rows[0][COLUMNS.index("temporary") + 1] = "~more"
-    for memory in table:
-        marked = strategy is not None and strategy in re.findall(r"\w+", memory.label)
-        cells = [f"{value / size:,.2f}" for value in _cells(memory)]
-        cells = [f"({cell})" if name in memory.offloaded else cell for name, cell in zip(COLUMNS, cells, strict=True)]
-        rows.append([f"{'* ' if marked else '  '}{memory.label}", *cells])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS) + 1)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
+    states = subject.size.states
+    window = f"{given.accumulate} micro-batch{'es' if given.accumulate > 1 else ''} a step"
+    lines = [_description(subject)]
+    lines += [
+        f"precision {given.precision}, {states.name} ({states.per_element:g} numbers for each parameter), {window}"
     ]
-    lines[0] += f"  {unit}"
-    return [*lines, *(["* the strategy of the configuration"] if any(line.startswith("* ") for line in lines) else [])]
+    for devices, rows in tables.items():
+        machines = f" ({devices} on each of {given.num_nodes} machines)" if given.num_nodes > 1 else ""
+        lines += ["", *_table(f"on each of {devices * given.num_nodes} processes{machines}", rows, configured)]
+    lines += ["* the strategy of the configuration"] if any(configured in rows for rows in tables.values()) else []
+    lines += ["", LEGEND, "", *_activation_lines(subject, transformer, kept)]
+    return "\n".join([*lines, *(f"note: {note}" for note in subject.notes)]) + "\n"
 
 
-def _cells(memory: Memory) -> list[int]:
-    return [getattr(memory, name) for name in COLUMNS]
+def _table(title: str, rows: dict[str, Memory], configured: str | None) -> list[str]:
+    bytes_of = {label: {name: getattr(memory, name) for name in COLUMNS} for label, memory in rows.items()}
+    unit, size = _unit(max((value for row in bytes_of.values() for value in row.values()), default=0))
+    cells = [[title, *("~more" if name == "temporary" else name for name in COLUMNS)]]
+    for label, row in bytes_of.items():
+        texts = {name: f"{value / size:,.2f}" for name, value in row.items()}
+        texts |= {name: f"({texts[name]})" for name in rows[label].offloaded}
+        cells.append([f"{'*' if label == configured else ' '} {label}", *texts.values()])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in cells
+    ]
+    return [f"{lines[0]}  {unit}", *lines[1:]]
 
 
 def _unit(largest: int) -> tuple[str, int]:
@@ -127,9 +91,9 @@ def _unit(largest: int) -> tuple[str, int]:
     return "bytes", 1
 
 
-def _activation_lines(subject: EstimateInput, model: Transformer | None, kept: int | None) -> list[str]:
+def _activation_lines(subject: Subject, model: Transformer | None, kept: int | None) -> list[str]:
     if model is None or kept is None:
-        missing = [f"--{n}" for n in ("layers", "hidden", "sequence", "batch") if n not in subject.size.shape]
+        missing = [f"--{n}" for n in ("layers", "hidden", "sequence", "batch") if n not in subject.shape]
         return [f"activations are not counted; of a transformer they can be estimated: give {' '.join(missing)}."]
     unit, size = _unit(kept)
     recomputed = ", activation checkpointing of every layer" if model.checkpointing else ""
@@ -155,23 +119,26 @@ def zero_report(elements: int, processes: int) -> str:
         "master weights (float32)": [memory.masters for memory in table],
         "all": [memory.device for memory in table],
     }
-    lines.append(" " * 26 + "".join(f"{memory.label:>10}" for memory in table))
+    lines.append(" " * 26 + "".join(f"{label:>10}" for label in ("No ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")))
     lines += [f"{name:<26}" + "".join(f"{value / size:>10,.2f}" for value in values) for name, values in rows.items()]
     lines += ["", "Tables without master weights are common, and too low: Adam in mixed precision needs them."]
     return "\n".join(lines) + "\n"
 
 
-def as_data(subject: EstimateInput, tables: dict[int, list[Memory]], kept: int | None) -> dict[str, Any]:
+def as_data(subject: Subject, given: Namespace, tables: Tables, kept: int | None) -> dict[str, Any]:
     """Return the estimate in bytes, for JSON."""
+    weights = subject.size.weights
     return {
-        "parameters": sum(weight.elements for weight in subject.size.weights),
-        "trainable": sum(weight.elements for weight in subject.size.weights if weight.trainable),
-        "precision": subject.precision,
+        "parameters": sum(weight.elements for weight in weights),
+        "trainable": sum(weight.elements for weight in weights if weight.trainable),
+        "precision": given.precision,
         "optimizer": asdict(subject.size.states),
         "activations": kept,
         "processes": {
-            devices * subject.machines: [{**asdict(memory), "device": memory.device} for memory in table]
-            for devices, table in tables.items()
+            devices * given.num_nodes: [
+                {"label": label, **asdict(memory), "device": memory.device} for label, memory in rows.items()
+            ]
+            for devices, rows in tables.items()
         },
-        "notes": subject.size.notes,
+        "notes": subject.notes,
     }

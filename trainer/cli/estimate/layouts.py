@@ -1,0 +1,47 @@
+"""The memory layouts of the strategies, read from their options."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from trainer.model.memory import MemoryLayout
+from trainer.strategy import Strategy, available_strategies
+
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"sharding_strategy": "SHARD_GRAD_OP"},
+    {"sharding_strategy": "HYBRID_SHARD"},
+    {"cpu_offload": True},
+)
+"""Options that get a row of their own, for every strategy that takes them."""
+
+
+def layout_of(strategy: Strategy) -> MemoryLayout:
+    """Return what a strategy shards and offloads, by its attributes of the names below.
+
+    By default nothing is offloaded, and everything is sharded if the state is, or if there is a choice of blocks.
+    """
+    options = vars(strategy)
+    shards = strategy.shards_state or "auto_wrap_policy" in options
+    sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh")
+    reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
+    return MemoryLayout(
+        stage=options.get("stage", 3 if shards else 0),
+        masters="masters" in options,
+        by_machine=sharding == "HYBRID_SHARD",
+        shards=mesh[1] if mesh else None,
+        keep_gathered=reshard is False or (reshard is None and sharding == "SHARD_GRAD_OP"),
+        offload_weights=cpu_offload or options.get("offload_parameters") in ("cpu", "nvme"),
+        offload_optimizer=cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme"),
+    )
+
+
+def strategy_rows() -> dict[str, MemoryLayout]:
+    """Return the layouts of all strategies; the label of a layout names every strategy that has it."""
+    names: dict[MemoryLayout, list[str]] = {}
+    for name, kind in sorted(available_strategies().items()):
+        for options in ({}, *VARIANTS):
+            if options.keys() <= signature(kind).parameters.keys():
+                words = [value if isinstance(value, str) else option for option, value in options.items()]
+                names.setdefault(layout_of(kind(**options)), []).append(" ".join([name, *words]))
+    return {", ".join(several): layout for layout, several in names.items()}
