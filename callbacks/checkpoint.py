@@ -20,6 +20,7 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
+from trainer.settings import read_duration
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -45,7 +46,8 @@ class ModelCheckpoint(Checkpoint):
         save_last: keep the newest one, whatever its value.
         every_n_train_steps: write after every so many steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch. Default: 1.
-        train_time_interval: write after so much time; checked every `log_every_n_steps` steps on several processes.
+        train_time_interval: write after so much time, given as `max_time` is; checked every `log_every_n_steps` steps
+            on several processes.
         async_save: training waits only until the state is copied in memory (which takes as much memory as the state);
             a thread writes it, one checkpoint at a time. The end of training, a stop and an error wait for it.
         on_write_error: "raise": a checkpoint that cannot be written (disk full) ends the run; "warn": training goes on,
@@ -70,7 +72,7 @@ class ModelCheckpoint(Checkpoint):
         save_last: bool = True,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
-        train_time_interval: timedelta | float | None = None,
+        train_time_interval: str | timedelta | dict[str, float] | float | None = None,
         async_save: bool = False,
         on_write_error: Literal["raise", "warn"] = "raise",
         save_on_exception: bool = False,
@@ -89,9 +91,7 @@ class ModelCheckpoint(Checkpoint):
         self.every_n_train_steps = every_n_train_steps
         by_epoch = every_n_train_steps is None and train_time_interval is None
         self.every_n_epochs = every_n_epochs or (1 if by_epoch else None)
-        self.seconds = (
-            train_time_interval.total_seconds() if isinstance(train_time_interval, timedelta) else train_time_interval
-        )
+        self.seconds = None if train_time_interval is None else read_duration(train_time_interval)
         self.async_save = async_save
         self.on_write_error = on_write_error
         self.save_on_exception = save_on_exception
@@ -377,10 +377,12 @@ def _check_arguments(
         problems.append(f"mode={mode!r}: allowed are 'min' and 'max'.{did_you_mean(str(mode), ['min', 'max'])}")
     if monitor is None and save_top_k > 1 and mode is not None:
         problems.append("mode without monitor has no meaning: give monitor='val_loss' or the like.")
-    if interval is not None and not isinstance(interval, (timedelta, int, float)):
-        problems.append(f"train_time_interval={interval!r}: give a timedelta, or seconds.")
-    elif interval is not None and (interval.total_seconds() if isinstance(interval, timedelta) else interval) <= 0:
-        problems.append(f"train_time_interval={interval!r}: give a time above 0.")
+    if interval is not None:
+        try:
+            if read_duration(interval, "train_time_interval") == 0:
+                problems.append(f"train_time_interval={interval!r}: give a time above 0.")
+        except ConfigError as error:
+            problems.append(str(error))
     if monitor is not None and not isinstance(monitor, str):
         problems.append(f"monitor={monitor!r}: give the name of a logged value, such as 'val_loss'.")
     raise_problems(problems, "ModelCheckpoint's arguments")

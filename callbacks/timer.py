@@ -23,8 +23,8 @@ class Timer(Callback):
     """Stop training after `duration`. A resumed run continues to count from the time in its checkpoint.
 
     Args:
-        duration: a `timedelta`, `"DD:HH:MM:SS"`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or seconds (a
-            float). It counts all of training, validation included. None: only measure.
+        duration: a `timedelta`, `"DD:HH:MM:SS"`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or seconds. It
+            counts all of training, validation included. None: only measure.
         interval: "step": stop after any step; "epoch": only after a whole epoch.
 
     Raises:

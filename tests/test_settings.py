@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.processes import run_python
 from trainer import Trainer
-from trainer.callbacks import Timer
+from trainer.callbacks import ModelCheckpoint, Timer
 from trainer.errors import ConfigError
 from trainer.settings import Settings, read_duration
 
@@ -36,21 +36,33 @@ def test_the_settings_do_not_import_torch() -> None:
         ({"hours": 1, "minutes": 1}, 3660),
         (timedelta(days=1), 86400),
         (2.5, 2.5),
+        (3600, 3600),
     ],
 )
 def test_the_trainer_and_the_timer_read_the_same_durations(given: Any, seconds: float) -> None:
     assert read_duration(given) == seconds
     assert Settings(max_time=given).problems() == []
     assert Settings(max_time=given).max_seconds == Timer(given).duration == seconds
+    assert ModelCheckpoint(train_time_interval=given).seconds == seconds
 
 
-@pytest.mark.parametrize("wrong", ["01:30", "1h", {"hour": 1}, {"hours": "1"}, [1], timedelta(seconds=-1), -1.0, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "01:30",
+        "1h",
+        {"hour": 1},
+        {"hours": "1"},
+        [1],
+        timedelta(seconds=-1),
+        -1.0,
+        -1,
+        True,
+        float("nan"),
+        {"hours": float("nan")},
+    ],
+)
 def test_what_is_no_duration(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="duration="):
         read_duration(wrong)
     assert len(Settings(max_time=wrong).problems()) == 1
-
-
-def test_what_yaml_makes_of_an_unquoted_duration() -> None:
-    with pytest.raises(ConfigError, match="In YAML put it in quotes"):
-        read_duration(216000)

@@ -44,6 +44,7 @@ RENAMED = {
     "most": "max_rows",
     "on_checkpoint_committed": "on_checkpoint_saved",
     "part_bytes": "max_shard_size",
+    "resolved_config": "config_text",
     "warmup_steps": "compile_warmup_steps",
 }
 """Names of earlier versions -> their current names."""

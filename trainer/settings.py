@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Settings:
     )
     max_steps: int | None = argument(None, "Stop after this many steps (updates of the weights). Default: no limit.")
     max_time: str | timedelta | dict[str, float] | float | None = argument(
-        None, 'Stop after this much training time: "DD:HH:MM:SS", a timedelta, {"hours": 2}, or seconds (a float).'
+        None, 'Stop after this much training time: "DD:HH:MM:SS", a timedelta, {"hours": 2}, or seconds.'
     )
     deadline: str | datetime | None = argument(
         None, 'Stop and save before this time, such as "2026-05-31T18:00" (local time, or with a zone: "...+02:00").'
@@ -311,8 +312,7 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
     """Return a duration in seconds.
 
     Args:
-        duration: "DD:HH:MM:SS" (one or two digits each), a timedelta, a dict of timedelta's arguments, or seconds as a
-            float.
+        duration: "DD:HH:MM:SS" (one or two digits each), a timedelta, a dict of timedelta's arguments, or seconds.
         name: of the argument, for the error.
 
     Raises:
@@ -324,18 +324,17 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
             duration = dict(zip(("days", "hours", "minutes", "seconds"), map(int, clock.groups()), strict=True))
         if isinstance(duration, dict):
             duration = timedelta(**duration)
-    except (TypeError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         pass
     seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
-    if not isinstance(seconds, float):
-        hint = " In YAML put it in quotes: 1:00:00:00 without them is a number." if type(duration) is int else ""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or math.isnan(seconds):
         raise ConfigError(
             f"{name}={duration!r}: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a dict such as "
-            f"{{'hours': 2}}, or seconds as a float.{hint}"
+            "{'hours': 2}, or seconds (a number)."
         )
     if seconds < 0:
         raise ConfigError(f"{name}={duration!r}: give a time that is not negative.")
-    return seconds
+    return float(seconds)
 
 
 def read_deadline(value: str | datetime) -> datetime:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import torch
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, Store
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
-from trainer.errors import ConfigError, NotRunningError, raise_problems, unknown_name_error
+from trainer.errors import RENAMED, ConfigError, NotRunningError, did_you_mean, raise_problems, unknown_name_error
 from trainer.fault_tolerance.stop import exit_code
 from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors
 from trainer.loop.describe import describe
@@ -550,6 +550,14 @@ class Trainer:
             raise NotRunningError("nothing has run yet: call fit or another stage first.")
         return self._run
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise the attribute's own error; for a name of an earlier version one that gives the current name."""
+            if name in RENAMED:
+                raise AttributeError(f"Trainer has no attribute {name!r}.{did_you_mean(name, dir(type(self)))}")
+            return object.__getattribute__(self, name)
+
     def _begun(self, method: str) -> Run:
         if self._run is None:
             raise ConfigError(f"{method}: nothing has run yet: call fit first.")
@@ -807,8 +815,8 @@ class Trainer:
         return self._session.seed
 
     @property
-    def resolved_config(self) -> str | None:
-        """The configuration as YAML; None without a call of `record_config`."""
+    def config_text(self) -> str | None:
+        """The configuration as YAML, as the run directory has it; None without a call of `record_config`."""
         return self._session.config_text
 
     @property

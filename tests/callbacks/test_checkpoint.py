@@ -238,7 +238,7 @@ def test_what_was_not_logged_is_named_with_what_was() -> None:
         ({"every_n_epochs": 1, "every_n_train_steps": 1}, "give one of every_n_train_steps, every_n_epochs"),
         ({"every_n_epochs": 0}, "every_n_epochs=0: give a whole number from 1"),
         ({"every_n_train_steps": 1.5}, r"every_n_train_steps=1\.5: give a whole number"),
-        ({"train_time_interval": "1h"}, "train_time_interval='1h': give a timedelta, or seconds"),
+        ({"train_time_interval": "1h"}, "train_time_interval='1h': give 'DD:HH:MM:SS'"),
         ({"train_time_interval": timedelta(0)}, "give a time above 0"),
         ({"save_top_k": -2}, "save_top_k=-2: give a number, 0 for none, or -1 for all"),
         ({"monitor": "val_loss", "mode": "minimum"}, "mode='minimum': allowed are 'min' and 'max'"),

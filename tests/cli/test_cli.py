@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import yaml
@@ -191,6 +192,17 @@ def test_text_from_the_command_line_needs_no_quotes() -> None:
 
 
 @pytest.mark.usefixtures("command")
+@pytest.mark.parametrize("hour", ["3600", "3600.0", "00:01:00:00", "{hours: 1}"])
+def test_a_file_takes_the_durations_that_python_takes(hour: str) -> None:
+    timer, checkpoint = f"{{class_path: Timer, duration: {hour}}}", f"ModelCheckpoint, train_time_interval: {hour}"
+    callbacks = f"callbacks: [{timer}, {{class_path: {checkpoint}}}]"
+    Path("run.yaml").write_text(f"{RUN}trainer: {{max_time: {hour}, {callbacks}}}\n")
+    trainer, _, _ = load(["run.yaml"]).build()
+    seconds = [getattr(one, name) for one, name in zip(trainer.callbacks, ("duration", "seconds"), strict=False)]
+    assert [trainer.settings.max_seconds, *seconds] == [3600] * 3
+
+
+@pytest.mark.usefixtures("command")
 def test_open_signatures_take_any_name() -> None:
     Path("run.yaml").write_text("module: {class_path: mymodel.py:Open, init_args: {whatever: [1]}}\n")
     _, module, _ = load(["run.yaml"]).build()
@@ -239,6 +251,23 @@ def test_fit_validate_test_and_predict(project: Path) -> None:
     predicted = run("predict", *again, "--trainer.limit_predict_batches", "2", cwd=elsewhere).check()
     folder = next(line.split()[-1] for line in predicted.stdout.splitlines() if line.startswith("predictions:"))
     assert list((elsewhere / folder).glob("*.safetensors"))
+    _predictions_go_where_they_should(project)
+
+
+def _predictions_go_where_they_should(project: Path) -> None:
+    """Predict with the run's checkpoint and another root, and with its configuration after the run was moved."""
+    written = project / "runs" / "version_0" / "predictions"
+    rmtree(written)
+    checkpoint = str(next((project / "runs" / "version_0" / "checkpoints").glob("epoch*")))
+    config = ["predict", "--config", "runs/version_0/config.yaml", "--ckpt-path", checkpoint]
+    run(*config, "--trainer.default_root_dir", "other/root", cwd=project).check()
+    assert list((project / "other" / "root").glob("version_*/predictions/*.safetensors"))
+    assert not written.exists()
+    (project / "moved").mkdir()
+    (project / "runs").rename(project / "moved" / "runs")
+    run("predict", "--config", "moved/runs/version_0/config.yaml", "--ckpt-path", "last", cwd=project).check()
+    assert list((project / "moved" / written.relative_to(project)).glob("*.safetensors"))
+    assert not (project / "runs").exists()
 
 
 def test_test_and_a_missing_checkpoint(command: Command) -> None:

@@ -305,6 +305,10 @@ LINES = {
         ["fit", "--config", "run.yaml", "--max_epochs", "3"],
         "error: command line: unknown option '--max_epochs'. Did you mean --trainer.max_epochs?\n",
     ),
+    "word of Accelerate": (
+        ["fit", "--config", "run.yaml", "--mixed_precision", "bf16"],
+        "unknown option '--mixed_precision'. Use precision='16-mixed' or 'bf16-mixed' of the trainer: --trainer.NAME",
+    ),
     "argument without module": (
         ["fit", "--config", "run.yaml", "--lr=3"],
         "error: command line: unknown option '--lr'. Write --module.NAME, --data.NAME or --trainer.NAME.\n",

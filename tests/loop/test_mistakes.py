@@ -112,8 +112,11 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["one of every_n_train_steps, every_n_epochs"],
     ),
     "less than all": (lambda: ModelCheckpoint(save_top_k=-2), ["save_top_k=-2", "-1 for all"]),
-    "interval in words": (lambda: ModelCheckpoint(train_time_interval="1h"), ["'1h'", "timedelta, or seconds"]),
-    "interval below 0": (lambda: ModelCheckpoint(train_time_interval=-5), ["train_time_interval=-5", "above 0"]),
+    "interval in words": (
+        lambda: ModelCheckpoint(train_time_interval="1h"),
+        ["'1h'", "a timedelta", "seconds (a number)"],
+    ),
+    "interval below 0": (lambda: ModelCheckpoint(train_time_interval=-5), ["train_time_interval=-5", "not negative"]),
     "last as a link": (lambda: ModelCheckpoint(save_last="link"), ["save_last='link'", "True or False"]),
     "open brace": (lambda: ModelCheckpoint(filename="{epoch"), ["filename='{epoch'", "'{epoch}-{val_loss:.2f}'"]),
     "format of a name": (lambda: ModelCheckpoint(filename="{val_loss:d}"), ["'val_loss'", "'d'", "'.2f'"]),

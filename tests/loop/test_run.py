@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 from trainer.loop.run import Run, Session
 from trainer.loop.setup import start_run
 
-SETTINGS = ("settings", "config", "strategy", "precision", "callbacks", "loggers", "logger", "hooks", "resolved_config")
+SETTINGS = ("settings", "config", "strategy", "precision", "callbacks", "loggers", "logger", "hooks", "config_text")
 LIMITS = ("max_epochs", "max_steps", "val_check_interval", "accumulate_grad_batches")
 COUNTS = ("progress", "global_step", "current_epoch", "num_training_batches", "num_val_batches", "num_test_batches")
 STATE = ("stage", "training", "validating", "sanity_checking", "evaluating", "has_fit", "stop_reason", "should_stop")
@@ -39,6 +39,14 @@ class Reader(Callback):
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self.on_train_start(trainer, module)
+
+
+def test_a_name_of_an_earlier_version_is_answered_with_the_current_one() -> None:
+    trainer: Any = quiet()
+    with pytest.raises(AttributeError, match=r"no attribute 'resolved_config'\. It is called 'config_text' now"):
+        _ = trainer.resolved_config
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = trainer.nothing
 
 
 def test_attributes_are_there_before_during_and_after_a_run() -> None:

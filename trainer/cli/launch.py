@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,16 +36,33 @@ PET_RDZV_ID, PET_MASTER_ADDR and PET_MASTER_PORT are taken for what is not given
 """
 SBATCHS_OWN = ("time", "partition", "account", "job-name", "cpus-per-task", "mem", "constraint", "qos")
 SLURM_ONLY = ("print", "gpus-per-node", "ntasks-per-node", *SBATCHS_OWN)
-TORCHRUN_ONLY = {
-    "--master-addr": "write --rdzv HOST:PORT, the same on all machines",
-    "--master-port": "write --rdzv HOST:PORT, the same on all machines",
-    "--tee": "the output of all processes goes to this terminal",
-    "--redirects": "the output of all processes goes to this terminal",
-    "--log-dir": "the output of all processes goes to this terminal",
-    "--no-python": "give a script, -m MODULE or a trainer command",
-    "--node-rank": "",
-    "--rdzv-id": "",
+_ADDRESS = "--rdzv HOST:PORT, the same on all machines"
+_TERMINAL = "nothing: the output of all processes goes to this terminal"
+_PER_MACHINE = "--nproc-per-node N: processes on this machine, not on all of them"
+_STRATEGY = "Trainer(strategy=...), or --trainer.strategy NAME behind `trainer fit`"
+_FILTER = "CUDA_VISIBLE_DEVICES=0,1 before the command, or --trainer.devices '[0, 1]' behind `trainer fit`"
+EQUIVALENTS = {
+    **dict.fromkeys(("--master-addr", "--master-port", "--main-process-ip", "--main-process-port"), _ADDRESS),
+    **dict.fromkeys(("--tee", "--redirects", "--log-dir"), _TERMINAL),
+    **dict.fromkeys(("--no-python", "--module-name"), "a script, -m MODULE or a trainer command"),
+    **dict.fromkeys(("--nprocs", "--num-processes", "--num-gpus", "--num-cpu-threads"), _PER_MACHINE),
+    **dict.fromkeys(("--num-machines", "--num-nodes"), "--nnodes N: machines"),
+    "--machine-rank": "--node-rank N, or nothing: the machines are numbered by themselves",
+    "--multi-gpu": "nothing: one process is started for each GPU; --nproc-per-node N starts N",
+    "--config-file": "trainer launch ... trainer fit --config FILE; `trainer config --from FILE` translates a file of "
+    "Accelerate or DeepSpeed",
+    "--deepspeed-config": "DeepSpeedStrategy(config=FILE) as strategy; `trainer config --from FILE` translates it",
+    "--mixed-precision": "Trainer(precision='bf16-mixed'), or --trainer.precision bf16-mixed behind `trainer fit`",
+    "--gradient-accumulation-steps": "Trainer(accumulate_grad_batches=N)",
+    "--gradient-clipping": "Trainer(gradient_clip_val=1.0)",
+    "--dynamo-backend": "Trainer(compile=True)",
+    **dict.fromkeys(("--cpu", "--use-cpu"), "Trainer(accelerator='cpu') in the script, and --nproc-per-node N"),
+    **dict.fromkeys(("--tpu", "--use-xla"), "Trainer(accelerator='tpu') and no launcher: one process drives all cores"),
+    **dict.fromkeys(("--use-deepspeed", "--use-fsdp", "--use-megatron-lm", "--zero-stage"), _STRATEGY),
+    **dict.fromkeys(("--gpu-ids", "--include", "--exclude"), _FILTER),
+    "--hostfile": "nothing: start the command on each of the machines, with --nnodes N --rdzv HOST:PORT",
 }
+"""Options of torchrun, accelerate launch and deepspeed -> the text after "Use"."""
 
 
 def run(arguments: list[str]) -> int:
@@ -176,15 +192,13 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _unknown_option(option: str) -> str:
-    name = option.partition("=")[0].replace("_", "-").replace("--", "\0", 1).replace("\0", "--")
-    if TORCHRUN_ONLY.get(name):
-        return f"{option} is torchrun's, and not ours: {TORCHRUN_ONLY[name]}."
-    if name in ("--nprocs", "--num-processes", "--num-gpus"):
-        return f"unknown option {option!r}. Write --nproc-per-node N: processes on this machine."
+    from trainer.errors import did_you_mean
+
+    name = option.partition("=")[0].replace("_", "-")
     known = ["--nnodes", "--nproc-per-node", "--rdzv", "--node-rank", "--rdzv-id", "--rdzv-conf", "--max-restarts"]
-    close = get_close_matches(name, [*known, "--slurm", "--print", "--nodes", "--gpus-per-node", "--time"], n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"Options before the program: {', '.join(known)}."
-    return f"unknown option {option!r}. {hint}"
+    more = ["--slurm", "--print", "--nodes", "--gpus-per-node", "--time"]
+    hint = did_you_mean(name, [*known, *more], EQUIVALENTS) or f" Options before the program: {', '.join(known)}."
+    return f"unknown option {option!r}.{hint}"
 
 
 def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machines | None:

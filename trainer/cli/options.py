@@ -140,7 +140,7 @@ def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, s
 
 def _unknown(rest: list[str]) -> Iterator[str]:
     """Yield a problem for each unknown option, together with its value, and for each stray word."""
-    from trainer.settings import ARGUMENTS
+    from trainer.settings import ARGUMENTS, LIGHTNING_EQUIVALENTS
 
     known = {name: f"--trainer.{name}" for name in ARGUMENTS}
     known.update({name: f"--{name}" for name in (*FIXED, *ROOTS, *ALIASES)})
@@ -152,6 +152,9 @@ def _unknown(rest: list[str]) -> Iterator[str]:
             hint = (
                 f"Did you mean {known[close[0]]}?" if close else "Write --module.NAME, --data.NAME or --trainer.NAME."
             )
+            name = option.lstrip("-").replace("-", "_")
+            if name in LIGHTNING_EQUIVALENTS and name not in ARGUMENTS:
+                hint = f"Use {LIGHTNING_EQUIVALENTS[name]} of the trainer: --trainer.NAME VALUE."
             yield f"unknown option {option!r}. {hint}"
         elif not after_option:
             is_file = word.endswith((".yaml", ".yml", ".json", ".toml"))

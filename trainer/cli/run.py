@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,11 +70,12 @@ def run_command(
             return fit_on_ray(options.ray, configuration)
         if prepare is not None:
             prepare(configuration)
+        if command != "fit" and options.config:
+            _in_named_run(configuration, Path(options.config[-1]))
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
         return usage_error(str(error))
-    ckpt_path = _in_named_run(command, configuration.ckpt_path, options.config)
-    return _run(act, Job(trainer, module, data, ckpt_path, options.config))
+    return _run(act, Job(trainer, module, data, configuration.ckpt_path, options.config))
 
 
 def _load(command: str, options: Options, findings: Diagnostics) -> Configuration:
@@ -112,21 +114,23 @@ def _run(act: Callable[[Job], None], job: Job) -> int:
     return 0
 
 
-def _in_named_run(command: str, ckpt_path: str | None, files: list[str]) -> str | None:
-    """Resolve `last` and `best` in the run whose own configuration was given, not in the newest one."""
-    if ckpt_path not in ("last", "best") or command == "fit" or not files:
-        return ckpt_path
-    file = Path(files[-1])
+def _in_named_run(configuration: Configuration, file: Path) -> None:
+    """Work in the run whose own configuration was given, wherever its directory was moved to.
+
+    `last` and `best` are that run's, not those of the newest one; its `default_root_dir` is the folder it lies in.
+    """
     checkpoints = file.parent / "checkpoints"
     if file.name != "config.yaml" or not checkpoints.is_dir():
-        return ckpt_path
+        return
     from trainer.checkpoint.directory import CheckpointDirectory
     from trainer.errors import CheckpointError
 
-    try:
-        return str(CheckpointDirectory(checkpoints).resolve(ckpt_path))
-    except CheckpointError:
-        return ckpt_path
+    source = configuration.sources.get("default_root_dir")
+    if source is not None and source.name == str(file):
+        configuration.trainer["default_root_dir"] = str(file.absolute().parent.parent)
+    if configuration.ckpt_path in ("last", "best"):
+        with suppress(CheckpointError):
+            configuration.ckpt_path = str(CheckpointDirectory(checkpoints).resolve(configuration.ckpt_path))
 
 
 def table(metrics: dict[str, float]) -> str:

@@ -13,6 +13,7 @@ from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
 from trainer.loop.run import Run
+from trainer.settings import Settings
 
 CHECKPOINTS = "checkpoints"
 
@@ -96,14 +97,17 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     """Return the run directory of this run; a new one is created by `fit` on rank 0, except in a fast_dev_run.
 
     A `fit` resumed from "last" keeps the checkpoint's run directory; any other `fit` gets a new one. Validate, test and
-    predict use the run directory of their checkpoint, or that of this trainer's `fit`.
+    predict use the run directory of their checkpoint, unless another `default_root_dir` than that of the checkpoint's
+    run was given; or else that of this trainer's `fit`.
     """
+    root = Path(run.settings.default_root_dir)
     goes_on = checkpoint is not None and (ckpt_path == "last" or run.stage != "fit")
     if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint)) is not None:
-        return known
+        elsewhere = root != Path(Settings.default_root_dir) and root.resolve() != known.parent.resolve()
+        if run.stage == "fit" or not elsewhere:
+            return known
     if run.session.has_fit and run.stage != "fit":
         return run.session.run_dir
-    root = Path(run.settings.default_root_dir)
     taken = versions(root)
     number = int(taken[-1].name.removeprefix("version_")) + 1 if taken else 0
     if run.settings.fast_dev_run or not run.strategy.processes.is_global_zero or run.stage != "fit":
