@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.callback import Callback
+from trainer.callback import AccumulationSchedule
 from trainer.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class GradientAccumulationScheduler(Callback):
+class GradientAccumulationScheduler(AccumulationSchedule):
     """Set `trainer.accumulate_grad_batches` at the start of epochs.
 
     Args:

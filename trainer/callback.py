@@ -222,6 +222,13 @@ class Logger(Callback):
         """Write all logged values to the files. Called before each checkpoint and at the end."""
 
 
+class AccumulationSchedule(Callback):
+    """A callback that sets `trainer.accumulate_grad_batches` by epoch."""
+
+    scheduling: Mapping[int, int]
+    """Epoch -> micro-batches of a window from that epoch on; the trainer's setting before."""
+
+
 class Checkpoint(Callback):
     """A callback that writes checkpoints, one of `trainer.checkpoint_callbacks`.
 

@@ -21,6 +21,7 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
+from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import load_weights
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
@@ -154,9 +155,10 @@ class Strategy:
             activation_checkpointing: the blocks whose activations are recomputed in backward; None: none.
 
         Raises:
-            ConfigError: the policy matches nothing.
+            ConfigError: the policy matches nothing, or a parameter is on the meta device.
         """
         self.module = module
+        refuse_meta_tensors(module)
         if activation_checkpointing is not None:
             enable_activation_checkpointing(module, activation_checkpointing)
         self.precision.convert_module(module)

@@ -21,7 +21,7 @@ from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import RENAMED, ConfigError, NotRunningError, did_you_mean, raise_problems, unknown_name_error
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors
+from trainer.loop.accumulation import StepOutputs, checked_loss, even_window, loss_divisors
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimizer, manual_backward, manual_training_step
@@ -323,7 +323,7 @@ class Trainer:
         while True:
             window = list(islice(batches, run.session.accumulate_grad_batches))
             if uneven:
-                window = window[: min(run.strategy.processes.all_gather_object(len(window)))]
+                window = even_window(window, run.strategy)
             if not window:
                 return
             yield window

@@ -334,6 +334,9 @@ class _Resolver:
         # Any torch optimizer may be sharded and offloaded; DeepSpeed otherwise takes its own few only.
         if self._value("zero_allow_untested_optimizer") is None:
             self.config["zero_allow_untested_optimizer"] = True
+        # It waits for the device before each forward and in each step, for figures that the trainer does not use.
+        if self._value("timers.throughput.enabled") is None:
+            self._set("timers.throughput.enabled", False)
         if self._offloads("offload_optimizer") and self._value("zero_force_ds_cpu_optimizer") is None:
             self.config["zero_force_ds_cpu_optimizer"] = False
         without_effect = [name for name in ("checkpoint", "dataloader_drop_last") if name in self.config]

@@ -193,15 +193,20 @@ class DeepSpeedStrategy(DistributedStrategy):
         super().setup_environment(device_type, precision, device_ids)
         self.scaler = None
         self.deepspeed = import_deepspeed(device_type)
-        with local_rank_env(self.processes.local_rank):
+        with local_rank_env(self._device_number):
             self.deepspeed.init_distributed(auto_mpi_discovery=False, timeout=self.timeout, verbose=False)
+
+    @property
+    def _device_number(self) -> int:
+        """The number that DeepSpeed takes for this process's device: with devices=[2, 3] not the local rank."""
+        return self.device.index if self.device.type == "cuda" else self.processes.local_rank
 
     @contextmanager
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> Iterator[None]:
         with self.precision.init_context(), build_context(self.init_device):
             yield
         if self.stage == 3 and module.overrides("configure_model"):
-            with local_rank_env(self.processes.local_rank):
+            with local_rank_env(self._device_number):
                 partition_module(self.deepspeed, in_full_precision(self._resolve(module)), module, self.init_device)
 
     def setup_module(
@@ -275,7 +280,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def _start(self, optimizer: Optimizer | None, config: dict[str, Any]) -> None:
         # The engine turns an autocast around it off.
         steps = StepForward(self.module, partial(self.precision.forward_context, self.device))
-        with local_rank_env(self.processes.local_rank), warnings.catch_warnings():
+        with local_rank_env(self._device_number), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.engine, *_ = self.deepspeed.initialize(
                 model=steps, optimizer=optimizer, config=config, dist_init_required=False
@@ -299,7 +304,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.engine is None or (self.stage < 3 and step != "training_step"):
             return super().call_step(step, *args)
         try:
-            with local_rank_env(self.processes.local_rank):
+            with local_rank_env(self._device_number):
                 if not torch.is_inference_mode_enabled():
                     return self.engine(step, *args)
                 # Weights that are gathered in inference mode could not be used for training afterwards.
@@ -310,7 +315,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise
 
     def backward(self, loss: torch.Tensor) -> None:
-        with local_rank_env(self.processes.local_rank):
+        with local_rank_env(self._device_number):
             self.engine.backward(loss, scale_wrt_gas=False)
 
     def unscale(self, optimizer: Optimizer) -> None:

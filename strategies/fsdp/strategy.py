@@ -184,6 +184,7 @@ class FSDPStrategy(DistributedStrategy):
         if activation_checkpointing is not None:
             enable_activation_checkpointing(module, activation_checkpointing)
         if module._wrapper is not None:
+            self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one
             return
         self._refuse(module)
@@ -197,6 +198,15 @@ class FSDPStrategy(DistributedStrategy):
         tensors = named_tensors(module)
         for name, value in values:
             set_values(tensors[name].detach(), value)
+
+    def _refuse_other_mesh(self, module: TrainModule) -> None:
+        """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had another number of processes."""
+        before = next((p.device_mesh.size() for p in module.parameters() if hasattr(p, "device_mesh")), None)
+        if before is not None and before != self.processes.world_size:
+            raise ConfigError(
+                f"{type(module).__name__} was sharded over {before} processes by an earlier run, and this run has "
+                f"{self.processes.world_size}: make a new one, for example with load_from_checkpoint."
+            )
 
     def _refuse(self, module: TrainModule) -> None:
         raise_problems(wrapping_problems(module, self), f"strategy {self.name!r}")
@@ -265,7 +275,11 @@ class FSDPStrategy(DistributedStrategy):
 
     def call_step(self, step: str, *args: Any) -> Any:
         with self.precision.forward_context(self.device):
-            return self.wrapped(step, *args)
+            if not torch.is_inference_mode_enabled():
+                return self.wrapped(step, *args)
+            # Weights that are gathered in inference mode could not be used for training afterwards.
+            with torch.inference_mode(False), torch.no_grad():
+                return self.wrapped(step, *args)
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         return self._communicating(last or not self.accumulate_unsharded)

@@ -22,6 +22,7 @@ from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_xla_problem
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import BlockPolicy, find_blocks
+from trainer.model.init_device import refuse_meta_tensors
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.xla.patches import (
@@ -153,6 +154,7 @@ class XlaStrategy(Strategy):
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
         self.module = module
+        refuse_meta_tensors(module)
         if activation_checkpointing is not None:
             self._recompute(module, activation_checkpointing)
         self.precision.convert_module(module)

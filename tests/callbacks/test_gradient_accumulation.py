@@ -68,3 +68,19 @@ def test_manual_optimization_is_refused() -> None:
     module.automatic_optimization = False
     with pytest.raises(ConfigError, match="automatic_optimization = False"):
         quiet(max_epochs=1, callbacks=[GradientAccumulationScheduler({0: 4})]).fit(module, loader())
+
+
+@pytest.mark.parametrize("schedule", [{0: 8, 1: 1}, {0: 8, 1: 2}, {2: 3}, {1: 2, 3: 5, 9: 1}])
+@pytest.mark.parametrize("limit", [{"max_epochs": 4}, {"max_epochs": 4, "max_steps": 6}])
+def test_the_total_number_of_steps_is_that_of_the_schedule(schedule: dict[int, int], limit: dict[str, int]) -> None:
+    estimates: list[float] = []
+
+    class Scheduled(Toy):
+        def configure_optimizers(self) -> Any:
+            estimates.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    trainer = quiet(**limit, accumulate_grad_batches=1, callbacks=GradientAccumulationScheduler(schedule))
+    trainer.fit(Scheduled(), loader(8))
+    assert estimates == [trainer.global_step]
+    assert trainer.estimated_stepping_batches == trainer.global_step

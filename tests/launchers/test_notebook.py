@@ -213,3 +213,42 @@ def test_a_function_of_a_module_is_imported_anew_where_cuda_was_used(tmp_path: P
     """
     lines = "\n".join(line[8:] for line in source.splitlines())
     assert run_python(lines, cwd=tmp_path).check().stdout == "['cpu2.0', 'cpu2.0']\n"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategies", [("fsdp", "fsdp"), ("deepspeed_stage_2", "deepspeed_stage_2")])
+def test_a_launch_after_a_fit_in_the_same_process(strategies: tuple[str, str], tmp_path: Path) -> None:
+    """The forked processes forget the process group of the fit, which goes on to work in the first process."""
+    source = f"""
+        import torch
+        from torch.utils.data import DataLoader
+        from trainer import Trainer, TrainModule, launch
+
+        class Net(TrainModule):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(2, 2)
+            def training_step(self, batch, batch_idx):
+                return self.layer(batch).pow(2).mean()
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train(strategy):
+            trainer = Trainer(accelerator="cpu", max_steps=3, seed=1, logger=False, enable_checkpointing=False,
+                              enable_progress_bar=False, enable_model_summary=False, strategy=strategy)
+            trainer.fit(Net(), DataLoader(torch.ones(8, 2), batch_size=2))
+            return trainer.world_size, trainer.full_state_dict(everywhere=True)["layer.weight"]
+
+        def main():
+            before, second = {strategies!r}
+            alone, weight = train(before)
+            (n, first), (_, other) = launch(train, second, devices=2)
+            again, weight_again = train(before)
+            print(alone, n, again)
+            print(torch.equal(first, other), torch.allclose(first, weight), torch.equal(weight, weight_again))
+
+        main()
+    """
+    lines = [line[8:] for line in source.splitlines()]
+    done = run_python("\n".join(lines), cwd=tmp_path, timeout=200).check()
+    assert done.stdout.splitlines()[-2:] == ["1 2 1", "True True True"]

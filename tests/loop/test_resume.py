@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.compare import QUIET, assert_same_bits
 from tests.helpers.processes import run_distributed, start_python
 from tests.helpers.resume_runs import (
     EPOCHS,
@@ -21,6 +24,7 @@ from tests.helpers.resume_runs import (
     plain_on_two,
     stateful,
 )
+from trainer import Trainer, TrainModule
 
 CELLS = [
     f"{optimizer}-{workers}workers, {place}"
@@ -109,3 +113,33 @@ def losses(folder: Path) -> list[dict[str, float]]:
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 7)]
     drawn: Any = ("epochs_begun", "python", "val_hook")
     return [{name: float(value) for name, value in row.items() if value and name not in drawn} for row in rows]
+
+
+class Images(TrainModule):
+    """A convolution in channels_last with a fused optimizer, which goes by the order in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.conv(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def train_images(folder: Path, steps: int, ckpt_path: str | None = None) -> Images:
+    data = TensorDataset(torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(1)))
+    settings = {**QUIET, "enable_checkpointing": True}
+    trainer = Trainer(max_steps=steps, max_epochs=2, seed=1, accelerator="cpu", default_root_dir=folder, **settings)
+    module = Images()
+    trainer.fit(module, DataLoader(data, 4), ckpt_path=ckpt_path)
+    return module
+
+
+def test_the_optimizers_state_resumes_in_the_strides_of_the_weights(tmp_path: Path) -> None:
+    uninterrupted = train_images(tmp_path / "a", 8)
+    train_images(tmp_path / "b", 3)
+    resumed = train_images(tmp_path / "b", 8, "last")
+    assert_same_bits(resumed.state_dict(), uninterrupted.state_dict())

@@ -367,3 +367,9 @@ def test_the_width_is_found_in_the_config_of_a_model_inside_the_module() -> None
     assert hidden_size_of(outer) == 32
     inner.config = {"text_config": {"hidden_size": 16}}  # type: ignore[assignment]
     assert hidden_size_of(outer) == 16
+
+
+@pytest.mark.parametrize("given", [None, {"timers": {"throughput": {"enabled": True}}}, {"timers": {"throughput": {}}}])
+def test_the_throughput_timer_waits_for_the_device_only_if_asked(given: Any) -> None:
+    config = resolve_config(given, run()).config
+    assert config["timers"]["throughput"]["enabled"] is bool(given and given["timers"]["throughput"])

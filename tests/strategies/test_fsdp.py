@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,3 +292,33 @@ def test_unknown_names_are_reported() -> None:
         FSDPStrategy(reduce_dtype="bf16")
     with pytest.raises(ConfigError, match="bfloat16"):
         FSDPStrategy(reduce_dtype="int32")
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", super().training_step(batch, batch_idx))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx)[None]
+
+
+def evaluate_first(strategy: str) -> list[float]:
+    """Evaluate in inference mode before, between and after two trainings of one module; return all results."""
+    module, found = Evaluated(), []
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    data = DataLoader(TensorDataset(x, x[:, :1]), 2)
+    for _ in range(2):
+        trainer = Trainer(strategy=strategy, accelerator="cpu", max_steps=2, seed=1, **QUIET)
+        found.append(trainer.validate(module, data)["val_loss"])
+        found.append(float(trainer.predict(module, data, return_predictions=True)[0]))
+        trainer.fit(module, data)
+        found.append(float(module.losses[-1]))
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_module_trains_after_it_was_evaluated(processes: int, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    sharded, plain = (run_distributed(evaluate_first, processes, name) for name in ("fsdp", "ddp"))
+    for rank, expected in zip(sharded, plain, strict=True):
+        assert rank == pytest.approx(expected, rel=1e-5)

@@ -50,13 +50,28 @@ def state_by_position(
         CheckpointError: the optimizer is of another kind, or has other parameters.
     """
     groups = matching_groups(module, optimizer, state)
+    parameters = dict(module.named_parameters())
+
+    def fitted(name: str, value: Loadable) -> torch.Tensor:
+        return with_strides_of(parameters[name], take(name, value))
+
     order = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(order)}
-    values = {position[name]: _take_tensors(values, name, take) for name, values in state["state"].items()}
+    values = {position[name]: _take_tensors(values, name, fitted) for name, values in state["state"].items()}
     return {
         "state": values,
         "param_groups": [{**group, "params": [position[name] for name in group["params"]]} for group in groups],
     }
+
+
+def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the state of a parameter with the parameter's strides, such as channels_last, if it has its shape.
+
+    Checkpoints hold contiguous tensors, and fused optimizers go by the order in memory.
+    """
+    if type(value) is not torch.Tensor or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def matching_groups(

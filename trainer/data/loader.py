@@ -79,6 +79,12 @@ class BatchLoader(ABC):
             ConfigError: an iterable without a length yields nothing, or can be iterated only once and is used up.
         """
 
+    def shorten(self, lengths: list[int | None]) -> None:
+        """Set the length to the least of all processes' lengths: an epoch of training ends on all at once."""
+        known = [length for length in lengths if length is not None]
+        if self.length is not None and known:
+            self.length = self.max_length = min(known)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of an iterable that has one, else {}. Its position is after the last batch that `iterate`
         yielded: call it when all of those are consumed."""

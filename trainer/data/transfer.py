@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def move_to(batch: Any, target: torch.device | Callable[[Any], Any]) -> Any:
     """Return a copy of `batch` with every leaf moved: tensors and objects with a `.to(device)`, in any nesting of
     dicts, lists, tuples, namedtuples and dataclasses. Everything else stays as it is.
 
-    `target` is a device, or a function applied to every leaf. Copies from pinned memory are `non_blocking`.
-    A batch whose tensors are all on the device already comes back with the same tensors.
+    `target` is a device, or a function applied to every leaf. A namedtuple with a `.to` of its own is a leaf. A batch
+    whose tensors are all on the device already comes back with the same tensors.
     """
     if isinstance(batch, torch.Tensor):
-        return target(batch) if callable(target) else batch.to(target, non_blocking=True)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        # Asynchronous copies to the CPU or to MPS are used before they are complete
+        # (https://github.com/pytorch/pytorch/issues/83015).
+        return target(batch) if callable(target) else batch.to(target, non_blocking=target.type == "cuda")
+    if isinstance(batch, PackedSequence):
+        # `batch_sizes` has to stay on the CPU.
+        places = ("data", "sorted_indices", "unsorted_indices")
+        return batch._replace(**{name: move_to(getattr(batch, name), target) for name in places})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "to"):
         return type(batch)(*(move_to(item, target) for item in batch))
-    if isinstance(batch, (list, tuple)):
+    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         return type(batch)(move_to(item, target) for item in batch)
-    if isinstance(batch, dict):
+    # A UserDict, such as Hugging Face's BatchEncoding, has a `.to` that would wait for the device at each tensor.
+    if isinstance(batch, (dict, UserDict)):
         return _like(batch, {key: move_to(value, target) for key, value in batch.items()})
     if isinstance(batch, Mapping) and not hasattr(batch, "to"):
         return {k: move_to(v, target) for k, v in batch.items()}
@@ -37,13 +47,14 @@ def move_to(batch: Any, target: torch.device | Callable[[Any], Any]) -> Any:
     return batch
 
 
-def _like(original: dict[Any, Any], moved: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a dict of the original's type (OrderedDict, defaultdict) with the moved values."""
+def _like(original: Any, moved: dict[Any, Any]) -> Any:
+    """Return a dict of the original's type (OrderedDict, defaultdict, UserDict) with the moved values."""
     if type(original) is dict:
         return moved
-    copy = original.copy()
-    copy.update(moved)
-    return copy
+    same = copy.copy(original)
+    for key, value in moved.items():
+        same[key] = value
+    return same
 
 
 def make_transfer(device: torch.device) -> Callable[[Any], Any]:
@@ -77,7 +88,7 @@ class CudaPrefetchCopy:
         if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or leaf.layout is not torch.strided:
             return leaf.to(self.device, non_blocking=True)
         with torch.cuda.stream(self.stream):
-            copy = leaf.to(self.device, non_blocking=True)
+            there = leaf.to(self.device, non_blocking=True)
         # Its memory belongs to the side stream, which must not reuse it before the current stream is done with it.
-        copy.record_stream(torch.cuda.current_stream(self.device))
-        return copy
+        there.record_stream(torch.cuda.current_stream(self.device))
+        return there

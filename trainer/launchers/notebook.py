@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -179,6 +180,7 @@ def _work(rank: int, number: int, port: int, parent: int, folder: str, forked: b
     if forked:
         # The threads of OpenMP do not survive a fork; a process that uses them would hang.
         torch.set_num_threads(1)
+        _forget_process_group()
     function, args, kwargs = given if forked else pickle.loads(given)
     code = 1
     try:
@@ -207,6 +209,23 @@ def _write_error(folder: Path, rank: int, error: BaseException) -> None:
     path = folder / f"error-{rank}"
     path.with_suffix(".part").write_text(text)
     path.with_suffix(".part").rename(path)
+
+
+_inherited: list[Any] = []
+"""Process groups of the notebook, in a forked process: their threads have not survived, so that a destructor hangs."""
+
+
+def _forget_process_group() -> None:
+    """Forget the process group that a fit in the notebook has left; for a forked process."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    _inherited.extend(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    if "deepspeed" in sys.modules:
+        sys.modules["deepspeed.comm.comm"].cdb = None  # type: ignore[attr-defined]
+        importlib.reload(sys.modules["deepspeed.utils.groups"])
 
 
 def _destroy_process_group() -> None:

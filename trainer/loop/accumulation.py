@@ -66,6 +66,17 @@ def _what_is_wrong(loss: Any) -> str:
     )
 
 
+def even_window(window: list[Batch], strategy: Strategy) -> list[Batch]:
+    """Return as many batches as every process has, with their samples over all processes if these are known.
+
+    For loaders that only know their own process's batches. Collective.
+    """
+    everywhere = strategy.processes.all_gather_object([batch.samples for batch in window])
+    of_each = list(zip(*everywhere, strict=False))
+    totals = [None if None in samples else sum(samples) for samples in of_each]
+    return [batch._replace(total=total) for batch, total in zip(window, totals, strict=False)]
+
+
 def loss_divisors(
     window: Sequence[Batch], module: TrainModule, strategy: Strategy, weights_loss_by_items: bool
 ) -> Sequence[Divisor]:
@@ -80,7 +91,7 @@ def loss_divisors(
         return _by_items([_items(batch, module) for batch in window], strategy)
     if len(window) == 1 and average == 1:
         return NO_DIVISOR
-    if any(batch.samples is None for batch in window):
+    if any(batch.samples is None or batch.total is None for batch in window):
         return [None if len(window) == 1 else len(window)] * len(window)
     total = sum(batch.total or 0 for batch in window)
     return [_divisor(total, batch.samples or 0, average) for batch in window]

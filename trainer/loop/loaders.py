@@ -83,7 +83,9 @@ def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader
 
 
 def check_same_everywhere(run: Run) -> None:
-    """Check that the loaders have the same number of samples on all processes. Collective.
+    """Check that the loaders have the same number of samples on all processes, and agree on an epoch's length.
+
+    Collective.
 
     Raises:
         ConfigError: the numbers differ, and processes would wait for each other in the middle of an epoch.
@@ -92,9 +94,13 @@ def check_same_everywhere(run: Run) -> None:
     counts = {f"evaluation loader {name!r}": loader.samples_per_epoch for name, loader in loaders.items()}
     if run.train_loader is not None:
         counts["training loader"] = run.train_loader.samples_per_epoch
-    by_rank = run.strategy.processes.all_gather_object(counts)
+    length = None if run.train_loader is None else run.train_loader.length
+    gathered = run.strategy.processes.all_gather_object((counts, length))
+    by_rank = [theirs for theirs, _ in gathered]
     rank = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
     if rank is None:
+        if run.train_loader is not None:
+            run.train_loader.shorten([length for _, length in gathered])
         return
     first, other = by_rank[0], by_rank[rank]
     name = next(name for name in {**first, **other} if first.get(name) != other.get(name))

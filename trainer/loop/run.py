@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from trainer.callback import Callback, CallbackList, Checkpoint
+from trainer.callback import AccumulationSchedule, Callback, CallbackList, Checkpoint
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
@@ -137,7 +138,12 @@ class Run:
         limit = math.inf if max_steps is None else max_steps
         if batches is None or max_epochs is None:
             return limit
-        return min(limit, max_epochs * math.ceil(batches / self.session.accumulate_grad_batches))
+        windows = {0: self.session.accumulate_grad_batches}
+        for callback in self.callbacks:
+            if isinstance(callback, AccumulationSchedule):
+                windows = {0: self.settings.accumulate_grad_batches, **callback.scheduling}
+        first_epochs = [*sorted(epoch for epoch in windows if epoch < max_epochs), max_epochs]
+        return min(limit, sum((b - a) * math.ceil(batches / windows[a]) for a, b in pairwise(first_epochs)))
 
     @property
     def evaluating(self) -> bool:

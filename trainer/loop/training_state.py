@@ -15,6 +15,7 @@ from trainer.callback import Callback
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
+from trainer.data.transfer import move_to
 from trainer.errors import CheckpointError
 from trainer.loop.run import Run
 from trainer.metrics.state import load_metrics_state, metrics_state
@@ -40,7 +41,8 @@ def training_state(run: Run) -> dict[str, Any]:
         "loader": run.train_loader.state_dict() if run.train_loader else {},
         "metrics": metrics_state(run.metrics),
     }
-    per_rank = strategy.processes.all_gather_object(own)
+    # Unpickling a tensor of an accelerator would make each process use the accelerators of all others.
+    per_rank = strategy.processes.all_gather_object(move_to(own, _on_cpu))
     return {
         "model": strategy.module_state(),
         "optimizers": [strategy.optimizer_state(optimizer) for optimizer in run.optimizers],
@@ -231,6 +233,10 @@ def save_state(run: Run, write: Callable[[dict[str, Any], dict[str, Any]], None]
     for problem in problems:
         if problem is not None:
             raise problem
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------

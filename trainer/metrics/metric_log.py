@@ -291,6 +291,7 @@ class MetricLog:
         return value / weight if options.reduction == "mean" else value
 
     def _compute(self, name: str, metric: Any) -> float:
+        self._fill_empty_lists(name, metric)
         with warnings.catch_warnings():
             # A process without a batch computes too, because `compute` synchronizes all processes.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
@@ -303,6 +304,33 @@ class MetricLog:
                 "Compute it in an epoch-end hook and log its parts one by one."
             )
         return float(value)
+
+    def _fill_empty_lists(self, name: str, metric: Any) -> None:
+        """Give list states without an entry an empty one of the other processes' dtype and shape. Collective.
+
+        A process without samples has none, and torchmetrics would gather an empty vector of floats from it.
+        """
+        own = {
+            f"{prefix}.{key}": (part, key, reduction)
+            for prefix, part in metric.named_modules()
+            for key, reduction in (part._reductions.items() if is_torchmetric(part) else ())
+            if isinstance(getattr(part, key), list)
+        }
+        if not own:
+            return
+        values = {path: getattr(part, key) for path, (part, key, _) in own.items()}
+        described = {path: [(one.dtype, one.shape[1:]) for one in value[:1]] for path, value in values.items()}
+        everywhere = self.all_gather_object((described, {path: len(value) for path, value in values.items()}))
+        for path, (part, key, reduction) in own.items():
+            if reduction is None and len({lengths[path] for _, lengths in everywhere}) > 1:
+                raise ConfigError(
+                    f"self.log({name!r}): {type(part).__name__} gathers its state {key!r} entry by entry, and the "
+                    "processes have different numbers of entries. Evaluate it on one process (devices=1)."
+                )
+            known = next((theirs[path][0] for theirs, _ in everywhere if theirs[path]), None)
+            if not values[path] and known is not None:
+                dtype, shape = known
+                setattr(part, key, [torch.empty(0, *shape, dtype=dtype, device=part.device)])
 
 
 def _as_scalar(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,91 @@
+"""torchmetrics objects with list states are right on processes that have no samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import AUROC, Metric
+
+from tests.helpers.compare import QUIET
+from tests.helpers.processes import run_distributed
+from trainer import ConfigError, Trainer, TrainModule
+
+SIZES = (1, 2, 3)
+
+
+class Rows(Metric):
+    """A metric that gathers rows of integers, and matrices of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", default=[], dist_reduce_fx="cat")
+        self.add_state("matrices", default=[], dist_reduce_fx="cat")
+
+    def update(self, x: torch.Tensor) -> None:
+        self.rows.append((x[:, None] * 10).long().expand(-1, 3))
+        self.matrices.append(x[:, None, None].double().expand(-1, 2, 2))
+
+    def compute(self) -> torch.Tensor:
+        rows = torch.cat(self.rows) if isinstance(self.rows, list) else self.rows
+        matrices = torch.cat(self.matrices) if isinstance(self.matrices, list) else self.matrices
+        return rows.sum() + matrices.sum()
+
+
+class Each(Metric):
+    """A metric that gathers its values entry by entry, of which processes must have equally many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", default=[], dist_reduce_fx=None)
+
+    def update(self, x: torch.Tensor) -> None:
+        self.values.append(x)
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat(self.values).sum()
+
+
+class Measured(TrainModule):
+    def __init__(self, with_each: bool = False) -> None:
+        super().__init__()
+        self.auroc, self.rows = AUROC(task="binary"), Rows()
+        self.each = Each() if with_each else None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, label = batch
+        self.auroc.update(x, label)
+        self.log("auroc", self.auroc)
+        self.rows.update(x)
+        self.log("rows", self.rows)
+        if self.each is not None:
+            self.each.update(x)
+            self.log("each", self.each)
+
+
+def data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(samples)
+    return TensorDataset(torch.rand(samples, generator=generator), torch.arange(samples) % 2)
+
+
+def measure() -> tuple[list[dict[str, float]], str]:
+    found = [Trainer(accelerator="cpu", **QUIET).validate(Measured(), DataLoader(data(size), 4)) for size in SIZES]
+    with pytest.raises(ConfigError) as refused:
+        Trainer(accelerator="cpu", **QUIET).validate(Measured(with_each=True), DataLoader(data(1), 4))
+    return found, str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:No positive samples")
+def test_a_process_without_samples(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for found, refused in run_distributed(measure, 2):
+        for size, metrics in zip(SIZES, found, strict=True):
+            x, label = data(size).tensors
+            auroc, rows = AUROC(task="binary"), Rows()
+            auroc.update(x, label)
+            rows.update(x)
+            assert metrics == pytest.approx({"auroc": float(auroc.compute()), "rows": float(rows.compute())}, rel=1e-6)
+        assert "Each gathers its state 'values' entry by entry" in refused
