@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.compare import QUIET, as_floats, assert_same_bits
 from tests.helpers.processes import run_distributed
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import CSVLogger, ModelCheckpoint
@@ -157,7 +157,7 @@ def train(
         "optimizer": read_checkpoint(last)["optimizers"],
         "scheduler": trainer.scheduler_configs[0].scheduler.state_dict(),
         "progress": trainer.progress.state_dict(),
-        "callback metrics": dict(trainer.callback_metrics),
+        "callback metrics": as_floats(trainer.callback_metrics),
         "callback steps": remember.steps,
         "validations": remember.validations,
         "batches": remember.batches,

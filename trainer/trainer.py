@@ -30,6 +30,7 @@ from trainer.loop.run import Run, Session
 from trainer.loop.setup import start_run
 from trainer.loop.training_state import save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
+from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, monitored_value, zero_grad_fast
 from trainer.precision import Precision
@@ -402,11 +403,10 @@ class Trainer:
             self._step_schedulers(run, "step", progress.step)
 
     def _end_step(self, run: Run) -> None:
-        """Flush the log every `log_every_n_steps`, and call the last hook of the step."""
-        if run.progress.step % run.settings.log_every_n_steps == 0:
-            # Before this step's checkpoint: a resumed run does not log the step again.
-            run.log_to_loggers(run.metrics.read_step())
-        run.hooks.on_train_step_end()
+        """Call the last hook of the step, and flush the log every `log_every_n_steps`."""
+        with run.metrics.recording(run.metrics.train):
+            run.hooks.on_train_step_end()
+        run.flush_step()
 
     def _end_epoch(self, run: Run) -> None:
         progress, metrics = run.progress, run.metrics
@@ -424,6 +424,7 @@ class Trainer:
         progress.epoch_ended = True
         run.hooks.on_train_epoch_end()
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
+        metrics.reset_computed()
         progress.next_epoch()
 
     def _end_training(self, run: Run) -> None:
@@ -741,14 +742,19 @@ class Trainer:
     # -- logged values -------------------------------------------------------------------------------------------------
 
     @property
-    def callback_metrics(self) -> dict[str, float]:
-        """The latest values of all logged names, as of the last flush; `monitor=` reads these."""
-        return self._session.callback_metrics
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values of all logged names, 0-dim tensors in a new dict.
+
+        A value logged by step is the latest of this process, on its device. A value of an epoch or an evaluation is
+        reduced over all processes, and known from that epoch's end hook on.
+        """
+        latest = {} if self._run is None else self._run.metrics.latest()
+        return as_tensors({**self._session.callback_metrics, **latest})
 
     @property
-    def logged_metrics(self) -> dict[str, float]:
-        """The latest values that went to the loggers."""
-        return self._session.logged_metrics
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values that went to the loggers, reduced over all processes, 0-dim tensors in a new dict."""
+        return as_tensors(self._session.logged_metrics)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:

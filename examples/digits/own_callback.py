@@ -42,7 +42,7 @@ class History(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.sanity_checking:
-            self.accuracies.append(trainer.callback_metrics["val_acc"])
+            self.accuracies.append(float(trainer.callback_metrics["val_acc"]))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         for epoch, accuracy in enumerate(self.accuracies):

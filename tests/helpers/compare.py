@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,11 @@ QUIET = {
     "enable_model_summary": False,
 }
 """Arguments of a Trainer that only trains."""
+
+
+def as_floats(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return the values of `trainer.callback_metrics` as numbers."""
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def assert_same_bits(ours: Any, theirs: Any, where: str = "") -> None:

@@ -80,7 +80,7 @@ class StepLosses(Callback):
         self.losses: list[float] = []
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.losses.append(trainer.callback_metrics["loss"])
+        self.losses.append(trainer.read_metrics()["loss"])
 
 
 def run_each(function: Callable[..., Any], names: Iterable[str], *args: Any) -> dict[str, list[Any]]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.helpers.compare import QUIET
+from tests.helpers.compare import QUIET, as_floats
 from tests.helpers.processes import run_distributed
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import CSVLogger
@@ -231,7 +231,7 @@ def test_the_metrics_given_back_are_plain_numbers_and_start_afresh() -> None:
     once, again = trainer.validate(module, loader), trainer.validate(module, loader)
     assert once == again
     assert all(type(value) is float and math.isfinite(value) for value in once.values())
-    assert trainer.callback_metrics == once
+    assert as_floats(trainer.callback_metrics) == once
 
 
 class TwoStepArguments(Measured):
@@ -264,10 +264,10 @@ def test_evaluation_has_no_gradients_and_gives_the_modes_back() -> None:
 def test_the_sanity_check_leaves_nothing_behind(tmp_path: Path) -> None:
     class Look(Callback):
         def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
-            seen.append(("after the check", dict(trainer.callback_metrics), dict(trainer.logged_metrics)))
+            seen.append(("after the check", as_floats(trainer.callback_metrics), as_floats(trainer.logged_metrics)))
 
         def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-            seen.append((trainer.sanity_checking, dict(trainer.callback_metrics)))
+            seen.append((trainer.sanity_checking, as_floats(trainer.callback_metrics)))
 
     seen: list[Any] = []
     options = {"logger": CSVLogger(), "callbacks": Look(), "default_root_dir": tmp_path, "max_epochs": 1}

@@ -169,15 +169,15 @@ def test_a_read_would_be_seen() -> None:
 
 
 def test_a_flush_is_one_read_of_all_values() -> None:
-    between = Between(Reads(), first=11, last=12)
+    between = Between(Reads(), first=11, last=13)
     fit(between)
     assert between.found.seen["tolist"] == 1
 
 
 def _count_collectives() -> list[dict[str, int]]:
     torch.manual_seed(0)
-    between, flush = Between(collectives(), first=1, last=5), Between(collectives(), first=11, last=12)
-    fit(between, flush, devices=2, strategy="ddp", enable_checkpointing=False)
+    between, flush = Between(collectives(), first=1, last=5), Between(collectives(), first=5, last=7)
+    fit(between, flush, devices=2, strategy="ddp", enable_checkpointing=False, log_every_n_steps=6)
     return [dict(between.found), dict(flush.found)]
 
 

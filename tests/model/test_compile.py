@@ -144,7 +144,7 @@ def test_same_losses_values_and_names(kind: type[Model], setting: dict[str, Any]
     assert list(compiled.state_dict()) == names
     assert trainer.callback_metrics.keys() == expected.callback_metrics.keys()
     for name, value in expected.callback_metrics.items():
-        assert trainer.callback_metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        assert trainer.callback_metrics[name] == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
 
 
 def test_steps_stay_python() -> None:
@@ -230,7 +230,9 @@ def test_a_metric_is_left_alone() -> None:
             self.log("error", self.error)
 
     compiled, plain = trained(WithMetric(), EAGER), trained(WithMetric(), False)
-    assert compiled.callback_metrics["error"] == pytest.approx(plain.callback_metrics["error"], rel=1e-5, abs=1e-6)
+    assert compiled.callback_metrics["error"] == pytest.approx(
+        float(plain.callback_metrics["error"]), rel=1e-5, abs=1e-6
+    )
     assert {record.co_name for record in get_compilation_metrics() if record.co_name} == {"forward"}
 
 

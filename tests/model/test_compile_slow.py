@@ -51,7 +51,7 @@ def on_a_process(strategy: str, setting: Any) -> dict[str, Any]:
     torch.distributed.all_reduce(losses)
     return {
         "losses": (losses / 2).tolist(),
-        "val_loss": trainer.callback_metrics["val_loss"],
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
         "graphs": int(counters["stats"]["unique_graphs"]),
         "names": list(module.state_dict()),
     }

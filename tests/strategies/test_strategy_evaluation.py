@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from tests.helpers.compare import assert_same_bits
+from tests.helpers.compare import as_floats, assert_same_bits
 from tests.helpers.strategy_models import GPT, IGNORED
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
 from tests.portability import SaveAt
@@ -39,7 +39,7 @@ def work(name: str, folder: str) -> dict[str, Any]:
     trainer.fit(module, DataLoader(module.data(81), way.micro_batch), DataLoader(module.data(46), way.micro_batch))
     found: dict[str, Any] = {
         "keys": list(module.state_dict()),
-        "in fit": dict(trainer.callback_metrics),
+        "in fit": as_floats(trainer.callback_metrics),
         "full": trainer.full_state_dict(everywhere=True),
     }
     for size in SIZES:

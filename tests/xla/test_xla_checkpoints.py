@@ -29,7 +29,7 @@ class Watch(Callback):
         self.losses: list[float] = []
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.losses.append(trainer.callback_metrics["loss"])
+        self.losses.append(trainer.read_metrics()["loss"])
         if trainer.global_step == SAVED_AT and self.path is not None:
             trainer.save_checkpoint(self.path)
 

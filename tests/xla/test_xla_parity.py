@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.compare import QUIET
+from tests.helpers.compare import QUIET, as_floats
 from tests.helpers.examples import example_module
 from trainer import Callback, Trainer, TrainModule, seed_everything
 
@@ -92,7 +92,7 @@ def train(strategy: str, kind: str, accumulate: int, clip: float | None) -> dict
     return {
         "losses": [loss.item() for loss in watch.losses],
         "rates": watch.rates,
-        "metrics": {k: v for k, v in trainer.callback_metrics.items() if not k.startswith("throughput")},
+        "metrics": {k: v for k, v in as_floats(trainer.callback_metrics).items() if not k.startswith("throughput")},
         "weights": {name: value.cpu() for name, value in module.state_dict().items()},
         "tied": kind == "gpt" and module.net.head.weight is module.net.token_embedding.weight,
     }

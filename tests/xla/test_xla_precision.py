@@ -25,7 +25,7 @@ class Losses(Callback):
         self.losses: list[float] = []
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.losses.append(trainer.callback_metrics["loss"])
+        self.losses.append(trainer.read_metrics()["loss"])
 
 
 def fit(strategy: Any, module: Any = None, **settings: Any) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def closing_words(trainer: Trainer) -> list[str]:
 
     lines = []
     if trainer.callback_metrics:
-        lines += [f"after {trainer.global_step} steps:", table(dict(trainer.callback_metrics))]
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        lines += [f"after {trainer.global_step} steps:", table(values)]
     if not trainer.run_dir.is_dir():  # fast_dev_run writes no files
         return lines
     lines.append(f"run directory:  {shown(trainer.run_dir)}")

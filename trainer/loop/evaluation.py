@@ -129,14 +129,20 @@ def evaluate(
                 for _ in run_batches(run, hooks, loader, dataloader_idx, max_batches):
                     pass
                 read(metrics.read_epoch(scope))
+                if len(loaders) > 1:
+                    metrics.reset_computed()
             read(metrics.read_overall(scope))
-        with metrics.recording(metrics.hook_metrics):
+        # Kept apart from the values of the training around the evaluation.
+        metrics.evaluation_hooks = MetricScope(batches=False, steps=False)
+        with metrics.recording(metrics.evaluation_hooks):
             hooks.epoch_end()
-            read(metrics.read_epoch(metrics.hook_metrics))
+            read(metrics.read_epoch(metrics.evaluation_hooks))
+            metrics.reset_computed()
             if run.stage == "fit" and log_results:
                 run.progress.validated_step = run.progress.step
             hooks.end()
-            read(metrics.read_epoch(metrics.hook_metrics))
+            read(metrics.read_epoch(metrics.evaluation_hooks))
+            metrics.reset_computed()
     hooks.model_train()
     return results
 

@@ -87,6 +87,8 @@ class Run:
         session.progress_bar_metrics.clear()
         self.progress = session.progress
         self.training = self.validating = self.sanity_checking = False
+        self.flushed_step = -1
+        """The last step whose values went to the loggers."""
         self.metrics = MetricLog(module, lambda value: config.strategy.processes.all_gather_object(value))
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
@@ -179,12 +181,22 @@ class Run:
 
     def read_metrics(self) -> dict[str, float]:
         """Return all logged values known so far; see `Trainer.read_metrics`. Collective."""
-        self.update_metrics(self.metrics.read_step())
-        if (self.progress.epoch_ended or self.evaluating) and not self.sanity_checking:
-            self.log_to_loggers(self.metrics.read_epoch(self.metrics.hook_metrics))
+        metrics = self.metrics
+        self.update_metrics(metrics.read_step())
+        if self.evaluating and not self.sanity_checking:
+            self.log_to_loggers(metrics.read_epoch(metrics.evaluation_hooks))
+        if self.progress.epoch_ended and not self.sanity_checking:
+            self.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         else:
-            self.update_metrics(self.metrics.peek_epoch(self.metrics.hook_metrics))
+            self.update_metrics(metrics.peek_epoch(metrics.hook_metrics))
         return self.session.callback_metrics
+
+    def flush_step(self) -> None:
+        """Send the values of the last step to the loggers, once, every `log_every_n_steps`. Collective."""
+        step = self.progress.step
+        if step % self.settings.log_every_n_steps == 0 and self.flushed_step != step:
+            self.flushed_step = step
+            self.log_to_loggers(self.metrics.read_step())
 
     def log_to_loggers(self, values: ReducedMetrics) -> dict[str, float]:
         """Store reduced values and send them to the loggers; return the values by name."""

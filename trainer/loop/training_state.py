@@ -218,6 +218,8 @@ def save_state(run: Run, write: Callable[[dict[str, Any], dict[str, Any]], None]
     """Pass the run's state to `write`; see `Trainer.save_with`. Collective."""
     strategy = run.strategy
     with run.saving_checkpoint():
+        if run.stage == "fit":
+            run.flush_step()  # a resumed run does not log the step again
         state = training_state(run)
         run.hooks.on_save_checkpoint(state)
         if strategy.processes.is_global_zero:

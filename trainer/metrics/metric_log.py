@@ -40,6 +40,9 @@ class Entry:
     """The torchmetrics object, if the first logged value was one."""
     window: int = -1
     window_values: list[tuple[Number, Number]] = field(default_factory=list)
+    """The values of the latest window in which the name was logged by step, with their weights."""
+    superseded: int = -1
+    """The window up to which a value of an epoch or an evaluation replaces the name's values by step."""
     epoch: Accumulator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,8 +72,8 @@ class ReducedMetrics:
     progress_bar: dict[str, float] = field(default_factory=dict)
     all: dict[str, float] = field(default_factory=dict)
 
-    def put(self, name: str, options: LogOptions, value: float, suffix: str) -> None:
-        full_name = f"{name}_{suffix}" if options.on_step and options.on_epoch else name
+    def put(self, name: str, options: LogOptions, value: float, suffix: str, loader: str = "") -> None:
+        full_name = with_suffix(name, suffix, loader) if options.on_step and options.on_epoch else name
         self.all[full_name] = value
         self.all[name] = value
         if options.logger:
@@ -105,6 +108,10 @@ class MetricLog:
         self.phase = phase
         self.train = MetricScope(batches=True, steps=True)
         self.hook_metrics = MetricScope(batches=False, steps=False)
+        self.evaluation_hooks = MetricScope(batches=False, steps=False)
+        """The values logged in the hooks at the end of the current evaluation."""
+        self.computed: list[Any] = []
+        """torchmetrics objects that were computed, until `reset_computed`."""
         self.scope = self.hook_metrics
         """The scope to which `log` adds; see `recording`."""
         self.window = 0
@@ -156,11 +163,12 @@ class MetricLog:
             weight = self.samples if self.samples is not None else self._batch_weight()
         else:
             weight = 1
-        if entry.options.on_step:
+        if entry.options.on_step and scope.steps:
             if entry.window != self.window:
                 entry.window = self.window
                 entry.window_values.clear()
-            entry.window_values.append((value, weight))
+            # A copy: the tensor may change before it is read, and may be a view that keeps a larger one in memory.
+            entry.window_values.append((value.clone() if isinstance(value, torch.Tensor) else value, weight))
         if entry.options.on_epoch:
             entry.epoch.add(value, weight)
         if scope.loader:
@@ -180,8 +188,12 @@ class MetricLog:
             on_epoch = not scope.steps or metric is not None
         if not on_step and not on_epoch:
             raise ConfigError(f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
-        if on_step and not scope.steps:
-            # The only step axis is that of training: a value per evaluation batch has no place on it.
+        if on_step and not on_epoch and not scope.steps:
+            warnings.warn(
+                f"self.log({key!r}, on_step=True): the steps are those of training, so that in an evaluation or an "
+                "epoch's hook the mean is logged instead.",
+                stacklevel=5,
+            )
             on_step, on_epoch = False, True
         where = self._name_of_metric(key, metric) if metric is not None else None
         return Entry(key, options._replace(on_step=on_step, on_epoch=on_epoch, metric=where), metric)
@@ -196,7 +208,7 @@ class MetricLog:
         )
 
     def _log_metric(self, entry: Entry, metric: Any) -> None:
-        if not entry.options.on_step:
+        if not entry.options.on_step or not self.scope.steps:
             return
         value = metric._forward_cache
         if value is None:
@@ -204,6 +216,8 @@ class MetricLog:
                 f"self.log({entry.name!r}, on_step=True) needs the value of this batch: call the metric, "
                 f"self.{entry.options.metric}(preds, target), instead of update(); or log it with on_epoch=True only."
             )
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
         weight = self.samples if self.samples is not None else self._batch_weight()
         entry.window, entry.window_values = self.window, [(value, weight)]
 
@@ -241,16 +255,35 @@ class MetricLog:
                 values.put(name, options, value, "step")
         return values
 
+    def latest(self) -> dict[str, Number]:
+        """Return the latest value of each name logged by step in training, of this process, without reading it."""
+        values: dict[str, Number] = {}
+        for name, entry in self.train.entries.items():
+            if entry.window > entry.superseded and entry.window_values:
+                values[name] = entry.window_values[-1][0]
+                if entry.options.on_epoch:
+                    values[with_suffix(name, "step")] = values[name]
+        return values
+
     def read_epoch(self, scope: MetricScope) -> ReducedMetrics:
-        """Return the reductions over the values logged in `scope`, and clear `scope`."""
-        values = self._read_entries(scope.entries)
+        """Return the reductions over the values logged in `scope`, and clear `scope`.
+
+        torchmetrics objects are computed; `reset_computed` resets them.
+        """
+        values = self._read_entries(scope.entries, scope.loader)
         scope.entries.clear()
         return values
+
+    def reset_computed(self) -> None:
+        """Reset the torchmetrics objects that were computed."""
+        with torch.inference_mode(False):  # otherwise the state could be updated only in inference mode from now on
+            while self.computed:
+                self.computed.pop().reset()
 
     def peek_epoch(self, scope: MetricScope) -> ReducedMetrics:
         """Return the reductions over the values logged in `scope` so far, and keep them.
 
-        torchmetrics objects are left out, because computing one resets it.
+        torchmetrics objects are left out, because one that was computed returns the same value for the rest of the epoch.
         """
         return self._read_entries({name: e for name, e in scope.entries.items() if e.options.metric is None})
 
@@ -258,12 +291,14 @@ class MetricLog:
         """Return the reductions over all loaders of an evaluation; empty if there is only one loader."""
         return self._read_entries(scope.overall)
 
-    def _read_entries(self, entries: dict[str, Entry]) -> ReducedMetrics:
+    def _read_entries(self, entries: dict[str, Entry], loader: str = "") -> ReducedMetrics:
         local = {name: (e.options, e.epoch) for name, e in entries.items() if e.options.on_epoch}
         values = ReducedMetrics()
         with self.phase(LOGGING):
             for name, (options, value) in self._reduce(local).items():
-                values.put(name, options, value, "epoch")
+                values.put(name, options, value, "epoch", loader)
+        for name in values.all.keys() & self.train.entries.keys():
+            self.train.entries[name].superseded = self.window
         return values
 
     def _reduce(self, local: dict[str, tuple[LogOptions, Accumulator]]) -> dict[str, tuple[LogOptions, float]]:
@@ -296,13 +331,9 @@ class MetricLog:
             # A process without a batch computes too, because `compute` synchronizes all processes.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             value = metric.compute()
-        with torch.inference_mode(False):  # otherwise the state could be updated only in inference mode from now on
-            metric.reset()
+        self.computed.append(metric)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise ConfigError(
-                f"self.log({name!r}): {type(metric).__name__}.compute() gives more than one number. "
-                "Compute it in an epoch-end hook and log its parts one by one."
-            )
+            raise _several_numbers(name, f"{type(metric).__name__}.compute() gives")
         return float(value)
 
     def _fill_empty_lists(self, name: str, metric: Any) -> None:
@@ -331,6 +362,19 @@ class MetricLog:
             if not values[path] and known is not None:
                 dtype, shape = known
                 setattr(part, key, [torch.empty(0, *shape, dtype=dtype, device=part.device)])
+
+
+def with_suffix(name: str, suffix: str, loader: str = "") -> str:
+    """Return the name of a value by step or epoch, where a name is logged by both; a loader's name stays last."""
+    end = f"/{loader}" if loader else ""
+    return f"{name.removesuffix(end)}_{suffix}{end}"
+
+
+def _several_numbers(name: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"self.log({name!r}): {what} more than one number. Compute it in an epoch-end hook and log its parts one by one, "
+        "or log a metric that averages them."
+    )
 
 
 def _as_scalar(name: str, value: torch.Tensor) -> torch.Tensor:

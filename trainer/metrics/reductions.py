@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -86,6 +86,8 @@ class Accumulator:
         if isinstance(weight, torch.Tensor):
             self._add_product(value, weight)
             return
+        if not weight:  # a mean over nothing, often NaN
+            return
         self.weight_on_host += weight
         if not isinstance(value, torch.Tensor):
             self.on_host = (self.on_host or 0.0) + value * weight
@@ -106,7 +108,8 @@ class Accumulator:
         wide = to_float64(weight)
         before = identity_element(wide, "mean") if self.weight_on_device is None else self.weight_on_device
         self.weight_on_device = wide if before is None else before + wide
-        product = to_float64(torch.as_tensor(value, device=weight.device)) * wide
+        product = (to_float64(value) if isinstance(value, torch.Tensor) else value) * wide
+        product = torch.where(wide == 0, 0.0, product)  # a mean over nothing is often NaN
         before = identity_element(product, "mean") if self.on_device is None else self.on_device
         self.on_device = product if before is None else before + product
 
@@ -193,6 +196,14 @@ COMBINE_HOST: dict[str, Callable[[float, float], float]] = {
     "min": min,
     "max": max,
 }
+
+
+def as_tensors(values: Mapping[str, Number]) -> dict[str, torch.Tensor]:
+    """Return the values as 0-dim tensors; numbers become float64 on the CPU."""
+    return {
+        name: value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in values.items()
+    }
 
 
 def to_host(tensors: list[torch.Tensor]) -> list[float]:

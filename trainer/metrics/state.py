@@ -26,7 +26,7 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
         "objects": {
             name: {"updates": metric.update_count, "state": metric.metric_state}
             for name, metric in _objects(metrics.module)
-            if metric.update_count
+            if metric.update_count and not any(metric is computed for computed in metrics.computed)
         },
     }
 

@@ -1,0 +1,319 @@
+"""Logged values are those that were logged, in the places where Lightning has them, under Lightning's names."""
+
+from __future__ import annotations
+
+import csv
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.helpers.compare import QUIET, as_floats
+from tests.helpers.processes import run_distributed
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import CSVLogger, ModelCheckpoint
+from trainer.errors import ConfigError
+
+NAN = float("nan")
+
+
+def rows_of(trainer: Trainer) -> list[dict[str, str]]:
+    """Return the rows of the CSV log, without empty values."""
+    with open(trainer.run_dir / "metrics.csv", newline="") as file:
+        return [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["number", "tensor"])
+def test_a_value_of_weight_zero_does_not_count_even_as_nan(on_device: bool) -> None:
+    class Masked(Toy):
+        def log_loss(self, batch_idx: int) -> None:
+            for name, value in (("tensor", torch.tensor(NAN if batch_idx == 1 else 2.0)), ("number", NAN)):
+                number = float(value) if name == "tensor" else (value if batch_idx == 1 else 2.0)
+                weight = float(batch_idx != 1)
+                self.log(
+                    name,
+                    torch.tensor(number) if name == "tensor" else number,
+                    on_step=True,
+                    on_epoch=True,
+                    weight=torch.tensor(weight) if on_device else weight,
+                )
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log_loss(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            weight = float(batch_idx != 1)
+            self.log("val", NAN if batch_idx == 1 else 3.0, weight=torch.tensor(weight) if on_device else weight)
+
+    trainer = quiet(max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Masked(), loader(4), loader(3))
+    values = trainer.callback_metrics
+    assert {name: float(values[name]) for name in ("tensor", "number", "val")} == {
+        "tensor": 2.0,
+        "number": 2.0,
+        "val": 3.0,
+    }
+
+
+def test_a_value_by_step_is_a_copy_that_keeps_no_larger_tensor_alive() -> None:
+    bases: list[Callable[[], Any]] = []
+
+    class Counts(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            logits = torch.full((100,), float(batch_idx))
+            bases.append(weakref.ref(logits.untyped_storage()))
+            self.log("view", logits[3])
+            self.log("count", self.count)
+            self.count += 1
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(max_epochs=1, log_every_n_steps=1, logger=CSVLogger())
+    trainer.fit(Counts(), loader(3))
+    assert [(float(row["view"]), float(row["count"])) for row in rows_of(trainer)] == [(0, 0), (1, 1), (2, 2)]
+    assert [base() for base in bases] == [None] * 3
+
+
+class StepEnd(Toy):
+    """Log the number of the step when the step ends."""
+
+    def on_train_step_end(self) -> None:
+        self.log("number", float(self.global_step), on_step=True, on_epoch=True)
+        self.log("default", float(self.global_step))
+
+
+@pytest.mark.parametrize("interval", [1.0, 3])
+def test_values_logged_at_the_end_of_a_step_are_values_of_that_step(interval: Any) -> None:
+    trainer = quiet(
+        max_epochs=1,
+        val_check_interval=interval,
+        log_every_n_steps=2,
+        logger=CSVLogger(),
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(every_n_train_steps=2)],
+    )
+    trainer.fit(StepEnd(), loader(4), loader(1))
+    rows = {int(row["step"]): row for row in rows_of(trainer)}
+    assert {step: float(row["number_step"]) for step, row in rows.items() if "number_step" in row} == {2: 2.0, 4: 4.0}
+    assert {step: float(row["default"]) for step, row in rows.items() if "default" in row} == {2: 2.0, 4: 4.0}
+    assert float(trainer.callback_metrics["number"]) == 2.5
+
+
+class EveryHook(Toy):
+    """Log in hooks outside of a validation and inside of it."""
+
+    def setup(self, stage: str) -> None:
+        self.log("in_setup", 1.0)
+
+    def on_fit_start(self) -> None:
+        self.log("at_start", 2.0)
+
+    def on_train_epoch_start(self) -> None:
+        self.log("epoch_start", 3.0)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("in_validation", float(self.global_step))
+
+
+def test_a_validation_in_the_middle_leaves_the_values_of_the_hooks_around_it() -> None:
+    trainer = quiet(max_epochs=1, val_check_interval=2, num_sanity_val_steps=1, logger=CSVLogger())
+    trainer.fit(EveryHook(), loader(4), loader(2))
+    rows = [row for row in rows_of(trainer) if {"in_setup", "at_start", "epoch_start"} & row.keys()]
+    assert [(row["step"], row["in_setup"], row["at_start"], row["epoch_start"]) for row in rows] == [
+        ("4", "1.0", "2.0", "3.0")
+    ]
+    assert [row["in_validation"] for row in rows_of(trainer) if "in_validation" in row] == ["2.0", "4.0"]
+
+
+class Averaged(TrainModule):
+    """A module with torchmetrics objects for training and validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.mean = MeanMetric()
+        self.val_mean = MeanMetric()
+        self.seen: list[tuple[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.mean.update(float(batch_idx))
+        self.log("mean", self.mean)
+        return self.layer(batch[0]).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_mean.update(float(batch_idx) + 10)
+        self.log("val_mean", self.val_mean)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(("validation", float(self.val_mean.compute())))
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(("train", float(self.mean.compute())))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_torchmetrics_objects_are_computed_in_the_hooks_at_the_end_and_reset_after_them() -> None:
+    module = Averaged()
+    trainer = quiet(max_epochs=2, enable_checkpointing=True, callbacks=[ModelCheckpoint(every_n_epochs=1)])
+    trainer.fit(module, loader(4), loader(3))
+    assert module.seen == [("validation", 11.0), ("train", 1.5)] * 2
+    assert (module.mean.update_count, module.val_mean.update_count) == (0, 0)
+    resumed = Averaged()
+    quiet(max_epochs=3).fit(resumed, loader(4), loader(3), ckpt_path=trainer.checkpoint_callback.last_model_path)  # type: ignore[union-attr]
+    assert resumed.seen == [("validation", 11.0), ("train", 1.5)]
+
+
+@pytest.mark.parametrize("metric", [MulticlassAccuracy(3, average=None)])
+def test_a_metric_with_several_numbers_is_refused_by_name(metric: Metric) -> None:
+    class Vector(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = metric
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.accuracy(torch.tensor([0, 1, 2]), torch.tensor([0, 1, 1]))
+            self.log("accuracy", self.accuracy, on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ConfigError, match=r"self.log\('accuracy'\): .*MulticlassAccuracy.* more than one number"):
+        quiet(max_epochs=1).fit(Vector(), loader(2))
+
+
+class Watch(Callback):
+    """Record `trainer.callback_metrics` in the hooks."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, torch.Tensor]]] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.seen.append(("batch", trainer.callback_metrics))
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.seen.append(("validation", trainer.callback_metrics))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.seen.append(("epoch", trainer.callback_metrics))
+
+
+class Logging:
+    """Methods of a module that log numbers that say where they come from."""
+
+    log: Any
+    layer: Any
+    parameters: Any
+
+    def configure_model(self) -> None:
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        value = batch[0].sum()
+        self.log("both", value, on_step=True, on_epoch=True)
+        self.log("step", value)
+        return self.layer(batch[0]).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", batch[0].sum(), on_step=True, on_epoch=True)
+        self.log("plain", batch[0].sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Logs(Logging, TrainModule):  # type: ignore[misc]
+    """`Logging` as a module."""
+
+
+def numbers(count: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(float(count))[:, None]), batch_size=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_callback_metrics_are_current_tensors_under_lightnings_names() -> None:
+    pytorch_lightning: Any = pytest.importorskip("pytorch_lightning")
+
+    class Theirs(Logging, pytorch_lightning.LightningModule):  # type: ignore[misc]
+        pass
+
+    class TheirWatch(pytorch_lightning.Callback):
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.seen.append(("batch", dict(trainer.callback_metrics)))
+
+        def on_validation_end(self, trainer: Any, *_: Any) -> None:
+            self.seen.append(("validation", dict(trainer.callback_metrics)))
+
+        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+            self.seen.append(("epoch", dict(trainer.callback_metrics)))
+
+    watch, theirs = Watch(), TheirWatch()
+    trainer = quiet(max_epochs=2, callbacks=[watch])
+    trainer.fit(Logs(), numbers(4), numbers(3))
+    settings: Any = {**QUIET, "accelerator": "cpu", "num_sanity_val_steps": 0, "max_epochs": 2}
+    pytorch_lightning.Trainer(**settings, callbacks=[theirs]).fit(Theirs(), numbers(4), numbers(3))
+    assert [where for where, _ in watch.seen] == [where for where, _ in theirs.seen]
+    for (where, ours), (_, expected) in zip(watch.seen, theirs.seen, strict=True):
+        assert all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in ours.values())
+        assert as_floats(ours) == as_floats(expected), where
+    assert {"both_step", "both_epoch", "both", "val", "val_epoch"} <= trainer.callback_metrics.keys()
+
+
+def _own_values() -> list[Any]:
+    watch = Watch()
+    trainer = quiet(devices=2, strategy="ddp", max_epochs=1, callbacks=[watch], log_every_n_steps=1)
+    trainer.fit(Logs(), numbers(4), numbers(4))
+    return [(where, as_floats(metrics)) for where, metrics in watch.seen]
+
+
+def test_a_value_by_step_is_the_processs_own_and_one_of_an_epoch_that_of_all() -> None:
+    first, second = run_distributed(_own_values)
+    own = [[metrics["step"] for where, metrics in rank if where == "batch"] for rank in (first, second)]
+    assert sorted(own[0] + own[1]) == [0.0, 1.0, 2.0, 3.0]
+    assert set(own[0]).isdisjoint(own[1])
+    for rank in (first, second):
+        (validation,) = [metrics for where, metrics in rank if where == "validation"]
+        (epoch,) = [metrics for where, metrics in rank if where == "epoch"]
+        assert (validation["val"], validation["val_epoch"], validation["plain"]) == (1.5, 1.5, 1.5)
+        assert (epoch["both"], epoch["both_epoch"]) == (1.5, 1.5)
+
+
+def test_the_loaders_name_stays_last() -> None:
+    module = Logs()
+    values = quiet().validate(module, {"a": numbers(3), "b": numbers(2)})
+    assert values == {
+        "val_epoch/a": 1.0,
+        "val/a": 1.0,
+        "val_epoch/b": 0.5,
+        "val/b": 0.5,
+        "plain/a": 1.0,
+        "plain/b": 0.5,
+        "val_epoch": pytest.approx(0.8),
+        "val": pytest.approx(0.8),
+        "plain": pytest.approx(0.8),
+    }
+    assert math.isfinite(values["val"])
+
+
+def test_a_value_by_step_in_an_evaluation_is_told() -> None:
+    class ByStep(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", float(batch_idx), on_step=True, on_epoch=False)
+
+    with pytest.warns(UserWarning, match=r"self.log\('val', on_step=True\): the steps are those of training"):
+        assert quiet().validate(ByStep(), loader(3)) == {"val": 1.0}
