@@ -283,7 +283,7 @@ class MetricLog:
     def peek_epoch(self, scope: MetricScope) -> ReducedMetrics:
         """Return the reductions over the values logged in `scope` so far, and keep them.
 
-        torchmetrics objects are left out, because one that was computed returns the same value for the rest of the epoch.
+        torchmetrics objects are left out, because a computed one keeps its value for the rest of the epoch.
         """
         return self._read_entries({name: e for name, e in scope.entries.items() if e.options.metric is None})
 
@@ -372,8 +372,8 @@ def with_suffix(name: str, suffix: str, loader: str = "") -> str:
 
 def _several_numbers(name: str, what: str) -> ConfigError:
     return ConfigError(
-        f"self.log({name!r}): {what} more than one number. Compute it in an epoch-end hook and log its parts one by one, "
-        "or log a metric that averages them."
+        f"self.log({name!r}): {what} more than one number. Compute it in an epoch-end hook and log its parts one by "
+        "one, or log a metric that averages them."
     )
 
 
