@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trainer.callback import Callback
+from trainer.distributed.devices import has_streams
 from trainer.errors import raise_problems
 from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
 
@@ -110,7 +111,7 @@ class StragglerMonitor(Callback):
         self._inside.append(part)
         if part == FORWARD:
             self._forwards += 1
-            if self._device.type == "cuda":
+            if has_streams(self._device.type):
                 self._events.append((self._event(), None))
 
     def end_phase(self, part: str) -> None:
@@ -122,9 +123,9 @@ class StragglerMonitor(Callback):
             self._events[-1] = (self._events[-1][0], self._event())
 
     def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.accelerator.current_stream(self._device).record_event(
+            torch.Event(self._device, enable_timing=True)
+        )
 
     def _count_time(self) -> None:
         now = self._clock()

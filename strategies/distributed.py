@@ -42,7 +42,8 @@ class DistributedStrategy(Strategy):
     def _join(self, here: Environment, device_type: str) -> None:
         """Create the process group; it lives until the process ends, so that fit, test and predict share it."""
         # CPU collectives are always there too: small data is gathered without touching the device's stream.
-        backend = {"cuda": "cpu:gloo,cuda:nccl", "tpu": "cpu:gloo,tpu:tpu"}.get(device_type, "gloo")
+        own = "tpu" if device_type == "tpu" else dist.Backend.default_device_backend_map.get(device_type, "gloo")
+        backend = "gloo" if own == "gloo" else f"cpu:gloo,{device_type}:{own}"
         here.export()
         store = HashStore() if here.world_size == 1 else join_store(here, self.timeout)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=self.timeout)

@@ -86,7 +86,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     """Return the global generators' states as data: tensors on the cpu, numbers, strings, None.
 
     Args:
-        device: include the generator of this device, if the device is cuda, mps or xla.
+        device: include the generator of this device, if it has one that torch shows.
     """
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
@@ -98,28 +98,38 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
         "numpy": {**numpy_state, "state": inner},
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
-    if device is not None and device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    elif device is not None and device.type == "mps":
-        state["mps"] = torch.mps.get_rng_state()
-    elif device is not None and device.type == "xla":
+    if device is not None and device.type == "xla":
         from torch_xla.core import xla_model
 
         state["xla"] = xla_model.get_rng_state(device)
+    elif (module := _module_with_generator(device)) is not None:
+        assert device is not None
+        state[device.type] = module.get_rng_state(*_argument(device))
     return state
+
+
+def _module_with_generator(device: torch.device | None) -> Any:
+    """Return torch's module for the device's type, such as `torch.cuda`, if it shows a generator; None if not."""
+    if device is None or device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "get_rng_state") else None
+
+
+def _argument(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
     """Restore what `rng_state` returned; a device's generator is restored only on a device of the same type."""
     torch.set_rng_state(state["torch"].cpu())
-    if device is not None and device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-    elif device is not None and device.type == "mps" and "mps" in state:
-        torch.mps.set_rng_state(state["mps"].cpu())
-    elif device is not None and device.type == "xla" and "xla" in state:
-        from torch_xla.core import xla_model
+    if device is not None and device.type in state:
+        if device.type == "xla":
+            from torch_xla.core import xla_model
 
-        xla_model.set_rng_state(state["xla"], device)
+            xla_model.set_rng_state(state["xla"], device)
+        elif (module := _module_with_generator(device)) is not None:
+            module.set_rng_state(state[device.type].cpu(), *_argument(device))
     inner = dict(state["numpy"]["state"])
     if "key" in inner:
         inner["key"] = inner["key"].cpu().numpy().astype(np.uint32)
@@ -133,7 +143,7 @@ def isolated_rng(device: torch.device | None = None, generators: Sequence[torch.
     """Restore the states of the global generators on exit.
 
     Args:
-        device: include the generator of this device, if the device is cuda, mps or xla.
+        device: include the generator of this device, if it has one that torch shows.
         generators: further generators to restore.
     """
     state = rng_state(device)

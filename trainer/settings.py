@@ -29,7 +29,9 @@ class Settings:
     """The arguments of `Trainer`, all by keyword."""
 
     accelerator: str = argument(
-        "auto", 'Kind of device: "cpu", "cuda" (or "gpu"), "mps", "tpu", or "auto": the best there is.'
+        "auto",
+        'Kind of device: "cpu", "cuda" (or "gpu"), "mps", "tpu", another that torch.accelerator has, or "auto": the '
+        "best there is.",
     )
     devices: int | str | list[int] = argument(
         "auto",

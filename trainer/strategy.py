@@ -22,7 +22,7 @@ from trainer.errors import unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import refuse_meta_tensors
-from trainer.model.weights import load_weights
+from trainer.model.weights import load_weights, move_module
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import seed_accelerator
@@ -132,15 +132,15 @@ class Strategy:
     def _choose_device(self, device_type: str, device_ids: list[int] | None) -> torch.device:
         """Return the device of this process; accelerators are chosen by local rank."""
         local_rank = self.processes.local_rank
-        if device_type == "cuda":
-            device = torch.device("cuda", device_ids[local_rank] if device_ids else local_rank)
-            torch.cuda.set_device(device)
-            return device
         if device_type == "tpu":
             seed_accelerator()
             # TorchTPU assigns a chip by local rank, and a process sees only that chip.
             return torch.device("tpu", 0)
-        return torch.device(device_type)
+        if device_type in ("cpu", "mps"):
+            return torch.device(device_type)
+        device = torch.device(device_type, device_ids[local_rank] if device_ids else local_rank)
+        torch.get_device_module(device).set_device(device)
+        return device
 
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> AbstractContextManager[Any]:
         """Return the context of `configure_model`. `will_load_checkpoint`: a checkpoint will be loaded afterwards."""
@@ -162,7 +162,7 @@ class Strategy:
         if activation_checkpointing is not None:
             enable_activation_checkpointing(module, activation_checkpointing)
         self.precision.convert_module(module)
-        module.to(self.device)
+        move_module(module, self.device)
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         """Prepare the optimizers; return those that the loop uses."""

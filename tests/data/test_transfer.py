@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainer.data.transfer import CudaPrefetchCopy, make_transfer, move_to
+from trainer.data.transfer import PrefetchCopy, make_transfer, move_to
 
 
 class OwnKind:
@@ -24,7 +24,7 @@ class OwnKind:
 
 def test_elsewhere_a_batch_is_moved_in_the_plain_way() -> None:
     move = make_transfer(torch.device("cpu"))
-    assert not isinstance(move, CudaPrefetchCopy)
+    assert not isinstance(move, PrefetchCopy)
     x = torch.ones(2)
     assert move({"x": [x], "name": "a"}) == {"x": [x], "name": "a"}
 
@@ -118,7 +118,7 @@ def test_mappings_keep_their_class_and_move_entry_by_entry() -> None:
 def test_everything_arrives_as_by_the_plain_way() -> None:
     device = torch.device("cuda", 0)
     x, own, there = torch.randn(1000), OwnKind(torch.randn(3)), torch.randn(2, device=device)
-    moved = CudaPrefetchCopy(device)(
+    moved = PrefetchCopy(device)(
         {"x": (x, x.pin_memory()), "own": own, "there": there, "sparse": torch.eye(3).to_sparse()}
     )
     assert torch.equal(moved["x"][0].cpu(), x)
@@ -131,7 +131,7 @@ def test_everything_arrives_as_by_the_plain_way() -> None:
 @pytest.mark.gpu
 def test_a_batch_is_complete_when_it_is_used_and_is_not_overwritten_by_the_next() -> None:
     device = torch.device("cuda", 0)
-    move, sums = CudaPrefetchCopy(device), []
+    move, sums = PrefetchCopy(device), []
     busy = torch.randn(2048, 2048, device=device)
     for number in range(50):
         batch = move(torch.full((1 << 20,), float(number)).pin_memory())
@@ -144,7 +144,7 @@ def test_a_batch_is_complete_when_it_is_used_and_is_not_overwritten_by_the_next(
 @pytest.mark.gpu
 def test_copies_from_pinned_memory_do_not_wait() -> None:
     device = torch.device("cuda", 0)
-    move, x = CudaPrefetchCopy(device), torch.randn(1 << 20).pin_memory()
+    move, x = PrefetchCopy(device), torch.randn(1 << 20).pin_memory()
     move(x)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -15,6 +15,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import flat_bytes
 from trainer.checkpoint.storage import StoragePath
 from trainer.checkpoint.writing import SavePlan, plan_save, write_plan
+from trainer.distributed.devices import has_streams
 from trainer.errors import CheckpointError
 
 log = logging.getLogger("trainer")
@@ -105,19 +106,19 @@ class BackgroundWriter:
 class PinnedStagingBuffer:
     """A block of host memory that holds a copy of many tensors, and is reused for the next copy.
 
-    Fresh memory costs several times the copy itself, because the system has to map every page of it. Tensors on a CUDA
-    device are copied into page-locked memory while the caller goes on: call `wait` before reading the copy. Later work
-    on the device's current stream does not change it.
+    Fresh memory costs several times the copy itself, because the system has to map every page of it. Tensors on a
+    device with streams are copied into page-locked memory while the caller goes on: call `wait` before reading the
+    copy. Later work on the device's current stream does not change it.
     """
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._pending: list[torch.cuda.Event] = []
+        self._pending: list[torch.Event] = []
 
     def copy(self, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
         """Return contiguous copies of the tensors in this memory, by the same two names; overwrite the last copy."""
         every = [tensor for group in tensors.values() for tensor in group.values()]
-        devices = {tensor.device for tensor in every if tensor.is_cuda}
+        devices = {tensor.device for tensor in every if has_streams(tensor.device.type)}
         self._reserve(sum(_padded(tensor) for tensor in every), pinned=bool(devices))
         position = 0
         copies: dict[str, dict[str, torch.Tensor]] = {}
@@ -127,7 +128,7 @@ class PinnedStagingBuffer:
                 place = self._block[position : position + tensor.numel() * tensor.element_size()]
                 position += _padded(tensor)
                 copies[key][name] = _copy_into(place, tensor.detach())
-        self._pending = [torch.cuda.current_stream(device).record_event() for device in devices]
+        self._pending = [torch.accelerator.current_stream(device).record_event() for device in devices]
         return copies
 
     def wait(self) -> None:
@@ -147,12 +148,12 @@ class PinnedStagingBuffer:
 
 
 def _copy_into(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    copy = place.view(tensor.dtype).reshape(tensor.shape)
+    copy, non_blocking = place.view(tensor.dtype).reshape(tensor.shape), has_streams(tensor.device.type)
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # As bytes: torch cannot copy some of the small dtypes.
-        place.copy_(flat_bytes(tensor), non_blocking=tensor.is_cuda)
+        place.copy_(flat_bytes(tensor), non_blocking=non_blocking)
     else:
-        copy.copy_(tensor, non_blocking=tensor.is_cuda)
+        copy.copy_(tensor, non_blocking=non_blocking)
     return copy
 
 

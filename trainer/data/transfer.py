@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from trainer.distributed.devices import has_streams
+
 
 def move_to(batch: Any, target: torch.device | Callable[[Any], Any]) -> Any:
     """Return a copy of `batch` with every leaf moved: tensors and objects with a `.to(device)`, in any nesting of
@@ -23,7 +25,7 @@ def move_to(batch: Any, target: torch.device | Callable[[Any], Any]) -> Any:
     if isinstance(batch, torch.Tensor):
         # Asynchronous copies to the CPU or to MPS are used before they are complete
         # (https://github.com/pytorch/pytorch/issues/83015).
-        return target(batch) if callable(target) else batch.to(target, non_blocking=target.type == "cuda")
+        return target(batch) if callable(target) else batch.to(target, non_blocking=has_streams(target.type))
     if isinstance(batch, PackedSequence):
         # `batch_sizes` has to stay on the CPU.
         places = ("data", "sorted_indices", "unsorted_indices")
@@ -59,11 +61,11 @@ def _like(original: Any, moved: dict[Any, Any]) -> Any:
 
 def make_transfer(device: torch.device) -> Callable[[Any], Any]:
     """Return the function with which a strategy copies batches to its device; it does the same as `move_to`."""
-    return CudaPrefetchCopy(device) if device.type == "cuda" else partial(move_to, target=device)
+    return PrefetchCopy(device) if has_streams(device.type) else partial(move_to, target=device)
 
 
-class CudaPrefetchCopy:
-    """`move_to` for a CUDA device, with the copies on a stream of their own.
+class PrefetchCopy:
+    """`move_to` for a device with streams, with the copies on a stream of their own.
 
     The host runs ahead of the device by a step or more, so the next batch is copied while the last one is computed; the
     current stream waits for the copies before it uses the batch. A copy from memory that is not pinned blocks the host,
@@ -75,11 +77,11 @@ class CudaPrefetchCopy:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.Stream(device)
 
     def __call__(self, batch: Any) -> Any:
         moved = move_to(batch, self._leaf)
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        torch.accelerator.current_stream(self.device).wait_stream(self.stream)
         return moved
 
     def _leaf(self, leaf: Any) -> Any:
@@ -87,8 +89,8 @@ class CudaPrefetchCopy:
             return move_to(leaf, self.device)
         if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or leaf.layout is not torch.strided:
             return leaf.to(self.device, non_blocking=True)
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             there = leaf.to(self.device, non_blocking=True)
         # Its memory belongs to the side stream, which must not reuse it before the current stream is done with it.
-        there.record_stream(torch.cuda.current_stream(self.device))
+        there.record_stream(torch.accelerator.current_stream(self.device))
         return there

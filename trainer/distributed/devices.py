@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -17,11 +18,15 @@ _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of 
 def choose_accelerator(accelerator: str) -> tuple[str, str]:
     """Return the device type (`"cpu"`, `"cuda"`, `"mps"`; on TPUs `"tpu"` or `"xla"`) and the reason in words.
 
+    An accelerator that torch knows from elsewhere (`torch.accelerator`), such as `"xpu"` or `"npu"`, is chosen by its
+    type, and by "auto" where there is no GPU and no TPU.
+
     Raises:
         ConfigError: the name is unknown, or there is no such device.
     """
-    if accelerator not in _ACCELERATORS:
-        raise unknown_name_error("accelerator", accelerator, _ACCELERATORS)
+    other = _other_accelerator()
+    if accelerator not in (*_ACCELERATORS, other):
+        raise unknown_name_error("accelerator", accelerator, [*_ACCELERATORS, *filter(None, [other])])
     if accelerator == "tpu":
         return _tpu(accelerator)
     if accelerator == "cpu":
@@ -34,10 +39,25 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
         return "mps", f"{accelerator}: Apple GPU (MPS) found"
     if accelerator == "auto" and tpu_is_there():
         return _tpu(accelerator)
+    if other is not None and accelerator in ("auto", other):
+        count = torch.accelerator.device_count()
+        return other, f"{accelerator}: torch.accelerator has {count} {other} device{'s' if count > 1 else ''}"
     if accelerator == "auto":
         return "cpu", f"auto: {_no_cuda()}, no MPS"
     missing = {"cuda": _no_cuda(), "mps": "no MPS", "gpu": f"{_no_cuda()}, no MPS"}[accelerator]
     raise ConfigError(f"accelerator={accelerator!r}, but: {missing}. Use accelerator='auto' or 'cpu'.")
+
+
+def _other_accelerator() -> str | None:
+    """Return the type of the accelerator that torch knows, if it has no name of its own here."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return device.type if device is not None and device.type not in _ACCELERATORS else None
+
+
+@cache
+def has_streams(device_type: str) -> bool:
+    """Whether copies to and from a kind of device can be asynchronous, on streams that torch knows."""
+    return device_type != "cpu" and hasattr(getattr(torch, device_type, None), "Stream")
 
 
 def _tpu(accelerator: str) -> tuple[str, str]:
@@ -57,17 +77,16 @@ def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple
     """Return the number of processes on this machine, the GPU numbers if they were given, and the reason in words.
 
     Args:
-        devices: `"auto"` (1 on cpu and mps, and on xla, where one process drives all devices; all visible GPUs on
-            cuda), a number, -1 for all GPUs, a list of GPU numbers, or one of these as a string: `"2"` is a number,
-            `"0,1"` a list (and `"0,"` a list of one).
+        devices: `"auto"` (1 on cpu and mps, and on xla, where one process drives all devices; all visible ones of
+            other kinds), a number, -1 for all GPUs, a list of GPU numbers, or one of these as a string: `"2"` is a
+            number, `"0,1"` a list (and `"0,"` a list of one).
         device_type: from `choose_accelerator`.
 
     Raises:
         ConfigError: `devices` is invalid, or not available on this machine.
     """
-    available = {"cuda": torch.cuda.device_count, "mps": lambda: 1, "tpu": torch.accelerator.device_count}.get(
-        device_type, lambda: None
-    )()
+    known = {"cpu": lambda: None, "xla": lambda: None, "mps": lambda: 1, "cuda": torch.cuda.device_count}
+    available = known.get(device_type, torch.accelerator.device_count)()
     if devices in ("auto", -1, "-1") and device_type == "xla":
         return 1, None, f"{devices}: one process drives all devices"
     if devices == "auto":
@@ -126,7 +145,6 @@ def _too_many(given: str, device_type: str, available: int) -> str:
     if device_type == "tpu":
         return f"{given}, but {available} TPU devices can be seen. Use devices='auto'."
     numbers = "number 0" if available == 1 else f"numbers 0 to {available - 1}"
-    return (
-        f"{given}, but {available} CUDA device{'' if available == 1 else 's'} can be seen ({numbers}). "
-        "Use devices='auto', or look at CUDA_VISIBLE_DEVICES."
-    )
+    kind, look = ("CUDA", ", or look at CUDA_VISIBLE_DEVICES") if device_type == "cuda" else (device_type, "")
+    plural = "" if available == 1 else "s"
+    return f"{given}, but {available} {kind} device{plural} can be seen ({numbers}). Use devices='auto'{look}."

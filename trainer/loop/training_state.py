@@ -41,8 +41,10 @@ def training_state(run: Run) -> dict[str, Any]:
         "loader": run.train_loader.state_dict() if run.train_loader else {},
         "metrics": metrics_state(run.metrics),
     }
-    # Unpickling a tensor of an accelerator would make each process use the accelerators of all others.
-    per_rank = strategy.processes.all_gather_object(move_to(own, _on_cpu))
+    if strategy.processes.world_size > 1:
+        # Unpickling a tensor of an accelerator would make each process use the accelerators of all others.
+        own = move_to(own, _on_cpu)
+    per_rank = strategy.processes.all_gather_object(own)
     return {
         "model": strategy.module_state(),
         "optimizers": [strategy.optimizer_state(optimizer) for optimizer in run.optimizers],

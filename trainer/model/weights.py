@@ -50,3 +50,16 @@ def check_fit(module: nn.Module, shapes: Mapping[str, Any], state: Mapping[str, 
             f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}\n"
             "It was written for another model, or with other hyperparameters."
         )
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Move a module; its parameters stay the same objects, so that shared weights stay shared."""
+    misplaced = next((p for p in module.parameters() if p.device.type != device.type), None)
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    if misplaced is not None and not torch._has_compatible_shallow_copy_type(misplaced, torch.empty(0, device=device)):
+        # A device that torch knows from an extension: `Module.to` would make new parameters.
+        torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
