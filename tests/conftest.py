@@ -32,6 +32,7 @@ SLOW = (
     "distributed/test_others_variables.py",
     "distributed/test_rendezvous",
     "distributed/test_slurm.py",
+    "emulated/",
     "examples/",
     "fault_tolerance/test_collective_check.py",
     "fault_tolerance/test_process_monitor.py",
