@@ -288,7 +288,7 @@ class XlaStrategy(Strategy):
         for undo in reversed(self._undo):
             undo()
         self._undo, self._recomputes = [], False
-        if self.recompilation_monitor.compiles:
+        if self.recompilation_monitor.compilations:
             log.info("%s: %s", self.name, self.recompilation_monitor.in_words())
 
     def __str__(self) -> str:

@@ -515,6 +515,7 @@ def test_no_effect_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 def test_describe() -> None:
     trainer = Trainer(accelerator="cpu", compile={**EAGER, "blocks": True}, **QUIET)
     assert "compile     block by block (backend=eager)" in trainer.describe()
+    assert "compile     full model" in Trainer(accelerator="cpu", compile=EAGER, **QUIET).describe()
     assert "compile" not in Trainer(accelerator="cpu", **QUIET).describe()
 
 

@@ -19,7 +19,7 @@ from tests.helpers.compare import QUIET
 from tests.helpers.processes import ROOT
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import CSVLogger, LearningRateMonitor, ModelCheckpoint
-from trainer.strategies.xla.recompiles import compiles_so_far
+from trainer.strategies.xla.recompiles import compilations_so_far
 from trainer.strategies.xla.strategy import XlaFsdpStrategy, XlaStrategy
 
 
@@ -94,7 +94,7 @@ class Compiles(Callback):
         self.by_step: list[int] = []
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self.by_step.append(compiles_so_far())
+        self.by_step.append(compilations_so_far())
 
 
 @pytest.mark.parametrize("kind", [XlaStrategy, XlaFsdpStrategy])
@@ -115,7 +115,7 @@ def test_nothing_is_compiled_after_the_warm_up(kind: Any, tmp_path: Path) -> Non
     assert len(count.by_step) == 240
     assert set(count.by_step[40:]) == {count.by_step[39]}
     watch = trainer.strategy.recompilation_monitor
-    assert watch.recompiles == 0
+    assert watch.recompiled_steps == 0
     assert len(list(tmp_path.rglob("manifest.json"))) >= 30
 
 
@@ -137,13 +137,13 @@ def test_a_short_last_batch_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "batch[0] is (5, 12) instead of (8, 12); batch[1] is (5,) instead of (8,)" in warning
     assert "drop_last=True" in warning
     assert warning in " ".join((ROOT / "docs" / "tpu.md").read_text().split())
-    assert strategy.recompilation_monitor.recompiles == 1
+    assert strategy.recompilation_monitor.recompiled_steps == 1
 
 
 def test_a_short_last_batch_is_filled_up(caplog: pytest.LogCaptureFixture) -> None:
     strategy = XlaStrategy(compile_warmup_steps=5, pad_last_batch=True)
     trainer = fit(strategy, 8 * 9 + 5, MLP(56))
-    assert strategy.recompilation_monitor.recompiles == 0
+    assert strategy.recompilation_monitor.recompiled_steps == 0
     assert warnings_of(caplog) == []
     assert trainer.progress.samples == 2 * (8 * 9 + 5)
 
@@ -191,7 +191,7 @@ def test_a_dropped_last_batch_is_not_compiled(caplog: pytest.LogCaptureFixture) 
     strategy = XlaStrategy(compile_warmup_steps=5)
     trainer = Trainer(strategy=strategy, max_epochs=2, **QUIET)
     trainer.fit(MLP(64), DataLoader(numbers(8 * 9 + 5), 8, drop_last=True))
-    assert strategy.recompilation_monitor.recompiles == 0
+    assert strategy.recompilation_monitor.recompiled_steps == 0
     assert warnings_of(caplog) == []
 
 
@@ -211,5 +211,5 @@ class Branching(MLP):
 def test_what_changes_without_the_shapes_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     strategy = XlaStrategy(compile_warmup_steps=3)
     fit(strategy, 8 * 6, Branching(40))
-    assert strategy.recompilation_monitor.recompiles == 4
+    assert strategy.recompilation_monitor.recompiled_steps == 4
     assert all("the shapes of its batches are not new" in warning for warning in warnings_of(caplog))

@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from torch import nn
 
 from trainer.errors import did_you_mean, raise_problems
 from trainer.model.blocks import BlockPolicy, blocks_in_words, find_blocks, has_forward
+from trainer.model.recompilation import RecompilationMonitor
 
 log = logging.getLogger("trainer")
 
@@ -72,7 +72,7 @@ class Compilation:
     def describe(self) -> str:
         """Return a human-readable summary."""
         given = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return ("block by block" if self.blocks is not None else "whole") + (f" ({given})" if given else "")
+        return ("block by block" if self.blocks is not None else "full model") + (f" ({given})" if given else "")
 
 
 def read_compile(setting: CompileSetting) -> Compilation | None:
@@ -188,7 +188,7 @@ def start_compiling(
     compiled = compile_in_place(module, compilation)
     leaves_graphs = compilation.reuses_memory or any(part is module for part in compiled)
     undo_methods = keep_outside_of_graphs(module, compilation.reuses_memory) if leaves_graphs else None
-    monitor = RecompilationMonitor()
+    monitor = TorchRecompilationMonitor()
     before = steps_done() if steps_done is not None else 0
 
     def undo() -> None:
@@ -385,24 +385,22 @@ def _copied(value: Any) -> Any:
     return {name: _copied(entry) for name, entry in value.items()} if isinstance(value, Mapping) else value
 
 
-class RecompilationMonitor:
-    """Counts torch's compilations, and warns when code is recompiled repeatedly for one cause.
+class TorchRecompilationMonitor(RecompilationMonitor):
+    """Reads torch's records at the end of each compilation, and costs nothing in between.
 
-    The monitor reads torch's records at the end of each compilation, and costs nothing in between. torch completes a
-    record only after the callbacks, so a warning may come with the next compilation, or at the end of the run.
+    torch completes a record only after the callbacks, so a warning may come with the next compilation, or at the end of
+    the run. `compilations` starts with those that torch has kept records of.
     """
 
     def __init__(self) -> None:
         from torch._dynamo.callback import callback_handler
         from torch._dynamo.utils import get_compilation_metrics
 
+        super().__init__(RECOMPILE_WARNING_THRESHOLD)
         self._handler = callback_handler
         self._records: Callable[[], list[Any]] = get_compilation_metrics
         self._seen = self._records()
         self.compilations = len(self._seen)
-        """Number of compilations in this process, as far as torch has kept records."""
-        self.recompilations: Counter[tuple[Any, ...]] = Counter()
-        """Number of recompilations since the start of the monitor, by code and cause."""
         callback_handler.register_end_callback(self._look)
 
     def close(self) -> None:
@@ -413,11 +411,11 @@ class RecompilationMonitor:
     def _look(self, *event: Any) -> None:
         seen = set(map(id, self._seen))
         self._seen = self._records()  # kept alive, so that ids stay unique
-        for record in self._seen:
-            if id(record) not in seen:
-                self.compilations += 1
-                if record.recompile_reason:
-                    self._count(record)
+        new = [record for record in self._seen if id(record) not in seen]
+        self.compilations += len(new)
+        for record in new:
+            if record.recompile_reason:
+                self._count(record)
 
     def _count(self, record: Any) -> None:
         from torch._dynamo import config
@@ -425,16 +423,11 @@ class RecompilationMonitor:
         reason = re.sub(r"^\d+/\d+: ", "", record.recompile_reason.strip())
         code = (record.co_name, record.co_filename, record.co_firstlineno)
         cause = (*code, re.sub(r"-?\d+(\.\d+)?", "#", reason))  # numbers in a reason vary
-        self.recompilations[cause] += 1
-        if self.recompilations[cause] == RECOMPILE_WARNING_THRESHOLD:
-            log.warning(
-                "compile: %s (%s:%s) has been compiled again %d times for the same cause: %s. %s After %d compilations "
-                "torch gives up and runs it uncompiled. TORCH_LOGS=recompiles in the environment shows each one.",
-                record.co_name,
-                Path(record.co_filename or "?").name,
-                record.co_firstlineno,
-                RECOMPILE_WARNING_THRESHOLD,
-                " ".join(re.split(r" \(HINT|\n", reason)[0].split()).rstrip("."),
-                ADVICE,
-                config.recompile_limit,
-            )
+        where = f"{record.co_name} ({Path(record.co_filename or '?').name}:{record.co_firstlineno})"
+        words = " ".join(re.split(r" \(HINT|\n", reason)[0].split()).rstrip(".")
+        self.add_recompilation(
+            cause,
+            f"compile: {where} has been compiled again {self.threshold} times for the same cause: {words}. {ADVICE} "
+            f"After {config.recompile_limit} compilations torch gives up and runs it uncompiled. "
+            "TORCH_LOGS=recompiles in the environment shows each one.",
+        )
