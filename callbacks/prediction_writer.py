@@ -6,6 +6,7 @@ import heapq
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 FORMATS = ("safetensors", "jsonl")
+INTERVALS = ("batch", "epoch")
 
 
 class PredictionWriter(Callback):
@@ -54,13 +56,12 @@ class PredictionWriter(Callback):
         format: str = "safetensors",
         max_shard_size: int = 64 * 2**20,
     ) -> None:
-        problems = []
-        if write_interval not in ("batch", "epoch"):
-            problems.append(
-                str(unknown_name_error("write_interval of PredictionWriter", write_interval, ["batch", "epoch"]))
-            )
-        if format not in FORMATS:
-            problems.append(str(unknown_name_error("format of PredictionWriter", format, FORMATS)))
+        choices = (("write_interval", write_interval, INTERVALS), ("format", format, FORMATS))
+        problems = [
+            str(unknown_name_error(f"{name} of PredictionWriter", given, known))
+            for name, given, known in choices
+            if given not in known
+        ]
         raise_problems(problems, "PredictionWriter")
         self.dirpath = None if dirpath is None else Path(dirpath)
         self.write_interval = write_interval
@@ -94,25 +95,17 @@ class PredictionWriter(Callback):
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._kept = []
+        self._kept = [[] for _ in trainer.num_predict_batches]
         folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "predictions"
         self._parts = _Parts(folder, self.format, trainer.rank, trainer.world_size, self.max_shard_size)
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if self.write_interval == "batch":
             self.write_on_batch_end(trainer, module, outputs, batch, batch_idx, dataloader_idx)
-            return
-        while len(self._kept) <= dataloader_idx:
-            self._kept.append([])
-        self._kept[dataloader_idx].append(_on_cpu(outputs))
+        else:
+            self._kept[dataloader_idx].append(_on_cpu(outputs))
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.write_interval == "epoch":
@@ -129,13 +122,13 @@ class _Parts:
         self.folder, self.format, self.max_shard_size = folder, format, max_shard_size
         self.stem = f"predictions-rank{rank:05d}-of-{world_size:05d}"
         self.names: list[str] = []
-        self.columns: list[dict[str, torch.Tensor]] = []
-        """The batches of the part in progress, for safetensors."""
-        self.lines: list[str] = []
-        """The rows of the part in progress, for JSON lines."""
         self.batches: list[tuple[int, int]] = []
         """The number and the rows of each batch in the part."""
+        self.contents: list[Any] = []
+        """The content of each batch: rows as JSON texts, or tensors by name."""
         self.loader = 0
+        self.kind: Any = None
+        """What all batches of a part have in common."""
         self.size = 0
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("predictions-rank*-of-*"):
@@ -145,23 +138,21 @@ class _Parts:
                 path.unlink()
 
     def add(self, prediction: Any, batch_idx: int, dataloader_idx: int) -> None:
-        if dataloader_idx != self.loader:
-            self.close_part()
-            self.loader = dataloader_idx
+        content: Any
+        kind: tuple[Any, ...] = ()
         if self.format == "jsonl":
-            rows = [json.dumps(row) for row in _rows(_on_cpu(prediction))]
-            place = f'{{"loader": {dataloader_idx}, "batch": {batch_idx}, "row": '
-            self.lines += [f'{place}{number}, "prediction": {row}}}\n' for number, row in enumerate(rows)]
-            self.size += sum(len(place) + len(row) for row in rows)
-            count = len(rows)
+            content = [json.dumps(row) for row in _rows(_on_cpu(prediction))]
+            count, size = len(content), sum(map(len, content))
         else:
-            columns = _columns(prediction)
-            if self.columns and not _fit_together(self.columns[-1], columns):
-                self.close_part()
-            self.columns.append(columns)
-            self.size += sum(tensor.nbytes for tensor in columns.values())
-            count = len(next(iter(columns.values())))
+            content = _columns(prediction)
+            count, size = len(next(iter(content.values()))), sum(tensor.nbytes for tensor in content.values())
+            kind = tuple((name, tensor.dtype, tensor.shape[1:]) for name, tensor in content.items())
+        if (dataloader_idx, kind) != self.kind:
+            self.close_part()
+            self.loader, self.kind = dataloader_idx, (dataloader_idx, kind)
         self.batches.append((batch_idx, count))
+        self.contents.append(content)
+        self.size += size
         if self.size >= self.max_shard_size:
             self.close_part()
 
@@ -171,15 +162,20 @@ class _Parts:
         name = f"{self.stem}-part{len(self.names):05d}.{self.format}"
         with atomic_file(self.folder / name) as temporary:
             if self.format == "jsonl":
-                temporary.write_text("".join(self.lines), encoding="utf-8")
+                temporary.write_text("".join(self._json_lines()), encoding="utf-8")
             else:
                 from safetensors.torch import save_file
 
-                together = {key: torch.cat([columns[key] for columns in self.columns]) for key in self.columns[0]}
+                together = {key: torch.cat([content[key] for content in self.contents]) for key in self.contents[0]}
                 about = {"loader": str(self.loader), "batches": json.dumps(self.batches)}
                 save_file(together, temporary, metadata=about)
         self.names.append(name)
-        self.columns, self.lines, self.batches, self.size = [], [], [], 0
+        self.batches, self.contents, self.size = [], [], 0
+
+    def _json_lines(self) -> Iterator[str]:
+        for (batch, _), rows in zip(self.batches, self.contents, strict=True):
+            place = f'{{"loader": {self.loader}, "batch": {batch}, "row": '
+            yield from (f'{place}{number}, "prediction": {row}}}\n' for number, row in enumerate(rows))
 
     def finish(self) -> None:
         """Write the last part, and the index, which marks the predictions as complete."""
@@ -221,24 +217,15 @@ def _describe(prediction: Any) -> str:
     return f"a {type(prediction).__name__}"
 
 
-def _fit_together(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    described = [[(name, t.dtype, t.shape[1:]) for name, t in columns.items()] for columns in (first, second)]
-    return described[0] == described[1]
-
-
 def _rows(prediction: Any) -> list[Any]:
     """Return one JSON value per sample; a prediction that is not made of samples is one row."""
-    if isinstance(prediction, torch.Tensor):
-        return prediction.tolist() if prediction.dim() else [prediction.item()]
-    if isinstance(prediction, list):
-        return [_plain(item) for item in prediction]
-    named = dict(enumerate(prediction)) if isinstance(prediction, tuple) else prediction
-    if isinstance(named, Mapping) and named:
-        parts = {str(name): _plain(value) for name, value in named.items()}
-        if all(isinstance(part, list) for part in parts.values()) and len({len(part) for part in parts.values()}) == 1:
-            return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
-        return [parts]
-    return [prediction]
+    rows = _plain(dict(enumerate(prediction)) if isinstance(prediction, tuple) else prediction)
+    if isinstance(rows, list):
+        return rows
+    columns = list(rows.values()) if isinstance(rows, dict) else []
+    if columns and all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return [dict(zip(rows, row, strict=True)) for row in zip(*columns, strict=True)]
+    return [rows]
 
 
 def _plain(value: Any) -> Any:
@@ -274,31 +261,32 @@ def read_predictions(dirpath: str | Path) -> Iterator[Any]:
         yield from rows
 
 
-def _batches_of(folder: Path, parts: list[str], rank: int) -> Iterator[tuple[tuple[int, int, int], list[Any]]]:
-    """Yield ((loader, batch, rank), rows) of one process."""
+Batches = Iterator[tuple[tuple[int, int, int], list[Any]]]
+"""((loader, batch, rank), rows) of one process."""
+
+
+def _batches_of(folder: Path, parts: list[str], rank: int) -> Batches:
     for name in parts:
-        if name.endswith(".jsonl"):
-            batches: dict[tuple[int, int, int], list[Any]] = {}
-            with open(folder / name, encoding="utf-8") as file:
-                for line in map(json.loads, file):
-                    batches.setdefault((line["loader"], line["batch"], rank), []).append(line["prediction"])
-            yield from batches.items()
-        else:
-            yield from _batches_in_tensors(folder / name, rank)
+        read = _read_json_lines if name.endswith(".jsonl") else _read_tensors
+        yield from read(folder / name, rank)
 
 
-def _batches_in_tensors(path: Path, rank: int) -> Iterator[tuple[tuple[int, int, int], list[Any]]]:
+def _read_json_lines(path: Path, rank: int) -> Batches:
+    batches: dict[tuple[int, int, int], list[Any]] = {}
+    with open(path, encoding="utf-8") as file:
+        for line in map(json.loads, file):
+            batches.setdefault((line["loader"], line["batch"], rank), []).append(line["prediction"])
+    yield from batches.items()
+
+
+def _read_tensors(path: Path, rank: int) -> Batches:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         about = file.metadata()
         columns = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    first = 0
+    rows: Iterator[Any] = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    if list(columns) == ["prediction"]:
+        rows = iter(columns["prediction"])
     for batch, count in json.loads(about["batches"]):
-        span = range(first, first + count)
-        first += count
-        if list(columns) == ["prediction"]:
-            rows: list[Any] = [columns["prediction"][row] for row in span]
-        else:
-            rows = [{name: column[row] for name, column in columns.items()} for row in span]
-        yield (int(about["loader"]), batch, rank), rows
+        yield (int(about["loader"]), batch, rank), list(islice(rows, count))

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from trainer.strategies.deepspeed.problems import check_build_tools
 
 DEFAULT_STAGE = 2
 """The stage where neither the strategy nor the JSON names one."""
-SUBJECT = "the DeepSpeed configuration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +51,16 @@ class TrainerSettings:
     """Width of the model, from which the sizes of buckets follow; see `hidden_size_of`."""
 
 
-@dataclass
-class Resolved:
-    """A configuration for DeepSpeed's engine."""
-
-    config: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-    """Remarks for the user, one sentence each."""
-
-
 def config_problems(given: str | Path | Mapping[str, Any] | None, settings: TrainerSettings) -> list[str]:
     """Return everything wrong with a configuration that can be seen with what is known, one sentence each.
 
     Needs DeepSpeed, starts nothing, and may be asked before there are processes, optimizers or data.
     """
-    resolver, problems = _resolve(given, settings)
-    return problems + check_build_tools(resolver.config, settings.device_type)
+    resolved, problems = _resolve(given, settings)
+    return problems + check_build_tools(resolved.config, settings.device_type)
 
 
-def resolve_config(given: str | Path | Mapping[str, Any] | None, settings: TrainerSettings) -> Resolved:
+def resolve_config(given: str | Path | Mapping[str, Any] | None, settings: TrainerSettings) -> ResolvedDeepSpeed:
     """Return the complete configuration as DeepSpeed gets it, without any `"auto"`.
 
     Values that the settings leave open are DeepSpeed's defaults. A `"scheduler"` section is left out: the loop steps
@@ -79,19 +69,21 @@ def resolve_config(given: str | Path | Mapping[str, Any] | None, settings: Train
     Raises:
         ConfigError: everything wrong in one message.
     """
-    resolver, problems = _resolve(given, settings)
-    resolver.config.pop("scheduler", None)
+    resolved, problems = _resolve(given, settings)
+    resolved.config.pop("scheduler", None)
     if settings.optimizer is None:
-        resolver.config.pop("optimizer", None)
-    problems += _fill_defaults(resolver.config)
-    raise_problems(problems or complete_config_problems(resolver.config), SUBJECT)
-    return Resolved(resolver.config, resolver.notes)
+        resolved.config.pop("optimizer", None)
+    problems += _fill_defaults(resolved.config)
+    raise_problems(problems or complete_config_problems(resolved.config), "the DeepSpeed configuration")
+    return resolved
 
 
-def _resolve(given: str | Path | Mapping[str, Any] | None, settings: TrainerSettings) -> tuple[_Resolver, list[str]]:
+def _resolve(
+    given: str | Path | Mapping[str, Any] | None, settings: TrainerSettings
+) -> tuple[ResolvedDeepSpeed, list[str]]:
     config, problems = read_config(given)
-    resolver = _Resolver(config, settings)
-    return resolver, list(dict.fromkeys(problems + key_problems(config) + resolver.problems))
+    resolved = ResolvedDeepSpeed(config, settings)
+    return resolved, list(dict.fromkeys(problems + key_problems(config) + resolved.problems))
 
 
 def read_config(given: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
@@ -106,13 +98,11 @@ def read_config(given: str | Path | Mapping[str, Any] | None) -> tuple[dict[str,
     if not isinstance(given, (str, Path)):
         return {}, [f"config={given!r}: give the path of a DeepSpeed JSON file, or a dict."]
     try:
-        text = Path(given).read_text(encoding="utf-8")
+        return _parse(Path(given).read_text(encoding="utf-8"), str(given))
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        return {}, [
-            f"config={str(given)!r} cannot be read: {reason}. Give the path of a DeepSpeed JSON file, or a dict."
-        ]
-    return _parse(text, str(given))
+        fix = "Give the path of a DeepSpeed JSON file, or a dict."
+        return {}, [f"config={str(given)!r} cannot be read: {reason}. {fix}"]
 
 
 def zero_of(given: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -175,14 +165,15 @@ def _entry(owner: Any, name: str) -> Any:
     return owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
 
 
-class _Resolver:
-    """Fill in what follows from the settings, and collect where the configuration contradicts them."""
+class ResolvedDeepSpeed:
+    """A configuration with what follows from the settings filled in, and where it contradicts them."""
 
     def __init__(self, config: Mapping[str, Any], settings: TrainerSettings) -> None:
         self.config: dict[str, Any] = copy.deepcopy(dict(config))
         self.settings = settings
         self.problems: list[str] = []
         self.notes: list[str] = []
+        """Remarks for the user, one sentence each."""
         if "bfloat16" in self.config:
             self.config.setdefault("bf16", self.config.pop("bfloat16"))
         offloads = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
@@ -376,31 +367,26 @@ def optimizer_section(config: dict[str, Any], optimizer: Optimizer | None) -> tu
     if not isinstance(section, dict) or optimizer is None:
         return [], []
     kind = type(optimizer).__name__
-    if section.get("type", AUTO) == AUTO:
-        section["type"] = kind
-    given = str(section["type"])
+    given = section["type"] = kind if section.get("type", AUTO) == AUTO else str(section["type"])
     if not _is_of_type(kind, given):
         return [
             f"optimizer.type={given!r} in the DeepSpeed configuration, but configure_optimizers returned a {kind}. "
             f'Return a {given} there, or write "auto" here.'
         ], []
+    if section.get("params") == AUTO:
+        section["params"] = dict.fromkeys(HYPERPARAMETERS & set(optimizer.defaults), AUTO)
     parameters = section.get("params", {})
-    if parameters == AUTO:
-        section["params"] = parameters = dict.fromkeys(HYPERPARAMETERS & set(optimizer.defaults), AUTO)
-    problems, unused = [], []
-    for name, value in list(parameters.items()):
-        actual = _hyperparameters(optimizer, name)
-        if actual and value == AUTO:
-            parameters[name] = actual[0]
-        elif not actual:
-            unused.append(name)
-            if value == AUTO:
-                del parameters[name]
-        elif not any(_equal(value, one) for one in actual):
-            problems.append(
-                f"optimizer.params.{name}={value!r} in the DeepSpeed configuration, but the {kind} of "
-                f'configure_optimizers has {actual[0]!r}. Make them the same, or write "auto" here.'
-            )
+    actual = {name: _hyperparameters(optimizer, name) for name in parameters}
+    unused = [name for name, values in actual.items() if not values]
+    problems = [
+        f"optimizer.params.{name}={parameters[name]!r} in the DeepSpeed configuration, but the {kind} of "
+        f'configure_optimizers has {values[0]!r}. Make them the same, or write "auto" here.'
+        for name, values in actual.items()
+        if values and parameters[name] != AUTO and not any(_equal(parameters[name], value) for value in values)
+    ]
+    filled = {name: actual[name][0] if value == AUTO and actual[name] else value for name, value in parameters.items()}
+    parameters.clear()
+    parameters.update((name, value) for name, value in filled.items() if value != AUTO)
     notes = [f"the {kind} has no {', '.join(unused)}: without effect in the section 'optimizer'"] if unused else []
     return problems, notes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -11,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ _TIMEOUT_S = 60.0
 _UNREACHABLE_TIMEOUT_S = 15.0
 """The same for a host that is not there: its name is unknown, or there is no route to it."""
 _NOTICE_S = 5.0
+_MISSING_NOTICE_S = 30.0
 _HANDSHAKE_S = 10.0
 _BUSY_TIMEOUT_S = 3.0
 """A run that has just ended may still hold its port."""
@@ -37,7 +38,6 @@ _DUPLICATE_RANK_TIMEOUT_S = 1.0
 """How long the holder of the port may take to answer, before it counts as another program."""
 _STORE_GRACE_S = 1.0
 """How long rank 0, which hosts the store, lets the others read an error."""
-_MISSING_NOTICE_S = 30.0
 _REFUSED = "trainer/refused"
 """Key in the store: why this run cannot begin."""
 _PROCESS = uuid.uuid4().hex
@@ -58,13 +58,13 @@ def join_store(environment: Environment, timeout: timedelta) -> Store:
     host, port = environment.master_addr, environment.master_port
     rank, world_size = environment.rank, environment.world_size
     names = f"MASTER_ADDR={host} MASTER_PORT={port}"
+    # A launcher assigns the ranks itself, and its store outlives the processes: it has the keys of former attempts.
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not of_launcher:
         store = _open_as_rank_0(host, port, names, world_size)
     else:
         store = connect(host, port, f"where the processes meet ({names})")
     store.set_timeout(timeout)
-    # A launcher assigns the ranks itself, and its store outlives the processes: it has the keys of former attempts.
     if not of_launcher:
         _register_rank(store, rank, world_size)
     attempt = _wait_for_all_ranks(store, rank, world_size, timeout)
@@ -133,36 +133,20 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
         except ValueError:
             raise TrainerError(f"{TIMEOUT}={os.environ[TIMEOUT]!r} is not a number of seconds.") from None
     _retry(lambda: _reach(host, port), wait, f"{host}:{port}, {what},")
-    answer = _try_connect(host, port, 1.5 * _HANDSHAKE_S)
-    if answer is not None and not isinstance(answer, Exception):
-        return answer
-    reason = "" if answer is None else f": {_first_line(answer)}"
-    raise TrainerError(
-        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
-        f"processes."
-    )
+    return _torch_store(host, port, what, 1.5 * _HANDSHAKE_S)
 
 
 def find_host(host: str, port: int, names: str) -> None:
-    """Check that the name `host` can be resolved.
-
-    Raises:
-        TrainerError: it could not for fifteen seconds.
-    """
+    """Raise TrainerError if the name `host` cannot be resolved for fifteen seconds."""
     _retry(lambda: _resolve(host, port), _UNREACHABLE_TIMEOUT_S, f"{host}:{port} ({names})")
 
 
 def is_own_address(host: str, port: int) -> bool:
     """Return True if `host` is this machine."""
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.bind((address[0], 0))
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EINVAL):
-                    raise
-            else:
-                return True
+        with socket.socket(family, kind) as probe, suppress(OSError):
+            probe.bind((address[0], 0))
+            return True
     return False
 
 
@@ -179,83 +163,83 @@ def _open_as_rank_0(host: str, port: int, names: str, world_size: int) -> TCPSto
     """Open the store; if another rank 0 of this run has the port, report that on both."""
     try:
         return open_store(host, port, names)
-    except TrainerError:
-        store = _try_connect(host, port, _DUPLICATE_RANK_TIMEOUT_S)
-        if store is not None and not isinstance(store, Exception) and store.check([_process_key(0)]):
+    except TrainerError as error:
+        try:
+            store = _torch_store(host, port, names, _DUPLICATE_RANK_TIMEOUT_S)
+        except TrainerError:
+            raise error from None
+        if store.check([_process_key(0)]):
             _register_rank(store, 0, world_size)
         raise
 
 
-def _try_connect(host: str, port: int, wait: float) -> TCPStore | Exception | None:
-    """Return the store at `host:port`, the error, or None without an answer in time."""
-    answer: list[TCPStore | Exception] = []
+def _torch_store(host: str, port: int, what: str, wait: float) -> TCPStore:
+    """Return the store that answers at `host:port`; raise TrainerError if another program does, or none in time."""
+    from torch._C._distributed_c10d import TCPStore
+
+    stores: list[TCPStore] = []
+    errors: list[Exception] = []
 
     def try_it() -> None:
-        from torch._C._distributed_c10d import TCPStore
-
         try:
-            answer.append(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_HANDSHAKE_S)))
+            stores.append(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_HANDSHAKE_S)))
         except Exception as error:
-            answer.append(error)
+            errors.append(error)
 
     # In a thread, because torch waits forever for an answer of a program with another protocol.
     thread = threading.Thread(target=try_it, name="connect", daemon=True)
     thread.start()
     thread.join(wait)
-    return answer[0] if answer else None
+    if stores:
+        return stores[0]
+    reason = f": {_first_line(errors[0])}" if errors else ""
+    raise TrainerError(
+        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
+        f"processes."
+    )
 
 
-def _retry(reach: Callable[[], OSError | None], wait: float, what: str) -> None:
-    """Retry until there is no error; longer if the host is there and only nobody listens yet."""
+def _retry(reach: Callable[[], None], wait: float, what: str) -> None:
+    """Retry until there is no OSError; longer if the host is there and only nobody listens yet."""
     began, noticed = time.monotonic(), False
-    while (error := reach()) is not None:
-        absent = not isinstance(error, ConnectionRefusedError)
+    while True:
+        try:
+            reach()
+            return
+        except OSError as error:
+            absent = not isinstance(error, ConnectionRefusedError)
+            reason, advice = _explain(error)
         limit = min(wait, _UNREACHABLE_TIMEOUT_S) if absent and TIMEOUT not in os.environ else wait
         passed = time.monotonic() - began
-        reason, advice = _explain(error)
         if passed >= limit:
             raise TrainerError(f"{what} cannot be reached: {reason} (tried for {limit:.0f} s). {advice}")
         if passed > _NOTICE_S and not noticed:
             noticed = True
-            sys.stderr.write(f"still trying to reach {what} {reason}\n")
-            sys.stderr.flush()
+            print(f"still trying to reach {what} {reason}", file=sys.stderr, flush=True)
         time.sleep(min(0.25, limit))
 
 
-def _resolve(host: str, port: int) -> OSError | None:
+def _resolve(host: str, port: int) -> None:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return error
     except UnicodeError as error:  # a label that is empty or too long
-        return socket.gaierror(socket.EAI_NONAME, str(error))
-    return None
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
 
 
-def _reach(host: str, port: int) -> OSError | None:
-    unresolved = _resolve(host, port)
-    if unresolved is not None:
-        return unresolved
-    try:
-        socket.create_connection((host, port), timeout=3.0).close()
-    except OSError as error:
-        return error
-    return None
+def _reach(host: str, port: int) -> None:
+    _resolve(host, port)
+    socket.create_connection((host, port), timeout=3.0).close()
 
 
 def _explain(error: OSError) -> tuple[str, str]:
     """Return the reason and the advice."""
     if isinstance(error, socket.gaierror):
-        return (
-            "there is no machine of this name",
-            "Look at the name (`getent hosts NAME` on this machine), or give the IP address.",
-        )
+        advice = "Look at the name (`getent hosts NAME` on this machine), or give the IP address."
+        return "there is no machine of this name", advice
     if isinstance(error, ConnectionRefusedError):
-        return (
-            "the machine is there, but nobody listens on this port",
-            "Start the process that opens it (rank 0, or `trainer launch` on that machine), give the same port "
-            f"everywhere, or wait longer: {TIMEOUT}=600.",
-        )
+        advice = "Start the process that opens it (rank 0, or `trainer launch` on that machine), give the same port "
+        advice += f"everywhere, or wait longer: {TIMEOUT}=600."
+        return "the machine is there, but nobody listens on this port", advice
     reason = "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno) if error.errno else str(error)
     return reason, "Look at the address, the network and the firewall: `nc -vz HOST PORT` from this machine."
 
@@ -314,8 +298,8 @@ def _wait_for_all_ranks(store: Store, rank: int, world_size: int, timeout: timed
         store.set(f"trainer/complete/{number}", "1")
         return number
     name = uuid.uuid4().hex
-    store.set(f"trainer/asks/{rank}", name)
     answer = f"trainer/answers/{name}"
+    store.set(f"trainer/asks/{rank}", name)
     _wait(store, rank, lambda: store.check([answer]), timeout, lambda: "rank 0 has not come")
     number = store.get(answer).decode()
     store.set(f"trainer/came/{number}/{rank}", "1")
@@ -327,15 +311,12 @@ def _wait_for_all_ranks(store: Store, rank: int, world_size: int, timeout: timed
 
 def _answer_all(store: Store, number: str, world_size: int, timeout: timedelta) -> None:
     """On rank 0, give every process the number of this attempt, until all have read it."""
-    missing, answered = set(range(1, world_size)), dict[int, str]()
+    missing = set(range(1, world_size))
 
     def all_here() -> bool:
         for rank in sorted(missing):
             if store.check([f"trainer/asks/{rank}"]):
-                name = store.get(f"trainer/asks/{rank}").decode()
-                if answered.get(rank) != name:
-                    store.set(f"trainer/answers/{name}", number)
-                    answered[rank] = name
+                store.set(f"trainer/answers/{store.get(f'trainer/asks/{rank}').decode()}", number)
                 if store.check([f"trainer/came/{number}/{rank}"]):
                     missing.discard(rank)
         return not missing
