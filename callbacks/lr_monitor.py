@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Callback
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from trainer.module import TrainModule
+    from trainer.optimizers import SchedulerConfig
     from trainer.trainer import Trainer
 
 
@@ -53,7 +54,7 @@ class LearningRateMonitor(Callback):
     def _log(self, trainer: Trainer, interval: str) -> None:
         if self.logging_interval not in (None, interval):
             return
-        for name, optimizer, scheduled in named_optimizers(trainer):
+        for name, optimizer, scheduled in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
             if self.logging_interval is None and scheduled != interval:
                 continue
             for key, value in self._values(name, optimizer):
@@ -72,12 +73,14 @@ class LearningRateMonitor(Callback):
                 yield f"{name}-weight_decay{suffix}", group["weight_decay"]
 
 
-def named_optimizers(trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
-    """Yield (name, optimizer, interval at which its rate changes); "step" for an optimizer without a scheduler."""
+def named_optimizers(
+    optimizers: Iterable[Optimizer], scheduler_configs: Iterable[SchedulerConfig]
+) -> list[tuple[str, Optimizer, str]]:
+    """Return (name, optimizer, interval at which its rate changes); "step" for an optimizer without a scheduler."""
     found = []
     used: Counter[str] = Counter()
-    for optimizer in trainer.optimizers:
-        mine = [c for c in trainer.scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
+    for optimizer in optimizers:
+        mine = [c for c in scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
         given = next((config.name for config in mine if config.name), None)
         base = given or f"lr-{type(optimizer).__name__}"
         name = f"{base}-{used[base]}" if used[base] else base

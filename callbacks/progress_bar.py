@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
@@ -72,7 +72,9 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         total, done = trainer.num_training_batches, trainer.progress.batch
-        self._draw(lambda display: display.start(_epoch(trainer), total, done, keep=True))
+        self._draw(
+            lambda display: display.start(_epoch(trainer.current_epoch, trainer.max_epochs), total, done, keep=True)
+        )
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -81,12 +83,12 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         done = trainer.progress.batch
-        self._draw(lambda display: display.finish(done, _metrics(trainer), report=True))
+        self._draw(lambda display: display.finish(done, _metrics(trainer.progress_bar_metrics), report=True))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         # The epoch may have been left unfinished.
         done = trainer.progress.batch
-        self._draw(lambda display: display.finish_all(done, _metrics(trainer)))
+        self._draw(lambda display: display.finish_all(done, _metrics(trainer.progress_bar_metrics)))
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         counts = trainer.num_val_batches
@@ -95,7 +97,9 @@ class ProgressBar(Callback):
             counts = [few if count is None else min(count, few) for count in counts] if few >= 0 else counts
             self._start_evaluation("sanity check", counts, keep=False)
         elif trainer.stage == "fit":
-            self._start_evaluation(f"{_epoch(trainer)} validation", counts, keep=False)
+            self._start_evaluation(
+                f"{_epoch(trainer.current_epoch, trainer.max_epochs)} validation", counts, keep=False
+            )
         else:
             self._start_evaluation("validate", counts)
 
@@ -133,11 +137,11 @@ class ProgressBar(Callback):
         self._draw(lambda display: display.start(title, total, 0, keep))
 
     def _end_evaluation(self, trainer: Trainer, report: bool = True) -> None:
-        self._draw(lambda display: display.finish(self._evaluated, _metrics(trainer), report))
+        self._draw(lambda display: display.finish(self._evaluated, _metrics(trainer.progress_bar_metrics), report))
 
     def _update(self, trainer: Trainer, done: int) -> None:
         if time.monotonic() >= self._next and done % self.refresh_rate == 0:
-            self._draw(lambda display: display.update(done, _metrics(trainer)))
+            self._draw(lambda display: display.update(done, _metrics(trainer.progress_bar_metrics)))
 
     def _draw(self, action: Callable[[_Bars | _Lines], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
@@ -160,13 +164,12 @@ class ProgressBar(Callback):
                 display.close()
 
 
-def _epoch(trainer: Trainer) -> str:
-    last = trainer.max_epochs
-    return f"epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
+def _epoch(epoch: int, max_epochs: int | None) -> str:
+    return f"epoch {epoch}" + (f"/{max_epochs - 1}" if max_epochs is not None and max_epochs > 0 else "")
 
 
-def _metrics(trainer: Trainer) -> str:
-    return ", ".join(f"{name}={value:.4g}" for name, value in trainer.progress_bar_metrics.items())
+def _metrics(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
 
 
 def _open_display(stream: TextIO, leave: bool) -> _Bars | _Lines:

@@ -6,8 +6,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
-from statistics import median_low as median
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -176,7 +175,7 @@ class StragglerMonitor(Callback):
             lines.append(f"rank {times.rank:<9}{times.host:<{width}}{''.join(f'{cell:>10.3f}' for cell in cells)}")
         if len(rows) > len(shown):
             lines.append(f"and {len(rows) - len(shown)} faster ones")
-        middle = median(times.own for times in rows)
+        middle = _median(times.own for times in rows)
         lines.append(f"own: data and forward, before a process waits for the others; the median is {1000 * middle:.3f}")
         return "\n".join(lines)
 
@@ -213,16 +212,16 @@ class StragglerMonitor(Callback):
         self._steps = self._forwards = 0
 
     def _compare(self, every: list[Times]) -> None:
-        middle = median(times.own for times in every)
+        middle = _median(times.own for times in every)
         for times in every:
             much = max(self.factor * middle, middle + times.step / 20)
             self._slow[times.rank] = self._slow.get(times.rank, 0) + 1 if times.own > much else 0
 
     def _warnings(self, every: list[Times]) -> list[str]:
         """Return one for each process that has been slow for long enough, and was not named before."""
-        middle = median(times.own for times in every)
-        data = median(times.data / max(times.steps, 1) for times in every)
-        forward = median(times.forward / max(times.steps, 1) for times in every)
+        middle = _median(times.own for times in every)
+        data = _median(times.data / max(times.steps, 1) for times in every)
+        forward = _median(times.forward / max(times.steps, 1) for times in every)
         texts = []
         for times in every:
             if self._slow.get(times.rank, 0) < self.patience or times.rank in self._reported:
@@ -242,3 +241,9 @@ class StragglerMonitor(Callback):
                 f"{1000 * times.own:.1f} ms, the median of all is {1000 * middle:.1f} ms. Most of it is {what}."
             )
         return texts
+
+
+def _median(values: Iterable[float]) -> float:
+    """Return the lower median; the module `statistics` takes as long to import as all of the callbacks."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]

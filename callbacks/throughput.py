@@ -16,6 +16,7 @@ from trainer.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
+    from trainer.precision import Precision
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
@@ -86,7 +87,7 @@ class ThroughputMonitor(Callback):
         self._batches = self._items = 0
         self._flops = self.flops_per_sample(module) if callable(self.flops_per_sample) else self.flops_per_sample
         if self._flops is not None:
-            self._peak = self.peak_flops or peak_of(trainer.device, compute_dtype(trainer))
+            self._peak = self.peak_flops or peak_of(trainer.device, compute_dtype(trainer.precision))
             if self._peak is None:
                 log.info(
                     "ThroughputMonitor logs no MFU: the peak of this device is not in its table. Pass peak_flops=..., "
@@ -199,6 +200,6 @@ def peak_by_name(name: str, dtype: torch.dtype) -> float | None:
     return None if peak is None else peak * 1e12
 
 
-def compute_dtype(trainer: Trainer) -> torch.dtype:
-    """Return the dtype in which a run computes its matrix products."""
-    return trainer.precision.autocast or trainer.precision.weights
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """Return the dtype in which matrix products are computed."""
+    return precision.autocast or precision.weights

@@ -256,6 +256,13 @@ def test_rooms_below_the_trainer_do_not_take_it(name: str) -> None:
     assert [text.split()[-1] for text in found] == adapter
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("callbacks.", "cli.", "config."))])
+def test_helpers_above_the_trainer_take_values(name: str) -> None:
+    tree = ast.parse(FILES[name].read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert functions_of_the_trainer(ast.unparse(tree)) == []
+
+
 def test_a_function_of_the_trainer_and_an_assignment_are_found() -> None:
     assert functions_of_the_trainer("def help(trainer, x): ...")
     assert functions_of_the_trainer("class A:\n    def help(self, owner: Trainer): ...")

@@ -21,7 +21,7 @@ from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import RENAMED, ConfigError, NotRunningError, did_you_mean, raise_problems, unknown_name_error
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop.accumulation import StepOutputs, checked_loss, even_window, loss_divisors
+from trainer.loop.accumulation import StepOutputs, checked_loss, even_window, with_loss_divisors
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimizer, manual_backward, manual_training_step
@@ -340,17 +340,17 @@ class Trainer:
             zero_grad_fast(optimizer)
         losses: list[torch.Tensor] = []
         last = len(window) - 1
-        for position, divisor in enumerate(loss_divisors(window, module, strategy, run.weights_loss_by_items)):
-            data, batch_idx = run.transfer(window[position].data, 0), run.progress.batch + position
-            metrics.start_batch(data, window[position].samples)
+        for position, batch in enumerate(with_loss_divisors(window, module, strategy, run.weights_loss_by_items)):
+            data, batch_idx = run.transfer(batch.data, 0), run.progress.batch + position
+            metrics.start_batch(data, batch.samples)
             hooks.on_train_batch_start(data, batch_idx)
             with strategy.gradient_sync(last=position == last):
                 with phase(FORWARD):
                     outputs = strategy.call_step("training_step", data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 loss = checked_loss(outputs, module, run.settings.detect_anomaly)
-                if divisor is not None:
-                    loss = loss / divisor
+                if batch.loss_divisor is not None:
+                    loss = loss / batch.loss_divisor
                 hooks.on_before_backward(loss)
                 with phase(BACKWARD):
                     strategy.backward(loss)

@@ -89,11 +89,11 @@ def _by_rows(tensor: torch.Tensor) -> Spec:
     return (AXIS, *[None] * (tensor.dim() - 1))
 
 
-def copied_to_host(values: Any, layout: SpmdMesh) -> Any:
+def copied_to_host(values: Any, mesh: SpmdMesh) -> Any:
     """Copy the tensors in nested dicts and lists to the CPU. One tensor in several places stays one."""
     tensors = {id(tensor): tensor for tensor in _tensors(values)}
-    layout.materialize([tensor for tensor in tensors.values() if tensor.device.type == "xla"])
-    copies = {key: layout.to_host(tensor) for key, tensor in tensors.items()}
+    mesh.materialize([tensor for tensor in tensors.values() if tensor.device.type == "xla"])
+    copies = {key: mesh.to_host(tensor) for key, tensor in tensors.items()}
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -69,7 +69,7 @@ class XlaStrategy(Strategy):
     name: ClassVar[str] = "xla"
     required_device: ClassVar[str | None] = "xla"
 
-    layout: SpmdMesh
+    mesh: SpmdMesh
 
     def __init__(self, pad_last_batch: bool = False, compile_warmup_steps: int = 10) -> None:
         self.pad_last_batch = pad_last_batch
@@ -142,8 +142,8 @@ class XlaStrategy(Strategy):
         if not xr.is_spmd():
             xr.use_spmd()
         self.precision = precision
-        self.layout = SpmdMesh()
-        self.device = self.layout.device
+        self.mesh = SpmdMesh()
+        self.device = self.mesh.device
         _check_backward(self.device)
         # torch.manual_seed does not reach these devices. Their seed follows from the CPU's, which stays as it is.
         generator = torch.Generator()
@@ -178,7 +178,7 @@ class XlaStrategy(Strategy):
     def place_weights(self, module: TrainModule) -> None:
         """Replicate all weights and buffers on every device, also those that another strategy has sharded."""
         for tensor in [*module.parameters(), *module.buffers()]:
-            self.layout.place(tensor, self.spec(tensor))
+            self.mesh.place(tensor, self.spec(tensor))
 
     def spec(self, tensor: torch.Tensor) -> Spec:
         """Return how a weight or buffer is sharded over the devices."""
@@ -209,7 +209,7 @@ class XlaStrategy(Strategy):
     def _placed(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             leaf = self.precision.convert_batch(leaf)
-            return self.layout.send(self._padded(leaf) if self.pad_last_batch else leaf)
+            return self.mesh.send(self._padded(leaf) if self.pad_last_batch else leaf)
         if hasattr(leaf, "to") and not isinstance(leaf, type):
             return leaf.to(self.device)
         return leaf
@@ -261,7 +261,7 @@ class XlaStrategy(Strategy):
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
         """Return full weights and buffers by name, on the CPU."""
-        state: dict[str, torch.Tensor | Shard] = copied_to_host(self.module.state_dict(keep_vars=True), self.layout)
+        state: dict[str, torch.Tensor | Shard] = copied_to_host(self.module.state_dict(keep_vars=True), self.mesh)
         return state
 
     def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
@@ -269,7 +269,7 @@ class XlaStrategy(Strategy):
         self._sync()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        full = copied_to_host(optimizer.state_dict(), self.layout)
+        full = copied_to_host(optimizer.state_dict(), self.mesh)
         return state_by_name(self.module, optimizer, full)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -282,7 +282,7 @@ class XlaStrategy(Strategy):
         for parameter, values in optimizer.state.items():
             for value in values.values():
                 if isinstance(value, torch.Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
-                    self.layout.place(value, self.spec(parameter))
+                    self.mesh.place(value, self.spec(parameter))
 
     def teardown(self) -> None:
         for undo in reversed(self._undo):
@@ -293,8 +293,8 @@ class XlaStrategy(Strategy):
 
     def __str__(self) -> str:
         options = ["pad_last_batch"] if self.pad_last_batch else []
-        if "layout" in vars(self):
-            options.insert(0, f"{self.layout.devices} {self.layout.kind} devices of torch_xla {version('torch_xla')}")
+        if "mesh" in vars(self):
+            options.insert(0, f"{self.mesh.devices} {self.mesh.kind} devices of torch_xla {version('torch_xla')}")
         return f"{self.name} ({', '.join(options)})" if options else self.name
 
 
@@ -332,12 +332,12 @@ class XlaFsdpStrategy(XlaStrategy):
 
     def spec(self, tensor: torch.Tensor) -> Spec:
         """Return how a parameter and its state are sharded; buffers are replicated."""
-        return self.layout.spec_of_weight(tensor) if isinstance(tensor, nn.Parameter) else super().spec(tensor)
+        return self.mesh.spec_of_weight(tensor) if isinstance(tensor, nn.Parameter) else super().spec(tensor)
 
     def _shard_outputs(self, block: nn.Module, inputs: Any, outputs: Any) -> None:
         for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
             if isinstance(output, torch.Tensor):
-                self.layout.shard_rows(output)
+                self.mesh.shard_rows(output)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         super().step(optimizer, closure)

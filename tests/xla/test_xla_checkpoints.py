@@ -53,12 +53,12 @@ def fit(strategy: str, until: int, start: str | None = None, save: str | None = 
     module = GPT(ragged=True, tied=True, frozen=True)
     torch.manual_seed(99 if start else 3)
     trainer.fit(module, DataLoader(module.data(81), 8 // number, shuffle=True), ckpt_path=start)
-    layout = None
+    sharded = None
     if strategy in ON_XLA:
-        layout = {name: trainer.strategy.layout.is_sharded(p) for name, p in module.named_parameters()}
+        sharded = {name: trainer.strategy.mesh.is_sharded(p) for name, p in module.named_parameters()}
         for parameter, state in trainer.optimizers[0].state.items():
-            assert trainer.strategy.layout.is_sharded(state["exp_avg"]) == trainer.strategy.layout.is_sharded(parameter)
-    return {"losses": watch.losses, "weights": trainer.full_state_dict(everywhere=True), "divided": layout}
+            assert trainer.strategy.mesh.is_sharded(state["exp_avg"]) == trainer.strategy.mesh.is_sharded(parameter)
+    return {"losses": watch.losses, "weights": trainer.full_state_dict(everywhere=True), "divided": sharded}
 
 
 def run(strategy: str, *args: Any) -> dict[str, Any]:

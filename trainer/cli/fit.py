@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.cli.run import Job, run_command, table
 
 if TYPE_CHECKING:
-    from trainer.trainer import Trainer
+    from trainer.callback import Logger
 
 EXAMPLES = """\
   trainer fit --config examples/digits/config.yaml
@@ -37,37 +38,39 @@ def _fit(job: Job) -> None:
         job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
     except SystemExit:
         # A run that a signal stopped has saved everything; its paths are printed, too.
-        _say(job.trainer)
+        _say(job)
         raise
-    _say(job.trainer)
+    _say(job)
 
 
-def _say(trainer: Trainer) -> None:
+def _say(job: Job) -> None:
+    trainer = job.trainer
     if trainer.has_fit and trainer.is_global_zero:
-        trainer.print("\n".join(closing_words(trainer)))
+        words = closing_words(trainer.callback_metrics, trainer.global_step, trainer.run_dir, trainer.loggers)
+        trainer.print("\n".join(words))
         sys.stdout.flush()
 
 
-def closing_words(trainer: Trainer) -> list[str]:
+def closing_words(metrics: Mapping[str, Any], steps: int, run_dir: Path, loggers: list[Logger]) -> list[str]:
     """Return the last metrics, the paths of the run's files, and the commands that show them."""
     from trainer.callbacks.csv_logger import CSVLogger
     from trainer.callbacks.tensorboard import TensorBoardLogger
     from trainer.checkpoint.directory import CheckpointDirectory
 
     lines = []
-    if trainer.callback_metrics:
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        lines += [f"after {trainer.global_step} steps:", table(values)]
-    if not trainer.run_dir.is_dir():  # fast_dev_run writes no files
+    if metrics:
+        values = {name: float(value) for name, value in metrics.items()}
+        lines += [f"after {steps} steps:", table(values)]
+    if not run_dir.is_dir():  # fast_dev_run writes no files
         return lines
-    lines.append(f"run directory:  {shown(trainer.run_dir)}")
-    checkpoints = trainer.run_dir / "checkpoints"
-    config = trainer.run_dir / "config.yaml"
+    lines.append(f"run directory:  {shown(run_dir)}")
+    checkpoints = run_dir / "checkpoints"
+    config = run_dir / "config.yaml"
     if config.is_file():
         lines.append(f"configuration:  {shown(config)}")
     if checkpoints.is_dir():
         lines.append(f"checkpoints:    {shown(checkpoints)}")
-    for logger in trainer.loggers:
+    for logger in loggers:
         if isinstance(logger, CSVLogger) and logger.path is not None:
             lines.append(f"CSV log:        {shown(logger.path)}")
         elif isinstance(logger, TensorBoardLogger) and logger.log_dir is not None:

@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader
 
 from trainer.errors import ConfigError
+
+Divisor = float | torch.Tensor | None
 
 
 class Batch(NamedTuple):
@@ -20,6 +23,8 @@ class Batch(NamedTuple):
     """Samples of the epoch that it holds; None if unknown, 0 for padding."""
     total: int | None
     """Samples of this micro-batch over all processes; None if unknown."""
+    loss_divisor: Divisor = None
+    """The divisor of its loss, see `loop.accumulation.with_loss_divisors`; None: 1."""
 
     @property
     def is_padding(self) -> bool:

@@ -8,16 +8,10 @@ from typing import Any
 
 import torch
 
-from trainer.data.loader import Batch
+from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
-
-Divisor = float | torch.Tensor | None
-
-NO_DIVISOR: Sequence[Divisor] = (None,)
-"""The divisors of a window of one micro-batch on one process, whose loss is a mean over samples."""
-
 
 StepOutputs = tuple[Any, Any, list[torch.Tensor]]
 """The return value of `training_step` for the last micro-batch; that micro-batch, on the device; and the losses of all
@@ -77,10 +71,10 @@ def even_window(window: list[Batch], strategy: Strategy) -> list[Batch]:
     return [batch._replace(total=total) for batch, total in zip(window, totals, strict=False)]
 
 
-def loss_divisors(
-    window: Sequence[Batch], module: TrainModule, strategy: Strategy, weights_loss_by_items: bool
-) -> Sequence[Divisor]:
-    """Return the divisor of each micro-batch's loss, a mean over its own items, before backward; None: 1.
+def with_loss_divisors(
+    window: list[Batch], module: TrainModule, strategy: Strategy, weights_loss_by_items: bool
+) -> list[Batch]:
+    """Return the window's micro-batches with the divisor of each one's loss, a mean over its own items.
 
     The quotients, summed over the window and averaged over processes by the strategy, give the mean over all items: the
     loss of one big batch. Items are those of `module.num_items` with `weights_loss_by_items`, else samples if their
@@ -88,13 +82,15 @@ def loss_divisors(
     """
     average = strategy.processes.world_size
     if weights_loss_by_items:
-        return _by_items([_items(batch, module) for batch in window], strategy)
-    if len(window) == 1 and average == 1:
-        return NO_DIVISOR
-    if any(batch.samples is None or batch.total is None for batch in window):
-        return [None if len(window) == 1 else len(window)] * len(window)
-    total = sum(batch.total or 0 for batch in window)
-    return [_divisor(total, batch.samples or 0, average) for batch in window]
+        divisors: Sequence[Divisor] = _by_items([_items(batch, module) for batch in window], strategy)
+    elif len(window) == 1 and average == 1:
+        return window
+    elif any(batch.samples is None or batch.total is None for batch in window):
+        divisors = [None if len(window) == 1 else len(window)] * len(window)
+    else:
+        total = sum(batch.total or 0 for batch in window)
+        divisors = [_divisor(total, batch.samples or 0, average) for batch in window]
+    return [batch._replace(loss_divisor=divisor) for batch, divisor in zip(window, divisors, strict=True)]
 
 
 def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:

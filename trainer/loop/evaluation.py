@@ -37,32 +37,64 @@ class StageHooks:
     batch_end: Callable[..., None]
 
 
-def stage_hooks(run: Run, stage: str) -> StageHooks:
-    """Return the hooks of "validation", "test" or "predict"."""
+def validation_hooks(run: Run) -> StageHooks:
+    """Return the hooks of validation."""
     hooks, module = run.hooks, run.module
     return StageHooks(
-        step=f"{stage}_step",
-        model_eval=getattr(module, f"on_{stage}_model_eval"),
-        model_train=getattr(module, f"on_{stage}_model_train"),
-        start=getattr(hooks, f"on_{stage}_start"),
-        end=getattr(hooks, f"on_{stage}_end"),
-        epoch_start=getattr(hooks, f"on_{stage}_epoch_start"),
-        epoch_end=getattr(hooks, f"on_{stage}_epoch_end"),
-        batch_start=getattr(hooks, f"on_{stage}_batch_start"),
-        batch_end=getattr(hooks, f"on_{stage}_batch_end"),
+        step="validation_step",
+        model_eval=module.on_validation_model_eval,
+        model_train=module.on_validation_model_train,
+        start=hooks.on_validation_start,
+        end=hooks.on_validation_end,
+        epoch_start=hooks.on_validation_epoch_start,
+        epoch_end=hooks.on_validation_epoch_end,
+        batch_start=hooks.on_validation_batch_start,
+        batch_end=hooks.on_validation_batch_end,
+    )
+
+
+def test_hooks(run: Run) -> StageHooks:
+    """Return the hooks of testing."""
+    hooks, module = run.hooks, run.module
+    return StageHooks(
+        step="test_step",
+        model_eval=module.on_test_model_eval,
+        model_train=module.on_test_model_train,
+        start=hooks.on_test_start,
+        end=hooks.on_test_end,
+        epoch_start=hooks.on_test_epoch_start,
+        epoch_end=hooks.on_test_epoch_end,
+        batch_start=hooks.on_test_batch_start,
+        batch_end=hooks.on_test_batch_end,
+    )
+
+
+def predict_hooks(run: Run) -> StageHooks:
+    """Return the hooks of prediction."""
+    hooks, module = run.hooks, run.module
+    return StageHooks(
+        step="predict_step",
+        model_eval=module.on_predict_model_eval,
+        model_train=module.on_predict_model_train,
+        start=hooks.on_predict_start,
+        end=hooks.on_predict_end,
+        epoch_start=hooks.on_predict_epoch_start,
+        epoch_end=hooks.on_predict_epoch_end,
+        batch_start=hooks.on_predict_batch_start,
+        batch_end=hooks.on_predict_batch_end,
     )
 
 
 def run_validation(run: Run) -> dict[str, float]:
     """Run `Trainer.validate`; return the reductions by name."""
     run.validating = True
-    return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
+    return evaluate(run, validation_hooks(run), run.val_loaders, no_gradients(run.settings.inference_mode))
 
 
 def validate_during_fit(run: Run) -> None:
     """Validate inside `fit`, without an effect on the training that follows."""
     run.validating, run.training = True, False
-    evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad())
+    evaluate(run, validation_hooks(run), run.val_loaders, torch.no_grad())
     run.validating, run.training = False, True
 
 
@@ -75,7 +107,7 @@ def sanity_check(run: Run) -> None:
     with isolated_rng(run.strategy.device):
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
-        hooks = stage_hooks(run, "validation")
+        hooks = validation_hooks(run)
         evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few)
         run.hooks.on_sanity_check_end()
     run.sanity_checking = False
@@ -83,7 +115,7 @@ def sanity_check(run: Run) -> None:
 
 def run_test(run: Run) -> dict[str, float]:
     """Run `Trainer.test`; return the reductions by name."""
-    return evaluate(run, stage_hooks(run, "test"), run.test_loaders, no_gradients(run.settings.inference_mode))
+    return evaluate(run, test_hooks(run), run.test_loaders, no_gradients(run.settings.inference_mode))
 
 
 def evaluate(
@@ -149,7 +181,7 @@ def evaluate(
 
 def run_prediction(run: Run) -> Iterator[Any]:
     """Yield the outputs of `predict_step`, batch by batch, loader by loader."""
-    hooks, loaders = stage_hooks(run, "predict"), run.predict_loaders
+    hooks, loaders = predict_hooks(run), run.predict_loaders
     run.dataloader_names = list(loaders)
     with eval_mode(run.module), no_gradients(run.settings.inference_mode):
         hooks.model_eval()

@@ -11,17 +11,20 @@ from torch.optim import Optimizer
 
 from trainer.data.loader import Batch
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors
+from trainer.loop.accumulation import StepOutputs, checked_loss, with_loss_divisors
 from trainer.loop.run import Run
 from trainer.profiling import BACKWARD, FORWARD, OPTIMIZER
 
 
 def manual_training_step(run: Run, window: list[Batch]) -> StepOutputs:
     """Call `training_step` with the only batch of the window; the module calls `manual_backward` and the optimizers."""
-    batch, batch_idx = window[0], run.progress.batch
+    (batch,), batch_idx = (
+        with_loss_divisors(window, run.module, run.strategy, run.weights_loss_by_items),
+        run.progress.batch,
+    )
     data = run.transfer(batch.data, 0)
     run.metrics.start_batch(data, batch.samples)
-    (run.manual_loss_divisor,) = loss_divisors(window, run.module, run.strategy, run.weights_loss_by_items)
+    run.manual_loss_divisor = batch.loss_divisor
     run.hooks.on_train_batch_start(data, batch_idx)
     with run.phase(FORWARD):
         outputs = run.strategy.call_step("training_step", data, batch_idx)

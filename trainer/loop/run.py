@@ -17,13 +17,12 @@ from trainer.callback import AccumulationSchedule, Callback, CallbackList, Check
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import BatchLoader, Divisor
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.loop.accumulation import Divisor
 from trainer.loop.resolved_config import ResolvedConfig
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.module import TrainModule
