@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quick test-xla check format lint types clean
+.PHONY: help demo test test-quick test-xla test-gpu check format lint types clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' Makefile | sed 's/: .*##/:/' | column -t -s:
@@ -36,6 +36,12 @@ test-xla: $(if $(filter .venv-xla/bin/python,$(XLA_PYTHON)),.venv-xla/ready)  ##
 	@status=0; for file in tests/xla/test_*.py; do \
 	    echo "== $$file"; timeout 1800 $(XLA_PYTHON) -m pytest -q --timeout 900 $$file || status=1; \
 	done; exit $$status
+
+# In the interpreter given, with the torch that is there: no environment is made. Writes gpu-report.md.
+PART ?= all
+
+test-gpu:        ## tests and figures on CUDA devices: make test-gpu [PART=tests|overhead|gpt2|saves|parallel] [PYTHON=...]
+	$(PYTHON) -m benchmarks gpu --part $(PART)
 
 check: format lint types test  ## what a change has to pass
 

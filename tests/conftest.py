@@ -56,6 +56,7 @@ SLOW = (
     "test_benchmarks.py",
     "test_contract.py",
     "test_docs.py",
+    "test_gpu_report.py",
     "test_parity_processes.py",
 )
 """Files whose tests start many processes: `make test-quick` leaves them out."""

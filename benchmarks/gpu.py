@@ -1,0 +1,322 @@
+"""Tests and figures on CUDA devices, as a report in Markdown: what `make test-gpu` runs.
+
+Runs in the interpreter that it is started with, makes no environment and needs no network. Each part has ten minutes in
+a process of its own; what is not installed is left out and named. Parts: `tests` (those marked gpu), `overhead` (a step
+of a tiny model against a hand-written loop), `gpt2` (tokens per second and peak memory of a GPT-2 of 124 M parameters
+against a hand-written loop), `saves` (how long a checkpoint blocks training), `parallel` (several devices).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks._report import surroundings
+
+ROOT = Path(__file__).resolve().parent.parent
+TIME_LIMIT_S = 590.0
+NEEDED = ("torch", "numpy", "safetensors", "tqdm", "yaml", "pydantic", "typing_extensions")
+"""Modules without which the trainer does not run."""
+OPTIONAL = ("pytest", "pytest_timeout", "xdist", "deepspeed", "tensorboard", "torchmetrics", "triton")
+"""Modules whose tests and figures are left out where they are not installed."""
+
+
+# -- the parts: each returns Markdown ----------------------------------------------------------------------------------
+
+
+def tests(device: str, small: bool) -> str:
+    """Run the tests marked gpu; name those that were skipped or failed."""
+    if find_spec("pytest") is None:
+        return "Left out: pytest is not installed."
+    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in path.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.xml")
+        warnings = ("-W", "ignore::pytest.PytestConfigWarning")  # where a plugin for an option is not installed
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *warnings, f"--junitxml={result}", *files]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
+        return _of_junit(result)
+
+
+def _of_junit(result: Path) -> str:
+    if not result.exists():
+        return "pytest ended without a result."
+    cases = list(ElementTree.parse(result).getroot().iter("testcase"))
+    rows, counts = [], {"passed": 0, "failed": 0, "skipped": 0}
+    for case in cases:
+        failure = next((child for kind in ("failure", "error") for child in case.iter(kind)), None)
+        skipped = next(case.iter("skipped"), None)
+        kind, why = "passed", ""
+        if failure is not None:
+            kind, why = "failed", failure.get("message", "").strip().splitlines()[0][:200]
+        elif skipped is not None:
+            kind, why = "skipped", skipped.get("message", "")
+        counts[kind] += 1
+        if why:
+            rows.append(f"- {kind}: `{case.get('classname')}.{case.get('name')}`: {why}")
+    return "\n".join([", ".join(f"{number} {kind}" for kind, number in counts.items()) + ".", "", *rows]).rstrip()
+
+
+class Stopwatch:
+    """Measure wall time from one forward pass to a later one, each time with the device idle."""
+
+    def __init__(self, device: str, first: int, last: int) -> None:
+        self.device, self.first, self.last = device, first, last
+        self.count, self.seconds, self._start = 0, 0.0, 0.0
+
+    def tick(self) -> None:
+        self.count += 1
+        if self.count in (self.first, self.last):
+            synchronize(self.device)
+            now = time.perf_counter()
+            self.seconds, self._start = (now - self._start) / (self.last - self.first), now
+
+
+def synchronize(device: str) -> None:
+    import torch
+
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def overhead(device: str, small: bool) -> str:
+    """Compare a step of a tiny model, with batches on the device, with that of a hand-written loop."""
+    import torch
+    from torch import nn
+
+    from benchmarks._ours import OFF, all_on
+    from trainer import Trainer, TrainModule
+
+    steps, rounds = (30, 1) if small else (3000, 7)
+    batches = [(torch.randn(32, 32, device=device), torch.randn(32, 1, device=device)) for _ in range(steps)]
+
+    class Tiny(TrainModule):
+        def __init__(self, watch: Stopwatch, logs: bool) -> None:
+            super().__init__()
+            self.watch, self.logs = watch, logs
+            self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.watch.tick()
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            if self.logs:
+                self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def loop(watch: Stopwatch, folder: str) -> None:
+        module = Tiny(watch, logs=False).to(device)
+        optimizer = module.configure_optimizers()
+        for number, batch in enumerate(batches):
+            optimizer.zero_grad()
+            module.training_step(batch, number).backward()
+            optimizer.step()
+
+    def ours(options: dict[str, Any], watch: Stopwatch, folder: str) -> None:
+        trainer = Trainer(accelerator=device, devices=1, max_epochs=1, default_root_dir=folder, **options)
+        trainer.fit(Tiny(watch, logs=True), batches)
+
+    ways: dict[str, Callable[[Stopwatch, str], None]] = {"hand-written loop": loop}
+    ways["ours, off, one self.log per step"] = lambda watch, folder: ours(OFF, watch, folder)
+    if find_spec("tensorboard") is not None:
+        ways["ours, all on: bar, CSV, TensorBoard, checkpoints"] = lambda watch, folder: ours(all_on(), watch, folder)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            watch = Stopwatch(device, steps // 10, steps)
+            with tempfile.TemporaryDirectory() as folder:
+                run(watch, folder)
+            seconds[name].append(watch.seconds)
+    base = seconds["hand-written loop"]
+    rows = [
+        [name, f"{median(took) * 1e6:.0f}", f"{median(a / b for a, b in zip(took, base, strict=True)):.3f}"]
+        for name, took in seconds.items()
+    ]
+    return table([f"{rounds} rounds of {steps} steps", "wall time per step, us", "ratio"], rows)
+
+
+def gpt2(device: str, small: bool) -> str:
+    """Compare tokens per second and peak memory of a GPT-2 with those of a hand-written loop, in bf16-mixed."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from benchmarks._ours import OFF
+    from examples.gpt.model import Transformer
+    from trainer import Trainer, TrainModule
+
+    vocabulary, context, layers, width = (64, 16, 2, 32) if small else (50257, 1024, 12, 768)
+    steps, batch_size = (6, 2) if small else (40, 8)
+    data = [torch.randint(vocabulary, (batch_size, context + 1), device=device) for _ in range(steps)]
+
+    class GPT2(TrainModule):
+        def __init__(self, watch: Stopwatch) -> None:
+            super().__init__()
+            self.net = Transformer(vocabulary, context, layers, max(1, width // 64), width, dropout=0.0)
+            self.watch = watch
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.watch.tick()
+            return cross_entropy(self.net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=3e-4, fused=True)
+
+    def loop(watch: Stopwatch) -> None:
+        module = GPT2(watch).to(device)
+        optimizer = module.configure_optimizers()
+        for number, batch in enumerate(data):
+            optimizer.zero_grad()
+            with torch.autocast(torch.device(device).type, torch.bfloat16):
+                loss = module.training_step(batch, number)
+            loss.backward()
+            optimizer.step()
+
+    def ours(watch: Stopwatch) -> None:
+        options = {"accelerator": device, "devices": 1, "max_epochs": 1, "precision": "bf16-mixed", **OFF}
+        Trainer(**options).fit(GPT2(watch), data)
+
+    rows = []
+    for name, run in [("hand-written loop", loop), ("ours", ours), ("hand-written loop, again", loop)]:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        watch = Stopwatch(device, max(1, steps // 4), steps)
+        run(watch)
+        peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}" if device == "cuda" else ""
+        rows.append([name, f"{batch_size * context / watch.seconds:.0f}", peak])
+    head = f"{layers} layers of width {width}, context {context}, micro-batches of {batch_size}, bf16-mixed"
+    return table([head, "tokens per second", "peak memory, GiB"], rows)
+
+
+def saves(device: str, small: bool) -> str:
+    """Measure for how long a checkpoint of a model on the device blocks training, and when it is on disk."""
+    import torch
+
+    from benchmarks._ours import OFF
+    from benchmarks.checkpoint import Background, Model, Rounds, foreground
+    from trainer import Trainer
+
+    parameters, number = (9_000_000, 1) if small else (300_000_000, 3)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        rounds = Rounds({"at once": foreground, "async_save=True": Background()}, number, Path(folder))
+        options = {"accelerator": device, "devices": 1, "max_steps": 1, "default_root_dir": folder, **OFF}
+        Trainer(**options, callbacks=rounds).fit(Model(parameters), [torch.zeros(1)])
+    rows = [
+        [name, f"{median(times.blocked[1:]):.3f}", f"{median(times.on_disk[1:]):.3f}", f"{times.blocked[0]:.3f}"]
+        for name, times in rounds.times.items()
+    ]
+    size = f"{parameters / 1e6:.0f} M parameters with AdamW, {rounds.size / 1e6:.0f} MB"
+    return table([size, "blocked, s", "on disk, s", "the first one blocked, s"], rows)
+
+
+def parallel(device: str, small: bool) -> str:
+    """Say what there is for several devices."""
+    return "There is nothing yet for several devices."
+
+
+PARTS = {part.__name__: part for part in (tests, overhead, gpt2, saves, parallel)}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    """Run the parts, each in a process of its own, and write the report; 0 if all of them ended well."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
+    parser.add_argument("--part", choices=["all", *PARTS], default="all")
+    parser.add_argument("--report", type=Path, default=Path("gpu-report.md"))
+    parser.add_argument("--device", default="cuda", help="another kind of device, to try the parts themselves")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to try the parts themselves")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    problem = why_not(options.device)
+    if problem:
+        print(f"Nothing was run: {problem}", file=sys.stderr)
+        return 2
+    if options.here:
+        Path(options.report).write_text(PARTS[options.part](options.device, options.small))
+        return 0
+    sections, status = [], 0
+    for part in PARTS if options.part == "all" else [options.part]:
+        print(f"== {part}", file=sys.stderr, flush=True)
+        text, ended_well = in_its_own_process(part, options.device, options.small)
+        status |= not ended_well
+        sections.append(f"## {part}\n\n{PARTS[part].__doc__}\n\n{text}\n")
+    options.report.write_text("\n".join([*machine(options.device), *sections]))
+    print(options.report.read_text())
+    return int(status)
+
+
+def why_not(device: str) -> str:
+    """Return why nothing can be run with this interpreter on this machine; empty if it can."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        return f"{sys.executable} has no {', '.join(missing)}. Install them there, or give PYTHON=another."
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        why = "sees no CUDA device" if torch.version.cuda or torch.version.hip else "is built without CUDA"
+        return (
+            f"torch {torch.__version__} of {sys.executable} {why}. Give PYTHON=an interpreter whose torch sees a GPU."
+        )
+    return ""
+
+
+def in_its_own_process(part: str, device: str, small: bool) -> tuple[str, bool]:
+    """Run one part; return its text, or how it ended, and whether it ended well."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "part.md")
+        command = [sys.executable, "-m", "benchmarks", "gpu", "--here", "--part", part, "--device", device]
+        command += ["--report", str(report), *(["--small"] if small else [])]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=TIME_LIMIT_S, stdout=sys.stderr
+            )
+        except subprocess.TimeoutExpired:
+            return f"**Not finished after {TIME_LIMIT_S:.0f} s.**", False
+        took = f"\n\n{time.monotonic() - began:.0f} s."
+        if done.returncode or not report.exists():
+            return f"**Ended with exit code {done.returncode}; its output says why.**{took}", False
+        text = report.read_text()
+        return text + took, " 0 failed" in text if part == "tests" and "passed" in text else True
+
+
+def machine(device: str) -> list[str]:
+    """Return the head of the report: the machine, its devices, and what is and is not installed."""
+    import torch
+
+    at = surroundings()
+    lines = ["# Tests and figures on a GPU", "", f"{at['machine']}, {at['cores']} cores, load {at['load']}.", ""]
+    if device == "cuda":
+        for number in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(number)
+            lines.append(
+                f"- cuda:{number}: {about.name}, {about.total_memory / 2**30:.0f} GiB, {about.major}.{about.minor}"
+            )
+        lines.append(f"- CUDA {torch.version.cuda or torch.version.hip}, cuDNN {torch.backends.cudnn.version()}")
+    else:
+        lines.append(f"- device {device}")
+    lines.append(
+        f"- Python {at['python']}, " + ", ".join(f"{name} {number}" for name, number in at["versions"].items())
+    )
+    missing = [name for name in OPTIONAL if find_spec(name) is None]
+    lines.append(f"- not installed, and therefore left out: {', '.join(missing) or 'nothing'}")
+    return [*lines, ""]
