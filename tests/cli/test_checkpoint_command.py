@@ -298,7 +298,11 @@ def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
             2,
             "has no model.safetensors",
         ),
-        (["ls", "runs", "--jsno"], 2, "unrecognized arguments: --jsno"),
+        (
+            ["ls", "runs", "--jsno"],
+            2,
+            "'--jsno'. Did you mean '--json'? See trainer checkpoint ls --help.",
+        ),
     ],
 )
 def test_mistakes_are_answered(checkpoint, run: Path, arguments: list[str], code: int, says: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.config_files import HERE, MODULE, accepted, trainer_section
 from tests.helpers.processes import run_python
 from tests.helpers.project import Command
-from trainer.cli.config.answers import PRESETS
+from trainer.cli.config.wizard import PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -44,7 +44,7 @@ def keys_of(name: str) -> set[str]:
 def test_no_key_is_dropped_and_fit_takes_the_result(command: Command, foreign: Path, name: str) -> None:
     code, out, err = command("config", "--from", name)
     assert (code, err) == (0, "")
-    assert {row.key for row in translate(name).rows} >= keys_of(name)
+    assert {row.key for row in translate(name).entries} >= keys_of(name)
     for key in keys_of(name):
         assert f"  {key}: " in out
     accepted(command, "run.yaml", HERE)
@@ -53,7 +53,7 @@ def test_no_key_is_dropped_and_fit_takes_the_result(command: Command, foreign: P
 def report_of(command: Command, name: str) -> dict[str, str]:
     """Return the report's explanation of each key."""
     assert command("config", "--from", name, "--force")[0] == 0
-    return {row.key: f"{row.kind}: {row.words}" for row in translate(name).rows}
+    return {row.key: f"{row.kind}: {row.words}" for row in translate(name).entries}
 
 
 def test_two_machines(command: Command, foreign: Path) -> None:
@@ -137,7 +137,7 @@ def test_odd_values_are_reported(command: Command, text: str, key: str, words: s
     Path("odd.yaml").write_text("\n".join([*lines, text]) + "\n")
     code, out, _ = command("config", "--from", "odd.yaml")
     assert code == 0
-    row = next(row for row in translate("odd.yaml").rows if row.key.endswith(key))
+    row = next(row for row in translate("odd.yaml").entries if row.key.endswith(key))
     assert words in row.words
     assert key in out
     accepted(command, "run.yaml", HERE)
@@ -168,12 +168,48 @@ def test_optimizer_and_schedule_go_into_the_module(command: Command) -> None:
     }
     Path("ds.json").write_text(json.dumps(sections))
     rows = report_of(command, "ds.json")
-    assert "torch.optim.AdamW(self.parameters(), lr=3e-05, betas=[0.9, 0.95])" in rows["optimizer"]
-    assert '"interval": "step"' in rows["scheduler"]
+    assert "torch.optim.AdamW(self.parameters(), lr=3e-05, betas=[0.9, 0.95])" in rows["optimizer.type"]
+    assert '"interval": "step"' in rows["scheduler.type"]
     assert "optimizer.params.weight_decay" in rows
     assert rows["data_efficiency"].startswith("cannot be done here")
     strategy = trainer_section("run.yaml")["strategy"]
     assert strategy["init_args"] == {"config": {"train_micro_batch_size_per_gpu": 4}}
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "words"),
+    [
+        ("mixed_precision: 'no'", "mixed_precision", "says precision: 16-mixed, which counts"),
+        ("mixed_precision: bf16", "mixed_precision", "says precision: 16-mixed, which counts"),
+        ("deepspeed_config: {FILE, zero_stage: 3}", "deepspeed_config.zero_stage", "says strategy: deepspeed_stage_2"),
+        (
+            "deepspeed_config: {FILE, gradient_clipping: 2}",
+            "deepspeed_config.gradient_clipping",
+            "gradient_clip_val: 1.0",
+        ),
+        ("deepspeed_config: {FILE, offload_param_device: cpu}", "deepspeed_config.offload_param_device", ""),
+    ],
+)
+def test_what_a_json_and_the_file_that_names_it_say_differently(
+    command: Command, foreign: Path, line: str, key: str, words: str
+) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config: {FILE}\n" if "deepspeed_config" not in line else ""
+    line = "distributed_type: DEEPSPEED\n" + line if not text else line
+    Path("both.yaml").write_text(COMMON + (text + line + "\n").replace("FILE", "deepspeed_config_file: zero2.json"))
+    row = report_of(command, "both.yaml")[key]
+    assert words in row
+    assert row.startswith("cannot be done here: " if words else "taken over: ")
+    section = trainer_section("run.yaml")
+    assert (section["precision"], section["gradient_clip_val"]) == ("16-mixed", 1.0)
+    assert section["strategy"]["class_path"] == "deepspeed_stage_2"
+
+
+def test_a_precision_that_the_json_turns_off_is_left_out(command: Command) -> None:
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}}))
+    text = "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
+    Path("off.yaml").write_text(COMMON + text)
+    assert "deepspeed_config_file turns bf16 off" in report_of(command, "off.yaml")["mixed_precision"]
+    assert "precision" not in trainer_section("run.yaml")
 
 
 @pytest.mark.slow

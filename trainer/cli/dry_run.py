@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.doctor.results import CheckResult, as_json, failed, gib, summary
-from trainer.cli.main import reject_unknown, usage_error
-from trainer.cli.options import ErrorParser, overrides_of
+from trainer.cli.options import CommandParser, config_option, reports_errors
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
@@ -34,22 +33,14 @@ DEVICES = {"auto": "cuda", "gpu": "cuda"}
 """Device types by accelerator: dry runs assume a large machine, so that auto means GPUs."""
 
 
+@reports_errors
 def run(arguments: list[str]) -> int:
     """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration or usage."""
-    from trainer.errors import ConfigError
-
-    parser = _parser()
-    if "-h" in arguments or "--help" in arguments:
-        print(parser.format_help(), end="")
-        return 0
     results = []
     # stdout holds nothing but the JSON, whatever the user's files and DeepSpeed print.
     with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
-        try:
-            given, configuration, accelerator = _read(parser, arguments)
-            per_machine = _per_machine(given, configuration)
-        except ConfigError as error:
-            return usage_error(str(error))
+        given, configuration, accelerator = _read(arguments)
+        per_machine = _per_machine(given, configuration)
         for result in _checks(given, configuration, accelerator, per_machine):
             results.append(result)
             if not given.json:
@@ -58,21 +49,17 @@ def run(arguments: list[str]) -> int:
     return int(failed(results))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = ErrorParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="trainer fit --dry-run",
         usage="trainer fit --config FILE [FILE ...] --dry-run [OPTIONS]",
         description="Check a training on many processes on this machine: the configuration, the split of the data,\n"
         "the strategy's layout, the memory of each process. Starts nothing and writes nothing.\n"
         "The data module's setup is called, prepare_data is not.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
     )
+    config_option(parser, "the configuration")
     add = parser.add_argument
-    add("-h", "--help", action="store_true", help="show this help")
-    add("--config", metavar="FILE", nargs="+", action="extend", default=[], help="the configuration")
     add("--dry-run", action="store_true", help="start nothing")
     add("--world-size", metavar="N", type=int, help="processes on all machines (default: devices x num_nodes)")
     add("--nproc-per-node", metavar="N", type=int, help="processes on each machine (default: devices, or 8)")
@@ -82,15 +69,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]:
+def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]:
     """Return the options, the checked configuration, and its accelerator, which this machine need not have."""
     from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
     from trainer.errors import ConfigError
 
     findings = Diagnostics()
-    overrides, fixed = overrides_of(arguments, findings)
-    given, rest = parser.parse_known_args(fixed)
-    reject_unknown(parser, rest, "trainer fit --dry-run")
+    given, overrides = _parser().parse_with_overrides(arguments, findings)
     given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
     if not given.config and not overrides:
         raise ConfigError("there is nothing to check: trainer fit --config run.yaml --dry-run --world-size 1024.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -12,8 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import trainer
-from trainer.cli.main import usage_error
-from trainer.cli.options import ErrorParser
+from trainer.cli.options import CommandParser, reports_errors
 
 EXAMPLES = """\
 examples:
@@ -46,24 +44,16 @@ PREFIXES = (
 )
 
 
+@reports_errors
 def run(arguments: list[str]) -> int:
     """Print the environment. Returns the exit code: 2 if the variables contradict each other."""
-    from trainer.errors import ConfigError
-
-    parser = ErrorParser(
+    parser = CommandParser(
         prog="trainer env",
         description="Show how this process was started and why that is known, versions and devices.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    try:
-        options = parser.parse_args(arguments)
-    except SystemExit as end:  # argparse exits after --help
-        return int(end.code or 0)
-    except ConfigError as error:
-        return usage_error(str(error))
+    options = parser.parse(arguments)
     found = {"versions": versions(), "machine": machine(), "devices": devices(), **environment()}
     if options.json:
         text = json.dumps(found, indent=2)

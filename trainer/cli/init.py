@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainer.cli.main import usage_error
-from trainer.cli.options import ErrorParser
+from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
 
 TEMPLATES = {
@@ -35,30 +33,24 @@ examples:
 """
 
 
+@reports_errors
 def run(arguments: list[str]) -> int:
     """Copy an example into a new folder. Returns the exit code: 2 when nothing was written."""
-    try:
-        options = _parser().parse_args(arguments)
-        if options.list:
-            print("\n".join(f"{name:<21}{words}" for name, words in TEMPLATES.items()))
-            return 0
+    options = _parser().parse(arguments)
+    if options.list:
+        print("\n".join(f"{name:<21}{words}" for name, words in TEMPLATES.items()))
+    else:
         _write(options.template, options.folder)
-    except SystemExit as end:  # argparse exits after --help
-        return int(end.code or 0)
-    except ConfigError as error:
-        return usage_error(str(error))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     templates = "\n".join(f"  {name:<21}{words}" for name, words in TEMPLATES.items())
-    parser = ErrorParser(
+    parser = CommandParser(
         prog="trainer init",
         usage="trainer init --template NAME DIR",
         description="Begin a project: a folder with a module, its data, a configuration, a README and a test.",
         epilog=f"templates:\n{templates}\n\n{EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", nargs="?", help="a new folder, or an empty one")
     parser.add_argument("--template", metavar="NAME", help="which project, see below")

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.cli.main import usage_error
-from trainer.cli.options import ErrorParser
+from trainer.cli.options import CommandParser, reports_errors
 
 if TYPE_CHECKING:
     from trainer.launchers.multinode import Machines
@@ -65,28 +64,20 @@ EQUIVALENTS = {
 """Options of torchrun, accelerate launch and deepspeed -> the text after "Use"."""
 
 
+@reports_errors
 def run(arguments: list[str]) -> int:
-    """Start the program and exit with its code. Returns only after wrong usage, with the exit code for it."""
-    from trainer.errors import ConfigError, TrainerError
+    """Start the program. Returns its exit code."""
+    from trainer.errors import ConfigError
 
-    parser = _parser(os.environ)
-    try:
-        options, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            raise ConfigError(_unknown_option(unknown[0]))
-        command = _command(options)
-        if options.slurm:
-            return _slurm(options)
-        machines = _machines(options, os.environ)
-        number, restarts = _number_of_processes(options.nproc_per_node), _restarts(options.max_restarts)
-        _start(command, number, restarts, machines)
-    except SystemExit as end:
-        return int(end.code or 0)
-    except ConfigError as error:
-        return usage_error(str(error))
-    except TrainerError as error:
-        usage_error(str(error))
-        return 1
+    options, unknown = _parser(os.environ).parse_known_args(arguments)
+    if unknown:
+        raise ConfigError(_unknown_option(unknown[0]))
+    command = _command(options)
+    if options.slurm:
+        return _slurm(options)
+    machines = _machines(options, os.environ)
+    number, restarts = _number_of_processes(options.nproc_per_node), _restarts(options.max_restarts)
+    return _start(command, number, restarts, machines)
 
 
 def _start(command: list[str], number: int, restarts: int, machines: Machines | None) -> NoReturn:
@@ -116,13 +107,11 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    parser = ErrorParser(
+    parser = CommandParser(
         prog="trainer launch",
         usage="trainer launch [OPTIONS] SCRIPT.py [ARGUMENTS] | -m MODULE [ARGUMENTS] | trainer COMMAND [ARGUMENTS]",
         description="Start processes as torchrun does: its words and their meaning. All counts are per machine.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
 
     def option(name: str, *more: str, pet: str | None = None, default: str | None = None, help: str) -> None:

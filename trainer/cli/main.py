@@ -6,12 +6,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import trainer
-
-if TYPE_CHECKING:
-    from argparse import ArgumentParser
 
 COMMANDS = {
     "fit": ("trainer.cli.fit", "train a module"),
@@ -94,16 +90,6 @@ def _unknown_command(first: str) -> str:
     if first.startswith("-"):
         return f"unknown option {first!r} before the command.{did_you_mean(first, ['--help', '--version'])} {commands}"
     return f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} {commands}"
-
-
-def reject_unknown(parser: ArgumentParser, rest: list[str], command: str) -> None:
-    """Raise a ConfigError for the first word that the parser does not know."""
-    from trainer.errors import ConfigError, did_you_mean
-
-    if rest:
-        options = [option for action in parser._actions for option in action.option_strings]
-        word = rest[0].partition("=")[0]
-        raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See {command} --help.")
 
 
 def usage_error(message: str) -> int:

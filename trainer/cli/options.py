@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, NoReturn
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.errors import ConfigError
+from trainer.cli.main import usage_error
+from trainer.errors import ConfigError, TrainerError, did_you_mean
 
 if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
@@ -40,38 +42,73 @@ class Options:
 
     config: list[str] = field(default_factory=list)
     print_config: bool = False
-    help: bool = False
     overrides: list[tuple[str, Node]] = field(default_factory=list)
     """Dotted names and values; `--ckpt-path` is one of them."""
     ray: RayOptions | None = None
     """Options of `fit --ray`: train in Ray's workers."""
 
 
-class ErrorParser(argparse.ArgumentParser):
-    """An argument parser that raises a ConfigError where argparse would print and exit."""
+class CommandParser(argparse.ArgumentParser):
+    """The argument parser of a command: takes no abbreviations, and raises a ConfigError where argparse would exit."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
+    def parse_with_overrides(
+        self, arguments: list[str], findings: Diagnostics
+    ) -> tuple[argparse.Namespace, list[tuple[str, Node]]]:
+        """Return the options, and the dotted ones as names and values; problems with these go to `findings`."""
+        if "-h" in arguments or "--help" in arguments:
+            return self.parse_args(["--help"]), []  # prints it and exits
+        overrides, fixed = overrides_of(arguments, findings)
+        return self.parse(fixed), overrides
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """Return the options; words that are none are reported."""
+        given, rest = self.parse_known_args(arguments)
+        if rest:
+            parser: argparse.ArgumentParser = self
+            for action in self._actions:
+                if isinstance(action, argparse._SubParsersAction):
+                    parser = action.choices[getattr(given, action.dest)]
+            options = [option for action in parser._actions for option in action.option_strings]
+            word = rest[0].partition("=")[0]
+            raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See {parser.prog} --help.")
+        return given
+
+
+def config_option(container: argparse._ActionsContainer, help: str) -> None:
+    """Add `--config FILE [FILE ...]`."""
+    container.add_argument("--config", metavar="FILE", nargs="+", action="extend", default=[], help=help)
+
+
+def reports_errors(run: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """Let a command return an exit code in place of an error: 2 after a ConfigError, 1 after another TrainerError."""
+
+    @wraps(run)
+    def command(arguments: list[str]) -> int:
+        try:
+            return run(arguments)
+        except SystemExit as end:  # argparse exits after --help
+            return int(end.code or 0)
+        except TrainerError as error:
+            code = usage_error(str(error))
+            return code if isinstance(error, ConfigError) else 1
+
+    return command
+
 
 def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
     """Return the parser of the fixed options, which accepts no abbreviated options."""
-    parser = ErrorParser(
+    parser = CommandParser(
         prog=f"trainer {command}",
         usage=f"trainer {command} --config FILE [FILE ...] [OPTIONS]",
         description=summary[0].upper() + summary[1:] + ".",
-        allow_abbrev=False,
-        add_help=False,
     )
-    parser.add_argument("-h", "--help", action="store_true", help="show this help")
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="configuration (.yaml, .json, .toml); later files are laid over the first",
-    )
+    config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint")
     parser.set_defaults(ray=None)

@@ -7,8 +7,7 @@ import json
 import os
 import sys
 
-from trainer.cli.main import usage_error
-from trainer.cli.options import ErrorParser
+from trainer.cli.options import CommandParser, reports_errors
 
 SUBCOMMANDS = {
     "ls": "list the checkpoints of a run",
@@ -42,39 +41,29 @@ EXAMPLES = {
 PATH_HELP = "a checkpoint, a run directory, its folder of checkpoints, or a folder of runs (the newest is meant)"
 
 
+@reports_errors
 def run(arguments: list[str]) -> int:
     """Run a subcommand. Returns the exit code: 1 for a damaged or missing checkpoint, 2 for wrong usage."""
-    from trainer.errors import ConfigError, TrainerError
-
     parser = _parser()
     if not arguments:
         print(parser.format_help(), end="", file=sys.stderr)
         return 2
     try:
-        options = parser.parse_args(arguments)
+        options = parser.parse(arguments)
         code: int = {"ls": _ls, "show": _show, "verify": _verify, "export": _export}[options.name](options)
-    except SystemExit as end:  # argparse exits after --help
-        return int(end.code or 0)
-    except ConfigError as error:
-        return usage_error(str(error))
-    except TrainerError as error:
-        usage_error(str(error))
-        return 1
     except BrokenPipeError:  # as after `trainer checkpoint show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = ErrorParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="trainer checkpoint",
         description="Look into checkpoints, without the code that wrote them.",
         epilog=f"examples:\n{''.join(EXAMPLES[name].splitlines(keepends=True)[0] for name in SUBCOMMANDS)}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=ErrorParser)
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=CommandParser)
     of: dict[str, argparse.ArgumentParser] = {}
     for name, summary in SUBCOMMANDS.items():
         of[name] = commands.add_parser(
@@ -82,8 +71,6 @@ def _parser() -> argparse.ArgumentParser:
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
             epilog=f"examples:\n{EXAMPLES[name]}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         of[name].add_argument("path", metavar="PATH", help=PATH_HELP)
     for name in ("show", "verify", "export"):

@@ -7,9 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from trainer.cli.config.answers import PRESETS, WizardAnswers, draft_of, launch_line
-from trainer.cli.main import usage_error
-from trainer.cli.options import ErrorParser
+from trainer.cli.config.draft import launch_line
+from trainer.cli.config.wizard import PRESETS, WizardAnswers, ask_all
+from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
 
 EXAMPLES = """\
@@ -23,28 +23,23 @@ examples:
 """
 
 
+@reports_errors
 def run(arguments: list[str]) -> int:
     """Write a configuration. Returns the exit code: 2 when nothing was written, 130 after Ctrl-C."""
     try:
-        return _write(_parser().parse_args(arguments))
-    except SystemExit as end:  # argparse exits after --help
-        return int(end.code or 0)
+        return _write(_parser().parse(arguments))
     except KeyboardInterrupt:
         print("\nnothing was written", file=sys.stderr)
         return 130
-    except ConfigError as error:
-        return usage_error(str(error))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     presets = "\n".join(f"  {name:<15}{words}" for name, (words, _) in PRESETS.items())
-    parser = ErrorParser(
+    parser = CommandParser(
         prog="trainer config",
         usage="trainer config [--preset NAME | --from FILE] [--output FILE] [--force]",
         description="Write a commented configuration for trainer fit. Without --preset and --from it asks.",
         epilog=f"presets:\n{presets}\n\n{EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--preset", metavar="NAME", help="answers that are given in advance, see below")
     parser.add_argument(
@@ -72,16 +67,14 @@ def _write(options: argparse.Namespace) -> int:
         by = f"From {options.source}, by `trainer config --from {shlex.quote(options.source)}`."
         _put(report.draft.text([by, *_how(report.start(_fit(file)))]), options)
         printed = options.output == "-"
-        print(report.report(None if printed else file), end="", file=sys.stderr if printed else sys.stdout)
+        print(report.text(None if printed else file), end="", file=sys.stderr if printed else sys.stdout)
         return 0
     if options.preset is not None:
         answers, by = PRESETS[options.preset][1], f"`trainer config --preset {options.preset}`"
     else:
-        from trainer.cli.config.questions import ask_all
-
         answers, by = ask_all(), "`trainer config`"
     start = launch_line(_fit(file), answers.machines, answers.devices)
-    _put(draft_of(answers).text([f"Written by {by}: where and how to train.", *_how(start)]), options)
+    _put(answers.draft().text([f"Written by {by}: where and how to train.", *_how(start)]), options)
     if options.output != "-":
         print(f"\nwritten: {options.output}\n{_next(answers, start, _fit(file))}")
     return 0

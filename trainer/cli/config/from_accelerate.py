@@ -2,231 +2,317 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.config.from_deepspeed import choose_stage, read_deepspeed, stage_rule
-from trainer.cli.config.report import (
-    IMPOSSIBLE,
-    LAUNCH,
-    NOT_NEEDED,
-    TAKEN,
-    MigrationReport,
-    Rule,
-    clipping_rule,
-    is_off,
-    number,
-    precision_rule,
-    strategy_setting,
-    window_rule,
-)
+from trainer.cli.config.draft import strategy_name
+from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
+from trainer.cli.config.report import MigrationReport, flatten, is_off, number, read_rows
 from trainer.config.files import read_tree
 from trainer.config.tree import Diagnostics
 
-Given = dict[str, Any]
-Rules = dict[str, Rule]
+ROWS = read_rows("""
+*=SAGEMAKER             ! SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit
+                          --config ...`
+*=UNREAD                - distributed_type is {kind}, which does not read it
+*=UNSHARDED             - nothing is sharded, with NO_SHARD
+compute_environment     - it is found out at the start: trainer env shows it
+main_training_function  - the configuration names a class (module), not a function
+same_network            - machines meet at --rdzv, wherever they are
+rdzv_backend            - it is always c10d
+debug                   - a collective that not all processes make is always reported
+distributed_type=DEEPSPEED   = strategy: deepspeed_stage_..., see deepspeed_config
+distributed_type=ELSEWHERE   - another key says more
+distributed_type=ONE         = <strategy: single_device>
+distributed_type=SEVERAL     = <strategy: ddp> {line}, as there are several processes
+distributed_type=MULTI_GPU   = <strategy: ddp>
+distributed_type=MULTI_CPU   = <strategy: ddp, accelerator: cpu>
+distributed_type=FSDP        = <strategy: fsdp>
+distributed_type=XLA,TPU     = <strategy: xla, accelerator: tpu>
+distributed_type=MEGATRON_LM ! <strategy: fsdp> no tensor or pipeline parallelism: {line} is written
+distributed_type             ! <strategy: ddp> no strategy for these devices is tested here; {line} is written
+mixed_precision=FP16    = <precision: 16-mixed> {line}{sums}
+mixed_precision=BF16    = <precision: bf16-mixed> {line}{sums}
+mixed_precision=FP8     ! <precision: bf16-mixed> there is no fp8; {line} is written
+mixed_precision=OFF     = <precision: 32-true>
+mixed_precision=TURNED_OFF ! deepspeed_config_file turns {value} off, which counts; Accelerate refuses both
+mixed_precision         ! allowed are no, fp16, bf16, fp8; precision is left as it is
+fp16=TRUE               = <precision: 16-mixed>
+fp16                    - mixed_precision says it
+num_processes=TPU       - one process drives all TPU cores of a machine
+num_processes=NONE      ! no number from 1; devices is left at auto: one for each GPU
+num_processes=UNEVEN    ! cannot be divided by {machines} machines; devices: {devices} is written
+num_processes=SEVERAL   = devices: {devices} on each machine ({value} is the total of {machines})
+num_processes           = devices: {devices}
+num_machines=SEVERAL    = <num_nodes: {machines}> {line}, and --nnodes {machines}
+num_machines            - one machine is the default
+machine_rank=SEVERAL    > --node-rank {value}, on this machine. It can be left out: the machines are numbered by
+                          themselves
+machine_rank            - there is one machine
+main_process_ip,main_process_port=SEVERAL > --rdzv {address} | nothing is given
+main_process_ip,main_process_port         - on one machine a free port is found | nothing is given
+gpu_ids=NONE            - the first GPUs of the machine are used, as many as devices says
+gpu_ids=UNEVEN          ! <devices: {ids}> {count} GPUs, {devices} processes; {line} is written
+gpu_ids=CPU             - <devices: {count}> it runs on the CPU
+gpu_ids                 = <devices: {ids}>
+use_cpu                 = <accelerator: cpu> | GPUs are taken where there are any (accelerator: auto)
+downcast_bf16           ! torch_xla no longer casts by itself; --trainer.precision bf16-true stores and computes in
+                          bfloat16 | it is off
+enable_cpu_affinity     ! put numactl before the command, or srun --cpu-bind | it is off
+tpu_use_sudo            - for Accelerate's own start of a pod
+tpu_env                 > set these variables before the command: {variables} | nothing is given
+tpu_name,tpu_zone,tpu_vm,tpu_use_cluster  > gcloud compute tpus tpu-vm ssh {pod} --zone {zone} --worker=all --command
+                                            'trainer fit ...' | nothing is given
+commands,command_file   > run it on the TPU machines before the training, as you do now | nothing is given
 
-KINDS = {"MULTI_GPU": "copies", "MULTI_CPU": "copies", "FSDP": "shards", "XLA": "tpu", "TPU": "tpu"}
-"""Layouts by value of distributed_type."""
-ON_CPU = ("accelerator", "cpu", "the CPU, even where there is a GPU")
-RECOMPUTE = ("activation_checkpointing", "auto", "compute activations again instead of keeping them")
-TPU_POD = "gcloud compute tpus tpu-vm ssh {name} --zone {zone} --worker=all --command 'trainer fit ...'"
-SAGEMAKER = Rule(
-    IMPOSSIBLE,
-    "SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit --config ...`",
-)
+[fsdp_config]
+sharding_strategy,reshard_after_forward=TRUE,FULL_SHARD,1 - FULL_SHARD is the default: weights are given back after
+                                                            the forward
+sharding_strategy,reshard_after_forward=FALSE             = <strategy.reshard_after_forward: false>
+sharding_strategy,reshard_after_forward=SHARD_GRAD_OP,2   = <strategy.sharding_strategy: SHARD_GRAD_OP>
+sharding_strategy,reshard_after_forward=NO_SHARD,3        = <strategy: ddp>
+sharding_strategy,reshard_after_forward=HYBRID_SHARD,4    = <strategy.sharding_strategy: HYBRID_SHARD>
+sharding_strategy,reshard_after_forward=HYBRID_SHARD_ZERO2,5 = <strategy.sharding_strategy: HYBRID_SHARD,
+                                                                strategy.reshard_after_forward: false>
+sharding_strategy,reshard_after_forward  ! none of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD,
+                                           HYBRID_SHARD_ZERO2; FULL_SHARD is written
+activation_checkpointing         = <activation_checkpointing: auto> | it is off
+offload_params,cpu_offload       = <strategy.cpu_offload: true> | nothing is offloaded, which is the default
+auto_wrap_policy=NO_WRAP         - it would gather all weights at once, and save little: the repeated blocks are
+                                   found by themselves
+auto_wrap_policy                 - auto_wrap_policy of the strategy: names, a number, or found by itself | {blocks}
+min_num_params=UNREAD_POLICY     - {policy} does not read it | {blocks}
+min_num_params                   = <strategy.auto_wrap_policy: {whole}> | {blocks}
+transformer_layer_cls_to_wrap,transformer_cls_to_wrap=UNREAD_POLICY - {policy} does not read it | {blocks}
+transformer_layer_cls_to_wrap,transformer_cls_to_wrap = <strategy.auto_wrap_policy: {classes}> | {blocks}
+ignored_modules                  ! nothing can be left out of the sharding; strategy: ddp shards nothing | it is off
+activation_checkpointing_offload ! activations are computed again, not offloaded | it is off
+version                          - it is FSDP2, torch's fully_shard
+backward_prefetch,backward_prefetch_policy - FSDP2 always gathers the next block during the backward of this one
+forward_prefetch                 - FSDP2 gathers the next block as soon as the CPU has got there
+use_orig_params                  - FSDP2 always keeps your parameters and their names
+state_dict_type                  - every process writes its part; a checkpoint is read under any strategy, and trainer
+                                   checkpoint export writes one file
+cpu_ram_efficient_loading        - build the layers in configure_model, and give the strategy init_device: mixed
+sync_module_states               - all processes begin with rank 0's values
+limit_all_gathers                - FSDP2 limits them by itself
+
+[deepspeed_config]
+deepspeed_config_file                = it is read: its keys stand here, too | nothing is given
+zero_stage=0                         = <strategy: ddp>
+zero_stage=1,2,3                     = <strategy: deepspeed_stage_{value}>
+zero_stage                           ! <strategy: deepspeed_stage_2> none of 0, 1, 2, 3; stage 2 is written
+gradient_accumulation_steps=AUTO,NONE - the trainer's own setting says it
+gradient_accumulation_steps=1,1.0    - one batch makes a step, which is the default
+gradient_accumulation_steps=WHOLE    = <accumulate_grad_batches: {whole}>
+gradient_accumulation_steps          ! it has to be a whole number from 1; nothing is written
+gradient_clipping=AUTO,NONE          - the trainer's own setting says it
+gradient_clipping=POSITIVE           = <gradient_clip_val: {number}>
+gradient_clipping                    ! it has to be a number above 0; nothing is written
+offload_optimizer_device=CPU,NVME    = <strategy.offload_optimizer: {lower}>
+offload_param_device=CPU,NVME        = <strategy.offload_parameters: {lower}>
+offload_optimizer_device,offload_param_device - nothing is offloaded, which is the default
+offload_optimizer_nvme_path,offload_param_nvme_path = <strategy.nvme_path: {json}> | nothing is given
+zero3_init_flag                      - layers that configure_model builds are partitioned when it has ended
+zero3_save_16bit_model               - checkpoints hold the full weights: trainer checkpoint export --dtype bfloat16
+deepspeed_multinode_launcher         > trainer launch, torchrun or srun on each machine; nothing logs in to others
+deepspeed_hostfile                   > start it on each of these machines: trainer launch --nnodes ... --rdzv ...
+deepspeed_inclusion_filter,deepspeed_exclusion_filter > start it on the machines that are meant; GPUs by devices
+deepspeed_moe_layer_cls_names        ! leaf modules are not set by name: call deepspeed.utils.set_z3_leaf_modules in
+                                       configure_model | it is off
+enable_msamp,msamp_opt_level         ! MS-AMP is not supported; precision: bf16-mixed | it is off
+
+[dynamo_config]
+*=OFF                   - nothing is compiled, which is the default
+*=DEFAULT               - the default
+backend=INDUCTOR        = <compile: {compile}> compile: true
+backend                 = <compile: {compile}> compile.backend: {backend}
+mode                    = <compile: {compile}> compile.mode: {value}
+use_fullgraph           = <compile: {compile}> compile.fullgraph: true
+use_dynamic             = <compile: {compile}> compile.dynamic: true
+use_regional_compilation = <compile: {compile}> compile.blocks: true
+
+[parallelism_config]
+dp_replicate_size,dp_shard_size=HYBRID = <strategy: fsdp, strategy.sharding_strategy: HYBRID_SHARD,
+                                          strategy.device_mesh: {mesh}>
+dp_replicate_size,dp_shard_size=SHARDS = <strategy: fsdp>
+dp_replicate_size,dp_shard_size        - every process has the full model: ddp
+tp_size,cp_size,sp_size=ON ! no tensor, context or sequence parallelism; fsdp with activation_checkpointing needs less
+                             memory
+*                       - this kind of parallelism is off
+
+[megatron_lm_config]
+recompute_activations   = <activation_checkpointing: auto> | it is off
+gradient_clipping=POSITIVE = <gradient_clip_val: {number}>
+gradient_clipping       - it is off
+tp_degree,pp_degree=ON  ! no tensor or pipeline parallelism; strategy: fsdp shards the weights
+tp_degree,pp_degree     - it is off
+num_micro_batches       - of pipeline parallelism; accumulate_grad_batches makes larger steps
+use_distributed_optimizer - fsdp shards the optimizer, too
+sequence_parallelism    - of tensor parallelism
+*                       ! Megatron-LM's own; its model code is not used here | it is off
+
+[fp8_config]
+*                       ! there is no fp8 here; its recipes belong to TransformerEngine, torchao and MS-AMP
+[mpirun_config]
+*                       > mpirun's own: mpirun -n N --hostfile FILE trainer fit ... is joined by its variables
+
+[]
+fsdp_config,deepspeed_config,dynamo_config,parallelism_config,megatron_lm_config,fp8_config,mpirun_config !
+    it is no section; nothing was done with it | it is empty
+""")
+SECTIONS = {
+    **dict.fromkeys(("deepspeed_config", "fp8_config", "mpirun_config"), ""),
+    **{f"{name}_config": f"{name}_" for name in ("fsdp", "dynamo", "megatron_lm")},
+    "parallelism_config": "parallelism_config_",
+}
+"""Sections, with the prefix of their keys, which has no place in the rows."""
+SUMS = "; gradients are summed in float32 (Accelerate: in this precision, strategy.reduce_dtype)"
+READERS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
+"""Sections that only one distributed_type reads."""
+DEGREES = ("megatron_lm_config.tp_degree", "megatron_lm_config.pp_degree")
+ALSO_UNSHARDED = ("sharding_strategy", "reshard_after_forward", "activation_checkpointing")
+COMPILE = {"mode": "mode", "use_fullgraph": "fullgraph", "use_dynamic": "dynamic", "use_regional_compilation": "blocks"}
+"""Arguments of `compile` by key of dynamo_config."""
 
 
-def from_accelerate(report: MigrationReport, given: Given) -> None:
-    """Translate an Accelerate configuration."""
-    kind = _kind(given)
-    sagemaker = str(given.get("compute_environment", "")).endswith("SAGEMAKER")
-    _read_processes(report, given, kind)
-    for key, value in given.items():
-        if key == "dynamo_backend":  # the spelling of older versions
-            key, value = "dynamo_config", {key: value}
-        section = SECTIONS.get(key)
-        if section is not None and isinstance(value, dict):
-            _section(report, key, section, value, kind)
-            continue
-        rules = _rules(report, given, kind)  # last: it depends on what the sections before it have set
-        if sagemaker:
-            rules = {**dict.fromkeys(given, SAGEMAKER), **rules, "compute_environment": SAGEMAKER}
-        report.section("", {key: value}, rules)
+def from_accelerate(report: MigrationReport, given: Mapping[str, Any]) -> None:
+    """Account for every key of an Accelerate configuration."""
+    flat = flatten(given, SECTIONS)
+    if "dynamo_backend" in flat:  # the spelling of older versions
+        flat["dynamo_config.backend"] = flat.pop("dynamo_backend")
+    report.given = {key: value for key, (_, value) in flat.items()}
+    kind = str(report.given.get("distributed_type") or "NO").rpartition(".")[2].upper()
+    _read_facts(report, kind)
+    file, shown = report.given.get("deepspeed_config.deepspeed_config_file"), ""
+    if kind == "DEEPSPEED" and not is_off(file):
+        given, shown = _json(report.source, str(file))
+        from_deepspeed(report, given, shown)
+        report.decided = {**report.draft.settings, **{f"strategy.{k}": v for k, v in report.draft.arguments.items()}}
+    report.translate(flat, ROWS, {**_cases_of_keys(report, kind), **_cases_of_files(report, kind)})
     if kind == "DEEPSPEED":
-        choose_stage(report)
+        if not shown:
+            report.draft.settings.setdefault("strategy", strategy_name("zero2"))
+        set_strategy(report, shown)
 
 
-def _kind(given: Given) -> str:
-    value = given.get("distributed_type", "NO")
-    return "NO" if value in (False, None) else str(value).rpartition(".")[2].upper()
-
-
-def _read_processes(report: MigrationReport, given: Given, kind: str) -> None:
-    """Read the counts and addresses that several keys depend on."""
-    report.machines = int(number(given.get("num_machines", 1)) or 1)
-    total = number(given.get("num_processes"))
-    if total is not None and total > 0 and kind not in ("XLA", "TPU"):
+def _read_facts(report: MigrationReport, kind: str) -> None:
+    """Read what several keys depend on."""
+    given = report.given
+    report.machines = report.number("num_machines", 1)
+    total = number(given.get("num_processes")) or 0
+    if total > 0 and kind not in ("XLA", "TPU"):
         report.devices = max(1, int(total) // report.machines)
     elif kind == "NO":
         report.devices = 1
-    report.port = int(number(given.get("main_process_port")) or 29500)
-    report.host = str(given["main_process_ip"]) if given.get("main_process_ip") else None
-    if report.devices is not None and not _ids(given):
-        report.draft.set("devices", report.devices, "processes on each machine" if report.machines > 1 else "processes")
-
-
-# -- plain keys --------------------------------------------------------------------------------------------------------
-
-
-def _rules(report: MigrationReport, given: Given, kind: str) -> Rules:
-    several = report.machines > 1
-    nodes = ("num_nodes", report.machines, "machines; each of them starts the command above")
-    rank = f"--node-rank {given.get('machine_rank')}, on this machine. It can be left out: the machines are numbered"
-    alone = Rule(NOT_NEEDED, "on one machine a free port is found", off="nothing is given")
-    address = Rule(LAUNCH, f"--rdzv {report.host or 'HOST'}:{report.port}", off="nothing is given")
-    xla = "torch_xla no longer casts by itself; --trainer.precision bf16-true stores and computes in bfloat16"
-    old_fp16 = "fp16" in given and "mixed_precision" not in given and not is_off(given["fp16"])
-    return {
-        "compute_environment": Rule(NOT_NEEDED, "it is found out at the start: trainer env shows it"),
-        "main_training_function": Rule(NOT_NEEDED, "the configuration names a class (module), not a function"),
-        "same_network": Rule(NOT_NEEDED, "machines meet at --rdzv, wherever they are"),
-        "rdzv_backend": Rule(NOT_NEEDED, "it is always c10d"),
-        "debug": Rule(NOT_NEEDED, "a collective that not all processes make is always reported"),
-        "distributed_type": _strategy(report, given, kind),
-        "mixed_precision": _precision(report, given, kind),
-        "fp16": precision_rule(report, "fp16") if old_fp16 else Rule(NOT_NEEDED, "mixed_precision says it"),
-        "num_processes": _num_processes(report, given, kind),
-        "num_machines": (
-            Rule(TAKEN, f"{{line}}, and --nnodes {report.machines}", (nodes,))
-            if several
-            else Rule(NOT_NEEDED, "one machine is the default")
-        ),
-        "machine_rank": Rule(LAUNCH, f"{rank} by themselves") if several else Rule(NOT_NEEDED, "there is one machine"),
-        "main_process_ip": address if several else alone,
-        "main_process_port": address if several else alone,
-        "gpu_ids": _gpu_ids(report, given),
-        "use_cpu": Rule(TAKEN, settings=(ON_CPU,), off="GPUs are taken where there are any (accelerator: auto)"),
-        "downcast_bf16": Rule(IMPOSSIBLE, xla, off="it is off"),
-        "enable_cpu_affinity": Rule(IMPOSSIBLE, "put numactl before the command, or srun --cpu-bind", off="it is off"),
-        **_tpu(given),
-        **dict.fromkeys(SECTIONS, Rule(IMPOSSIBLE, "it is no section; nothing was done with it", off="it is empty")),
-    }
-
-
-def _tpu(given: Given) -> Rules:
-    name = shlex.quote(str(given.get("tpu_name") or given.get("tpu_vm") or "NAME"))
+    report.address = f"{given.get('main_process_ip') or 'HOST'}:{report.number('main_process_port', 29500)}"
+    ids = str(given.get("gpu_ids", "")).split(",")
+    classes = given.get("fsdp_config.transformer_layer_cls_to_wrap", given.get("fsdp_config.transformer_cls_to_wrap"))
+    names = classes if isinstance(classes, list) else [word.strip() for word in str(classes).split(",")]
     variables = given.get("tpu_env")
-    words = " ".join(map(str, variables)) if isinstance(variables, list) else str(variables)
-    pod = Rule(LAUNCH, TPU_POD.format(name=name, zone=given.get("tpu_zone") or "ZONE"), off="nothing is given")
-    before = Rule(LAUNCH, "run it on the TPU machines before the training, as you do now", off="nothing is given")
-    return {
-        "tpu_use_sudo": Rule(NOT_NEEDED, "for Accelerate's own start of a pod"),
-        "tpu_env": Rule(LAUNCH, f"set these variables before the command: {words}", off="nothing is given"),
-        **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_vm", "tpu_use_cluster"), pod),
-        **dict.fromkeys(("commands", "command_file"), before),
+    backend = str(given.get("dynamo_config.backend", "no")).lower()
+    options: dict[str, Any] = {} if backend == "inductor" else {"backend": backend}
+    for key, name in COMPILE.items():
+        if not _is_default(value := given.get(f"dynamo_config.{key}")):
+            options[name] = value if key == "mode" else True
+    report.facts = {
+        "kind": kind,
+        "machines": report.machines,
+        "devices": report.devices,
+        "address": report.address,
+        "ids": [int(word) for word in ids] if all(word.strip().isdecimal() for word in ids) else [],
+        "count": len(ids),
+        "sums": SUMS if kind == "FSDP" else "",
+        "variables": " ".join(map(str, variables if isinstance(variables, list) else [variables])),
+        "pod": shlex.quote(str(given.get("tpu_name") or given.get("tpu_vm") or "NAME")),
+        "zone": given.get("tpu_zone") or "ZONE",
+        "blocks": "nothing is given: the repeated blocks are found by themselves",
+        "policy": str(given.get("fsdp_config.auto_wrap_policy") or "").upper() or "no policy",
+        "classes": json.dumps(names),
+        "backend": backend,
+        "compile": json.dumps(options or True),
+        "mesh": [report.number(f"parallelism_config.dp_{name}_size", 1) for name in ("replicate", "shard")],
     }
+    if report.devices is not None and not report.facts["ids"]:
+        report.draft.set("devices", report.devices)
 
 
-def _strategy(report: MigrationReport, given: Given, kind: str) -> Rule:
-    if kind == "DEEPSPEED":
-        return Rule(TAKEN, "strategy: deepspeed_stage_..., see deepspeed_config")
-    if _shards(given.get("parallelism_config")) > 1 or (kind == "FSDP" and _unsharded(given.get("fsdp_config"))):
-        return Rule(NOT_NEEDED, "another key says more")
-    copies = (strategy_setting("copies"),)
-    if kind == "MEGATRON_LM":
-        fsdp = (*strategy_setting("shards")[:2], "in place of Megatron-LM, which is not supported")
-        return Rule(IMPOSSIBLE, "no tensor or pipeline parallelism: {line} is written", (fsdp,))
-    if kind == "NO" and (report.devices or 1) * report.machines > 1:
-        return Rule(TAKEN, "{line}, as there are several processes", copies)
-    if kind == "NO":
-        return Rule(TAKEN, settings=(strategy_setting("one"),))
-    if kind not in KINDS:
-        return Rule(IMPOSSIBLE, "no strategy for these devices is tested here; {line} is written", copies)
-    more = {"tpu": (("accelerator", "tpu", "TPUs"),)}.get(KINDS[kind], (ON_CPU,) if kind == "MULTI_CPU" else ())
-    return Rule(TAKEN, settings=(strategy_setting(KINDS[kind]), *more))
-
-
-def _precision(report: MigrationReport, given: Given, kind: str) -> Rule:
-    value = given.get("mixed_precision")
-    name = str(value).lower()
-    if name in ("fp16", "bf16"):
-        sums = "; gradients are summed in float32 (Accelerate: in this precision, strategy.reduce_dtype)"
-        return precision_rule(report, name, sums if kind == "FSDP" else "")
-    if name == "fp8":
-        setting = ("precision", "bf16-mixed", "in place of fp8, which is not supported")
-        return Rule(IMPOSSIBLE, "there is no fp8; {line} is written", (setting,))
-    if is_off(value):
-        return Rule(TAKEN, settings=(("precision", "32-true", "float32 everywhere"),))
-    return Rule(IMPOSSIBLE, "allowed are no, fp16, bf16, fp8; precision is left as it is")
-
-
-def _num_processes(report: MigrationReport, given: Given, kind: str) -> Rule:
-    value, devices, machines = given.get("num_processes"), report.devices, report.machines
+def _cases_of_keys(report: MigrationReport, kind: str) -> dict[str, str]:
+    """Return the cases of keys that are not simply their values."""
+    given, facts, devices = report.given, report.facts, report.devices
+    several = "SEVERAL" if report.machines > 1 else "ONE"
+    replicas, shards = facts["mesh"]
+    data_parallel = "COPIES" if shards == 1 else "HYBRID" if replicas > 1 else "SHARDS"
+    by_size, by_class = (
+        "" if facts["policy"] in (f"{name}_BASED_WRAP", "no policy") else "UNREAD_POLICY"
+        for name in ("SIZE", "TRANSFORMER")
+    )
+    cases = {
+        "fp16": "SAID" if is_off(given.get("fp16")) or "mixed_precision" in given else "TRUE",
+        "mixed_precision": "OFF" if is_off(given.get("mixed_precision")) else "",
+        **dict.fromkeys(("num_machines", "machine_rank", "main_process_ip", "main_process_port"), several),
+        "num_processes": several,
+        "gpu_ids": "GPUS" if is_off(given.get("use_cpu")) else "CPU",
+        "fsdp_config.min_num_params": by_size,
+        **dict.fromkeys(("fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.transformer_cls_to_wrap"), by_class),
+        **dict.fromkeys(("parallelism_config.dp_replicate_size", "parallelism_config.dp_shard_size"), data_parallel),
+    }
+    for name in ("parallelism_config.tp_size", "parallelism_config.cp_size", "parallelism_config.sp_size", *DEGREES):
+        cases[name] = "ON" if report.number(name, 1) > 1 else "OFF"
+    if report.number("fsdp_config.min_num_params", 0) < 1:
+        cases["fsdp_config.min_num_params"] = "UNREAD_POLICY"
     if kind in ("XLA", "TPU"):
-        return Rule(NOT_NEEDED, "one process drives all TPU cores of a machine")
-    if devices is None:
-        return Rule(IMPOSSIBLE, "no number from 1; devices is left at auto: one for each GPU")
-    if number(value) != devices * machines:
-        return Rule(IMPOSSIBLE, f"cannot be divided by {machines} machines; devices: {devices} is written")
-    total = f" on each machine ({value} is the total of {machines})" if machines > 1 else ""
-    return Rule(TAKEN, f"devices: {devices}{total}")
+        cases["num_processes"] = "TPU"
+    elif devices is None:
+        cases["num_processes"] = "NONE"
+    elif number(given.get("num_processes")) != devices * report.machines:
+        cases["num_processes"] = "UNEVEN"
+    if not facts["ids"]:
+        cases["gpu_ids"] = "NONE"
+    elif devices not in (None, len(facts["ids"])):
+        cases["gpu_ids"] = "UNEVEN"
+    half = str(given.get("mixed_precision")).lower()
+    if half in ("fp16", "bf16") and given.get(f"{half}.enabled") is False:
+        cases["mixed_precision"] = "TURNED_OFF"
+    cases["distributed_type"] = kind
+    if kind == "NO":
+        cases["distributed_type"] = "SEVERAL" if (devices or 1) * report.machines > 1 else "ONE"
+    if kind != "DEEPSPEED" and (shards > 1 or (kind == "FSDP" and _is_unsharded(given))):
+        cases["distributed_type"] = "ELSEWHERE"
+    return cases
 
 
-def _ids(given: Given) -> list[int]:
-    value = given.get("gpu_ids")
-    words = str(value).split(",") if value not in (None, "") else []
-    return [int(word) for word in words] if all(word.strip().isdecimal() for word in words) else []
+def _cases_of_files(report: MigrationReport, kind: str) -> dict[str, str]:
+    """Return the cases of keys that have no say in this file."""
+    cases, unsharded = {}, _is_unsharded(report.given)
+    sagemaker = str(report.given.get("compute_environment", "")).endswith("SAGEMAKER")
+    for key, value in report.given.items():
+        section, _, inner = key.partition(".")
+        if inner and READERS.get(section, kind) != kind:
+            cases[key] = "UNREAD"
+        elif section == "fsdp_config" and inner not in ALSO_UNSHARDED and f"{key}=" in ROWS and unsharded:
+            cases[key] = "UNSHARDED"
+        elif section == "dynamo_config" and report.facts["backend"] == "no":
+            cases[key] = "OFF"
+        elif section == "dynamo_config" and inner != "backend" and _is_default(value):
+            cases[key] = "DEFAULT"
+        elif sagemaker and not inner and (key == "compute_environment" or f"{key}=" not in ROWS):
+            cases[key] = "SAGEMAKER"
+    return cases
 
 
-def _gpu_ids(report: MigrationReport, given: Given) -> Rule:
-    ids, devices = _ids(given), report.devices
-    setting = ("devices", ids, "the numbers of the GPUs")
-    if not ids:
-        return Rule(NOT_NEEDED, "the first GPUs of the machine are used, as many as devices says")
-    if devices is not None and devices != len(ids):
-        return Rule(IMPOSSIBLE, f"{len(ids)} GPUs, {devices} processes; {{line}} is written", (setting,))
-    if not is_off(given.get("use_cpu")):
-        return Rule(NOT_NEEDED, "it runs on the CPU", (("devices", devices or len(ids), "processes"),))
-    return Rule(TAKEN, settings=(setting,))
+def _is_unsharded(given: Mapping[str, Any]) -> bool:
+    return str(given.get("fsdp_config.sharding_strategy")).upper() in ("NO_SHARD", "3")
 
 
-# -- sections ----------------------------------------------------------------------------------------------------------
+def _is_default(value: Any) -> bool:
+    return is_off(value) or value == "default"
 
 
-@dataclass(frozen=True)
-class Section:
-    """A section's rules.
-
-    Args:
-        prefix: the keys' prefix, left out in the rules.
-        rules: function from the section's values to the rules by key.
-        kind: the only distributed_type that reads the section; "": any.
-        other: rule for all other keys; None: unknown keys are mistakes.
-    """
-
-    prefix: str
-    rules: Callable[[MigrationReport, Given], Rules]
-    kind: str = ""
-    other: Rule | None = None
-
-
-def _section(report: MigrationReport, key: str, section: Section, value: Given, kind: str) -> None:
-    if section.kind not in ("", kind):
-        rule = Rule(NOT_NEEDED, f"distributed_type is {kind}, which does not read it")
-        report.section(f"{key}.", value, {}, other=rule)
-        return
-    rules = section.rules(report, {name.removeprefix(section.prefix): one for name, one in value.items()})
-    report.section(f"{key}.", value, rules, section.prefix, section.other)
-    file = value.get("deepspeed_config_file")
-    if not is_off(file):
-        read_deepspeed(report, *_json(report.source, str(file)))
-
-
-def _json(source: Path, name: str) -> tuple[Given, str]:
+def _json(source: Path, name: str) -> tuple[dict[str, Any], str]:
     """Read a file that a configuration names (from its folder or the current one); return it and its keys' prefix."""
     candidates = [source.parent / name, Path(name)]
     path = next((path for path in candidates if path.is_file()), candidates[0])
@@ -235,214 +321,3 @@ def _json(source: Path, name: str) -> tuple[Given, str]:
     findings.report()
     assert tree is not None
     return tree.plain(), f"{path.name}: "
-
-
-SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Sharding strategies; Accelerate also accepts their numbers, from 1."""
-RESHARD = ("strategy.reshard_after_forward", False, "")
-
-
-def _fsdp(report: MigrationReport, given: Given) -> Rules:
-    offload = Rule(
-        TAKEN, settings=(("strategy.cpu_offload", True, ""),), off="nothing is offloaded, which is the default"
-    )
-    prefetch = Rule(NOT_NEEDED, "FSDP2 always gathers the next block during the backward of this one")
-    sharding = {key: _sharding(given.get(key)) for key in ("sharding_strategy", "reshard_after_forward")}
-    recompute = {
-        "activation_checkpointing": Rule(
-            TAKEN, settings=((*RECOMPUTE[:2], f"{RECOMPUTE[2]}, block by block"),), off="it is off"
-        )
-    }
-    ignored = "nothing can be left out of the sharding; --trainer.strategy ddp shards nothing"
-    state = "every process writes its part; a checkpoint is read under any strategy"
-    rules = {
-        "offload_params": offload,
-        "cpu_offload": offload,
-        **_wrapping(given),
-        "ignored_modules": Rule(IMPOSSIBLE, ignored, off="it is off"),
-        "activation_checkpointing_offload": Rule(
-            IMPOSSIBLE, "activations are computed again, not offloaded", off="it is off"
-        ),
-        "version": Rule(NOT_NEEDED, "it is FSDP2, torch's fully_shard"),
-        "backward_prefetch": prefetch,
-        "backward_prefetch_policy": prefetch,
-        "forward_prefetch": Rule(NOT_NEEDED, "FSDP2 gathers the next block as soon as the CPU has got there"),
-        "use_orig_params": Rule(NOT_NEEDED, "FSDP2 always keeps your parameters and their names"),
-        "state_dict_type": Rule(NOT_NEEDED, f"{state}, and trainer checkpoint export writes one file"),
-        "cpu_ram_efficient_loading": Rule(
-            NOT_NEEDED, "build the layers in configure_model, and give the strategy init_device: mixed"
-        ),
-        "sync_module_states": Rule(NOT_NEEDED, "all processes begin with rank 0's values"),
-        "limit_all_gathers": Rule(NOT_NEEDED, "FSDP2 limits them by itself"),
-    }
-    if _unsharded(given):
-        rules = dict.fromkeys(rules, Rule(NOT_NEEDED, "nothing is sharded, with NO_SHARD"))
-    return {**sharding, **recompute, **rules}
-
-
-def _unsharded(given: Any) -> bool:
-    if not isinstance(given, dict):
-        return False
-    values = {str(value).upper() for key, value in given.items() if key.endswith("sharding_strategy")}
-    return bool(values & {"NO_SHARD", "3"})
-
-
-def _sharding(value: Any) -> Rule:
-    text, which = str(value).upper(), number(value)
-    if which is not None and not isinstance(value, bool) and 1 <= which <= len(SHARDINGS):
-        text = SHARDINGS[int(which) - 1]
-    default = Rule(NOT_NEEDED, "FULL_SHARD is the default: weights are given back after the forward")
-    named = {
-        name: (("strategy.sharding_strategy", name.removesuffix("_ZERO2"), ""),)
-        for name in ("SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-    }
-    rules = {
-        "TRUE": default,
-        "FULL_SHARD": default,
-        "FALSE": Rule(TAKEN, settings=(RESHARD,)),
-        "NO_SHARD": Rule(TAKEN, settings=(strategy_setting("copies"),)),
-        "SHARD_GRAD_OP": Rule(TAKEN, settings=named["SHARD_GRAD_OP"]),
-        "HYBRID_SHARD": Rule(TAKEN, settings=named["HYBRID_SHARD"]),
-        "HYBRID_SHARD_ZERO2": Rule(TAKEN, settings=(*named["HYBRID_SHARD_ZERO2"], RESHARD)),
-    }
-    return rules.get(text, Rule(IMPOSSIBLE, f"none of {', '.join(SHARDINGS)}; FULL_SHARD is written"))
-
-
-def _wrapping(given: Given) -> Rules:
-    policy = str(given.get("auto_wrap_policy", "")).upper()
-    none = "nothing is given: the repeated blocks are found by themselves"
-    if policy == "NO_WRAP":
-        words = "it would gather all weights at once, and save little: the repeated blocks are found by themselves"
-    else:
-        words = "auto_wrap_policy of the strategy: names, a number, or found by itself"
-    unread = Rule(NOT_NEEDED, f"{policy or 'no policy'} does not read it", off=none)
-    size = int(number(given.get("min_num_params")) or 0)
-    classes = given.get("transformer_layer_cls_to_wrap", given.get("transformer_cls_to_wrap"))
-    names = classes if isinstance(classes, list) else [word.strip() for word in str(classes).split(",")]
-    by_size = Rule(TAKEN, settings=(("strategy.auto_wrap_policy", size, ""),), off=none)
-    by_class = Rule(TAKEN, settings=(("strategy.auto_wrap_policy", names, ""),), off=none)
-    wrapped = by_class if policy in ("TRANSFORMER_BASED_WRAP", "") else unread
-    return {
-        "auto_wrap_policy": Rule(NOT_NEEDED, words, off=none),
-        "min_num_params": by_size if size > 0 and policy in ("SIZE_BASED_WRAP", "") else unread,
-        "transformer_layer_cls_to_wrap": wrapped,
-        "transformer_cls_to_wrap": wrapped,
-    }
-
-
-def _deepspeed(report: MigrationReport, given: Given) -> Rules:
-    stage, path = given.get("zero_stage"), "nothing is given"
-    auto = Rule(NOT_NEEDED, "the trainer's own setting says it")
-    moe = "leaf modules are not set by name: call deepspeed.utils.set_z3_leaf_modules in configure_model"
-    msamp = Rule(IMPOSSIBLE, "MS-AMP is not supported; precision: bf16-mixed", off="it is off")
-    chosen = Rule(LAUNCH, "start the command on the machines that are meant; GPUs by devices")
-    launcher = "trainer launch, torchrun or srun on each machine; nothing logs in to others"
-    hosts = "start the command on each of these machines: trainer launch --nnodes ... --rdzv ..."
-    window, clipping = given.get("gradient_accumulation_steps"), given.get("gradient_clipping")
-    rules = {
-        "deepspeed_config_file": Rule(TAKEN, "it is read, see below", off="nothing is given"),
-        "zero_stage": (
-            stage_rule(report, stage)
-            if number(stage) in (0, 1, 2, 3)
-            else Rule(IMPOSSIBLE, "none of 0, 1, 2, 3; stage 2 is written")
-        ),
-        "gradient_accumulation_steps": auto if str(window).lower() in ("auto", "none") else window_rule(window),
-        "gradient_clipping": auto if str(clipping).lower() in ("auto", "none") else clipping_rule(clipping),
-        "zero3_init_flag": Rule(NOT_NEEDED, "layers that configure_model builds are partitioned when it has ended"),
-        "zero3_save_16bit_model": Rule(
-            NOT_NEEDED, "checkpoints hold the full weights: trainer checkpoint export --dtype bfloat16"
-        ),
-        "deepspeed_multinode_launcher": Rule(LAUNCH, launcher),
-        "deepspeed_hostfile": Rule(LAUNCH, hosts),
-        "deepspeed_inclusion_filter": chosen,
-        "deepspeed_exclusion_filter": chosen,
-        "deepspeed_moe_layer_cls_names": Rule(IMPOSSIBLE, moe, off="it is off"),
-        "enable_msamp": msamp,
-        "msamp_opt_level": msamp,
-    }
-    for key, argument in {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}.items():
-        device = str(given.get(f"{key}_device")).lower()
-        taken = Rule(TAKEN, settings=((f"strategy.{argument}", device, ""),))
-        none = Rule(NOT_NEEDED, "nothing is offloaded, which is the default")
-        rules[f"{key}_device"] = taken if device in ("cpu", "nvme") else none
-        nvme = ("strategy.nvme_path", given.get(f"{key}_nvme_path"), "")
-        rules[f"{key}_nvme_path"] = Rule(TAKEN, settings=(nvme,), off=path)
-    return rules
-
-
-DYNAMO = {
-    "mode": "mode",
-    "use_fullgraph": "fullgraph",
-    "use_dynamic": "dynamic",
-    "use_regional_compilation": "blocks",
-}
-
-
-def _dynamo(report: MigrationReport, given: Given) -> Rules:
-    backend = str(given.get("backend", "NO")).lower()
-    if backend == "no":
-        return dict.fromkeys(given, Rule(NOT_NEEDED, "nothing is compiled, which is the default"))
-    options: Given = {} if backend == "inductor" else {"backend": backend}
-    rules = {"backend": Rule(TAKEN, f"compile.backend: {backend}" if options else "compile: true")}
-    for key, name in DYNAMO.items():
-        value = given.get(key)
-        if is_off(value) or value == "default":
-            rules[key] = Rule(NOT_NEEDED, "the default")
-        else:
-            options[name] = value if key == "mode" else True
-            rules[key] = Rule(TAKEN, f"compile.{name}: {str(options[name]).lower()}")
-    report.draft.set("compile", options or True, "torch.compile, in place")
-    return rules
-
-
-def _shards(given: Any) -> int:
-    """Return the number of processes over which parallelism_config shards."""
-    sizes = given if isinstance(given, dict) else {}
-    return int(number(sizes.get("parallelism_config_dp_shard_size", sizes.get("dp_shard_size"))) or 1)
-
-
-def _parallelism(report: MigrationReport, given: Given) -> Rules:
-    shards, replicas = _shards(given), int(number(given.get("dp_replicate_size")) or 1)
-    hybrid = (
-        ("strategy.sharding_strategy", "HYBRID_SHARD", ""),
-        ("strategy.device_mesh", [replicas, shards], ""),
-    )
-    sharded = Rule(TAKEN, settings=(strategy_setting("shards"), *(hybrid if replicas > 1 else ())))
-    data = sharded if shards > 1 else Rule(NOT_NEEDED, "every process has the full model: ddp")
-    words = "no tensor, context or sequence parallelism; fsdp with activation_checkpointing needs less memory"
-    others = [key for key in ("tp_size", "cp_size", "sp_size") if (number(given.get(key)) or 1) > 1]
-    return {"dp_replicate_size": data, "dp_shard_size": data, **dict.fromkeys(others, Rule(IMPOSSIBLE, words))}
-
-
-def _megatron(report: MigrationReport, given: Given) -> Rules:
-    clipping, off = given.get("gradient_clipping"), Rule(NOT_NEEDED, "it is off")
-    parallel = Rule(IMPOSSIBLE, "no tensor or pipeline parallelism; strategy: fsdp shards the weights")
-    degrees = {key: parallel if (number(given.get(key)) or 1) > 1 else off for key in ("tp_degree", "pp_degree")}
-    return {
-        "recompute_activations": Rule(TAKEN, settings=(RECOMPUTE,), off="it is off"),
-        "gradient_clipping": clipping_rule(clipping) if number(clipping) else off,
-        **degrees,
-        "num_micro_batches": Rule(NOT_NEEDED, "of pipeline parallelism; accumulate_grad_batches makes larger steps"),
-        "use_distributed_optimizer": Rule(NOT_NEEDED, "fsdp shards the optimizer, too"),
-        "sequence_parallelism": Rule(NOT_NEEDED, "of tensor parallelism"),
-    }
-
-
-def _nothing(report: MigrationReport, given: Given) -> Rules:
-    return {}
-
-
-MEGATRON = Rule(IMPOSSIBLE, "Megatron-LM's own; its model code is not used here", off="it is off")
-FP8 = Rule(IMPOSSIBLE, "there is no fp8 here; its recipes belong to TransformerEngine, torchao and MS-AMP")
-MPI = Rule(LAUNCH, "mpirun's own: mpirun -n N --hostfile FILE trainer fit ... is joined by its variables")
-SECTIONS = {
-    "fsdp_config": Section("fsdp_", _fsdp, "FSDP"),
-    "deepspeed_config": Section("", _deepspeed, "DEEPSPEED"),
-    "dynamo_config": Section("dynamo_", _dynamo),
-    "parallelism_config": Section(
-        "parallelism_config_", _parallelism, other=Rule(NOT_NEEDED, "this kind of parallelism is off")
-    ),
-    "megatron_lm_config": Section("megatron_lm_", _megatron, "MEGATRON_LM", MEGATRON),
-    "fp8_config": Section("", _nothing, other=FP8),
-    "mpirun_config": Section("", _nothing, other=MPI),
-}

@@ -1,129 +1,184 @@
-"""Report what became of each key of another program's configuration, by a rule for each."""
+"""Account for each key of another program's configuration, by a table with a row for each key, or each of its cases.
+
+A row is `KEY[=CASE] MARK <SETTINGS> WORDS | OFF`: one of MARKS; the settings to write, as YAML (`strategy.NAME` is an
+argument of the strategy); the explanation, by default the settings; and that of an empty or false value, for which
+nothing is written. `[SECTION]` stands above the rows of a section, `*` for its other keys. Several keys or cases are
+joined by commas. The case is the value in upper case, WHOLE or POSITIVE for numbers, or what the translator names.
+{NAME} stands for a fact of the file, {line} for the settings.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.config.answers import LAYOUTS, launch_line, strategy_name
-from trainer.cli.config.writer import WIDTH, ConfigDraft
+from trainer.cli.config.draft import WIDTH, ConfigDraft, launch_line
 from trainer.errors import did_you_mean
 
 TAKEN, LAUNCH, MODULE = "taken over", "belongs to the command that starts it", "belongs to your module or data"
 NOT_NEEDED, IMPOSSIBLE = "not needed", "cannot be done here"
 KINDS = (TAKEN, LAUNCH, MODULE, NOT_NEEDED, IMPOSSIBLE)
-
-Setting = tuple[str, Any, str]
-"""A name, its value, and the reason that is written above it."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The translation of a key.
-
-    Args:
-        kind: one of KINDS.
-        words: explanation; `{line}` stands for the settings that are written.
-        settings: the settings to write; `strategy.NAME` is an argument of the strategy.
-        off: explanation of an empty or false value, for which nothing is written; "": no such special case.
-    """
-
-    kind: str
-    words: str = "{line}"
-    settings: tuple[Setting, ...] = ()
-    off: str = ""
+MARKS = {"=": TAKEN, "+": TAKEN, ">": LAUNCH, "*": MODULE, "@": MODULE, "-": NOT_NEEDED, "!": IMPOSSIBLE}
+KEPT = "+@"
+"""Marks of keys that DeepSpeed itself reads, from the strategy's `config`."""
 
 
-def strategy_setting(layout: str) -> Setting:
-    """Return the setting for a strategy of LAYOUTS."""
-    return ("strategy", strategy_name(layout), LAYOUTS[layout][1])
+def read_rows(table: str) -> dict[str, str]:
+    """Return `MARK ...` by `KEY` or `KEY=CASE`, with sections before the keys."""
+    rows, section = {}, ""
+    for line in re.sub(r"\n +", " ", table).strip().splitlines():
+        if line.startswith("["):
+            section = f"{line[1:-1]}." if len(line) > 2 else ""
+        elif line:
+            names, row = line.split(maxsplit=1)
+            keys, _, cases = names.partition("=")
+            rows.update({f"{section}{key}={case}": row for key in keys.split(",") for case in cases.split(",")})
+    return rows
 
 
 @dataclass(frozen=True)
-class Row:
+class Entry:
     """A key of the other program, and its translation."""
 
-    kind: str
     key: str
     value: str
+    kind: str
     words: str
 
 
 @dataclass
 class MigrationReport:
-    """The translation of a configuration: the settings so far, the launch command, and a row for each key."""
+    """The translation of a configuration: its values, the settings so far, the launch command, all keys' entries."""
 
     source: Path
-    kind: str = ""
+    format: str
     """Name of the other program's format."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """Values by key, without the prefixes of sections: `fsdp_config.version`."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What stands for {NAME} in rows."""
     draft: ConfigDraft = field(default_factory=ConfigDraft)
-    rows: list[Row] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     machines: int = 1
     devices: int | None = None
     """Processes on each machine."""
-    host: str | None = None
-    port: int = 29500
-    stage: int | None = None
-    """DeepSpeed's ZeRO stage."""
+    address: str = "HOST:29500"
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Keys that DeepSpeed itself reads."""
+    """What DeepSpeed itself reads."""
+    decided: dict[str, Any] = field(default_factory=dict)
+    """Settings of the DeepSpeed JSON that the file names."""
 
-    def add(self, key: str, value: Any, rule: Rule) -> None:
-        """Apply a rule to a key."""
-        if rule.off and is_off(value):
-            rule = Rule(NOT_NEEDED, rule.off)
-        line = ", ".join(self.draft.set(*setting) for setting in rule.settings)
-        shown = str(value).lower() if isinstance(value, bool) else str(value)
-        shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        self.rows.append(Row(rule.kind, key, shown, rule.words.replace("{line}", line)))
+    def number(self, key: str, default: float) -> int:
+        """Return a key's value as a whole number; the default where it is none, 0 or not given."""
+        return int(number(self.given.get(key)) or default)
 
-    def section(
-        self,
-        name: str,
-        given: Mapping[str, Any],
-        rules: Mapping[str, Rule],
-        prefix: str = "",
-        other: Rule | None = None,
+    def translate(
+        self, flat: Mapping[str, tuple[str, Any]], rows: Mapping[str, str], cases: Mapping[str, str], shown: str = ""
     ) -> None:
-        """Apply the rules of a section.
+        """Account for every key of a file.
 
         Args:
-            name: the section's name with a dot; "": the top of the file.
-            rules: rules by key.
-            prefix: the keys' prefix, left out in `rules`.
-            other: rule for all other keys; None: unknown keys are mistakes.
+            flat: the result of `flatten`.
+            cases: cases by key, where they are not what the value says.
+            shown: printed before the keys.
         """
-        for key, value in given.items():
-            close = did_you_mean(str(key), [prefix + known for known in rules])
-            unknown = Rule(IMPOSSIBLE, f"no key of accelerate 1.15.{close} Nothing was done with it")
-            self.add(f"{name}{key}", value, rules.get(str(key).removeprefix(prefix), other or unknown))
+        self.given.update({key: value for key, (_, value) in flat.items()})
+        for key, (name, value) in flat.items():
+            section, _, inner = key.rpartition(".")
+            others = f"{section}.*" if section else "*"
+            named = [cases[key]] if cases.get(key) else _cases(value)
+            places = [f"{one}={case}" for case in named for one in (key, others, "*")] + [f"{key}=", f"{others}="]
+            row = next((rows[place] for place in places if place in rows), None)
+            if row is None:
+                known = {one.partition("=")[0].rpartition(".")[2] for one in rows if one.startswith(others[:-1])}
+                close = did_you_mean(name, [name.removesuffix(inner) + one for one in known])
+                row = f"! no key of accelerate 1.15.{close} Nothing was done with it"
+            self.add(shown + name, value, row)
+            if row[0] in KEPT and value not in ({}, None):
+                part = self.deepspeed
+                for outer in filter(None, section.split(".")):
+                    part = part.setdefault(outer, {})
+                part[inner] = value
 
-    # -- the account ---------------------------------------------------------------------------------------------------
+    def add(self, key: str, value: Any, row: str) -> None:
+        """Apply a row to a key."""
+        kind = MARKS[row[0]]
+        text, _, off = row[1:].strip().partition(" | ")
+        if off and is_off(value):
+            kind, text = NOT_NEEDED, off
+        facts = {**self.facts, "value": value, "lower": str(value).lower(), "json": json.dumps(value, default=str)}
+        facts["number"] = number(value)
+        facts["whole"] = int(facts["number"] or 0)
+        inner, words = re.fullmatch(r"(?:<(.*?)>\s*)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+        settings = _settings(inner.format_map(facts)) if inner else {}
+        problem = self._contradiction(settings)
+        if problem:
+            kind, words, settings = IMPOSSIBLE, "", {}
+        facts["line"] = problem or ", ".join(self.draft.set(name, setting) for name, setting in settings.items())
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+        shown = shown if len(shown) <= 40 else shown[:37] + "..."
+        self.entries.append(Entry(key, shown, kind, (words or "{line}").format_map(facts)))
+
+    def _contradiction(self, settings: Mapping[str, Any]) -> str:
+        """Return why settings are left out, or ""; the first precision counts, and all of a DeepSpeed JSON."""
+        for name, value in settings.items():
+            if self.decided.get(name, value) != value:
+                return f"deepspeed_config_file says {name}: {self.decided[name]}, which counts; Accelerate refuses both"
+        former = self.draft.settings.get("precision")
+        if former not in (None, "32-true", settings.get("precision", former)):
+            return f"precision is {former} already: two are asked for; this one is left out"
+        return ""
 
     def start(self, command: str) -> str:
         """Return the command that starts the training on these machines."""
-        return launch_line(command, self.machines, self.devices, f"{self.host or 'HOST'}:{self.port}")
+        return launch_line(command, self.machines, self.devices, self.address)
 
-    def report(self, written: str | None) -> str:
-        """Return a list of all keys, grouped by kind of translation, and the next commands.
-
-        Args:
-            written: the new file; None: it was printed.
-        """
-        lines = [f"{self.source} is {self.kind}." + ("" if written is None else f" Written: {written}")]
+    def text(self, written: str | None) -> str:
+        """Return all keys, grouped by kind of translation, and the next command. `written`: the new file, if any."""
+        lines = [f"{self.source} is {self.format}." + ("" if written is None else f" Written: {written}")]
         for kind in KINDS:
-            rows = [(f"{row.key}: {row.value}", row.words) for row in self.rows if row.kind == kind]
-            if rows:
-                lines += ["", f"{kind}:"]
-                width = min(46, max(len(left) for left, _ in rows))
-                for left, words in rows:
-                    lines += _in_columns(left, words, width)
-        fit = f"trainer fit --config {written or 'run.yaml'} module.yaml"
-        lines += ["", f"start it with: {self.start(fit)}"]
+            entries = [(f"{entry.key}: {entry.value}", entry.words) for entry in self.entries if entry.kind == kind]
+            width = min(46, max((len(left) for left, _ in entries), default=0))
+            lines += ["", f"{kind}:"] if entries else []
+            for left, words in entries:
+                right = textwrap.wrap(words, WIDTH - width - 4, break_long_words=False, break_on_hyphens=False)
+                right = right if len(left) <= width else ["", *right]
+                lines += [f"  {left:<{width}}  {right[0]}".rstrip(), *(" " * (width + 4) + more for more in right[1:])]
+        lines += ["", "start it with: " + self.start(f"trainer fit --config {written or 'run.yaml'} module.yaml")]
         return "\n".join(lines) + "\n"
+
+
+def _cases(value: Any) -> list[str]:
+    """Return the cases of a value: itself in upper case; of a number also "WHOLE" (from 1) and "POSITIVE"."""
+    size = number(value) or 0
+    return [str(value).upper(), *(["WHOLE"] if size >= 1 else []), *(["POSITIVE"] if size > 0 else [])]
+
+
+def _settings(text: str) -> dict[str, Any]:
+    import yaml
+
+    settings: dict[str, Any] = yaml.safe_load(f"{{{text}}}")
+    return settings
+
+
+def flatten(
+    given: Mapping[str, Any], sections: Mapping[str, str], path: str = "", shown: str = ""
+) -> dict[str, tuple[str, Any]]:
+    """Return (key as the file has it, value) by key, going into `sections`, which map to the prefix of their keys."""
+    flat: dict[str, tuple[str, Any]] = {}
+    for key, value in given.items():
+        name = path + str(key).removeprefix(sections.get(path[:-1], ""))
+        if name in sections and isinstance(value, dict) and value:
+            flat.update(flatten(value, sections, f"{name}.", f"{shown}{key}."))
+        else:
+            flat[name] = (f"{shown}{key}", value)
+    return flat
 
 
 def is_off(value: Any) -> bool:
@@ -132,47 +187,9 @@ def is_off(value: Any) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """Return a number that may be given as text; None: the value is not a number."""
+    """Return a finite number that may be given as text; None: the value is none."""
     try:
-        return float(value)
+        found = float(value)
     except (TypeError, ValueError):
         return None
-
-
-def precision_rule(report: MigrationReport, name: str, remark: str = "") -> Rule:
-    """Return the rule of fp16 or bf16; the first of the two that is enabled counts."""
-    full, why = {
-        "fp16": ("16-mixed", "float16 with a scaled loss, master weights in float32"),
-        "bf16": ("bf16-mixed", "bfloat16, master weights in float32"),
-    }[name]
-    former = report.draft.value("precision")
-    if former not in (None, full, "32-true"):
-        return Rule(IMPOSSIBLE, f"precision is {former} already: two are asked for; this one is left out")
-    return Rule(TAKEN, "{line}" + remark, (("precision", full, why),))
-
-
-def window_rule(value: Any) -> Rule:
-    """Return the rule of gradient accumulation."""
-    window = int(number(value) or 0)
-    if window < 1:
-        return Rule(IMPOSSIBLE, "it has to be a whole number from 1; nothing is written")
-    if window == 1:
-        return Rule(NOT_NEEDED, "one batch makes a step, which is the default")
-    why = f"one step for every {window} batches of each process"
-    return Rule(TAKEN, settings=(("accumulate_grad_batches", window, why),))
-
-
-def clipping_rule(value: Any) -> Rule:
-    """Return the rule of the norm to which gradients are clipped."""
-    norm = number(value)
-    if not norm or norm < 0:
-        return Rule(IMPOSSIBLE, "it has to be a number above 0; nothing is written")
-    return Rule(TAKEN, settings=(("gradient_clip_val", norm, "clip the norm of all gradients"),))
-
-
-def _in_columns(left: str, words: str, width: int) -> list[str]:
-    indent = " " * (width + 4)
-    right = textwrap.wrap(words, WIDTH - width - 4, break_long_words=False, break_on_hyphens=False)
-    if len(left) > width:
-        return [f"  {left}", *(indent + line for line in right)]
-    return [f"  {left:<{width}}  {right[0]}", *(indent + line for line in right[1:])]
+    return found if math.isfinite(found) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.cli.config.from_accelerate import from_accelerate
-from trainer.cli.config.from_deepspeed import from_deepspeed
+from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
 from trainer.cli.config.report import MigrationReport
 from trainer.config.files import foreign_kind, read_tree
 from trainer.config.tree import Diagnostics
@@ -30,5 +30,9 @@ def translate(name: str) -> MigrationReport:
             "zero_optimization). A configuration of ours goes to trainer fit --config as it is."
         )
     report = MigrationReport(path, kind)
-    (from_deepspeed if "DeepSpeed" in kind else from_accelerate)(report, tree.plain())
+    if "DeepSpeed" in kind:
+        from_deepspeed(report, tree.plain())
+        set_strategy(report)
+    else:
+        from_accelerate(report, tree.plain())
     return report

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
-from trainer.cli.main import COMMANDS, reject_unknown, usage_error
-from trainer.cli.options import ErrorParser, overrides_of
+from trainer.cli.main import COMMANDS
+from trainer.cli.options import CommandParser, config_option, overrides_of, reports_errors
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
@@ -30,24 +30,17 @@ examples:
 ONE_STEP = ("fast_dev_run=true", "detect_anomaly=true", "overfit_batches=0", "max_restarts=0")
 
 
+@reports_errors
 def run(arguments: list[str]) -> int:
     """Print the results. Returns the exit code: 1 when a check failed, 2 for a wrong configuration."""
     from trainer.distributed.environment import detect_environment
-    from trainer.errors import ConfigError
 
-    parser = _parser()
-    if "-h" in arguments or "--help" in arguments:
-        print(parser.format_help(), end="")
-        return 0
     results = []
     # stdout holds nothing but the JSON, whatever the user's files print.
     with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
-        try:
-            given, overrides = _options(parser, arguments)
-            configuration = _configuration(given, overrides)
-            place = detect_environment()
-        except ConfigError as error:
-            return usage_error(str(error))
+        given, overrides = _options(arguments)
+        configuration = _configuration(given, overrides)
+        place = detect_environment()
         for result in _checks(given, configuration, arguments, place.local_rank == 0):
             results.append(result)
             # Rank 0 prints everything; the other ranks print only their problems.
@@ -60,20 +53,16 @@ def run(arguments: list[str]) -> int:
     return int(failed(results))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     summary = COMMANDS["doctor"][1]
-    parser = ErrorParser(
+    parser = CommandParser(
         prog="trainer doctor",
         usage="trainer doctor [--config FILE [FILE ...]] [OPTIONS]",
         description=f"{summary[0].upper()}{summary[1:]}. What it writes, it removes.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
     )
+    config_option(parser, "a configuration to try, too")
     add = parser.add_argument
-    add("-h", "--help", action="store_true", help="show this help")
-    add("--config", metavar="FILE", nargs="+", action="extend", default=[], help="a configuration to try, too")
     add("--devices", metavar="N", type=int, default=2, help="processes that exchange tensors (default: 2)")
     add("--root", metavar="FOLDER", help="where runs write (default: as the configuration says, or runs)")
     add("--timeout", metavar="SECONDS", type=float, default=900.0, help="for the step of the module (default: 900)")
@@ -81,15 +70,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _options(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
+def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
     from trainer.config.tree import Diagnostics
     from trainer.errors import ConfigError
 
     findings = Diagnostics()
-    overrides, fixed = overrides_of(arguments, findings)
-    given, rest = parser.parse_known_args(fixed)
+    given, overrides = _parser().parse_with_overrides(arguments, findings)
     findings.report()
-    reject_unknown(parser, rest, "trainer doctor")
     if given.devices < 1:
         raise ConfigError(f"--devices {given.devices}: give a number of processes from 1.")
     return given, overrides

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.estimate.report import Subject, as_data, report, zero_report
-from trainer.cli.main import COMMANDS, reject_unknown, usage_error
-from trainer.cli.options import ErrorParser, overrides_of
+from trainer.cli.main import COMMANDS
+from trainer.cli.options import CommandParser, config_option, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.memory import (
     MemoryLayout,
@@ -39,26 +39,18 @@ EXAMPLES = """\
 """
 
 
+@reports_errors
 def run(arguments: list[str]) -> int:
     """Print the estimate. Returns the exit code."""
-    parser = _parser()
-    if "-h" in arguments or "--help" in arguments:
-        print(parser.format_help(), f"examples:\n{EXAMPLES}", sep="\n", end="")
-        return 0
-    try:
-        print(_report(parser, arguments), end="")
-    except ConfigError as error:
-        return usage_error(str(error))
+    print(_report(arguments), end="")
     return 0
 
 
-def _report(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
+def _report(arguments: list[str]) -> str:
     from trainer.config.tree import Diagnostics
 
     findings = Diagnostics()
-    overrides, fixed = overrides_of(arguments, findings)
-    given, rest = parser.parse_known_args(fixed)
-    reject_unknown(parser, rest, "trainer estimate")
+    given, overrides = _parser().parse_with_overrides(arguments, findings)
     if bool(given.config or overrides) == (given.params is not None):
         raise ConfigError(
             "give either a configuration, trainer estimate --config run.yaml, or a number of parameters, "
@@ -92,22 +84,21 @@ def _report(parser: argparse.ArgumentParser, arguments: list[str]) -> str:
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     summary = COMMANDS["estimate"][1]
-    parser = ErrorParser(
+    parser = CommandParser(
         prog="trainer estimate",
         usage="trainer estimate (--params N | --config FILE [FILE ...]) [OPTIONS]",
         description=summary[0].upper() + summary[1:] + ". Nothing is run, and no GPU is needed.",
-        allow_abbrev=False,
-        add_help=False,
+        epilog=f"examples:\n{EXAMPLES}",
     )
-    parser.add_argument("-h", "--help", action="store_true", help="show this help")
-    what = parser.add_argument_group("what is trained").add_argument
+    group = parser.add_argument_group("what is trained")
+    what = group.add_argument
     what("--params", metavar="N", type=_number, help="number of parameters: 7e9, 7B, 350M")
     what("--trainable", metavar="N", type=_number, help="how many of them are trained; the others are frozen")
     about_config = "its module is built without memory and counted. Its values can be changed as in trainer fit"
     about_config = f"a configuration instead: {about_config}: --module.width 768"
-    what("--config", metavar="FILE", nargs="+", action="extend", default=[], help=about_config)
+    config_option(group, about_config)
     where = parser.add_argument_group("where and how (default: as the configuration says)").add_argument
     several = "processes on each machine; several numbers make several tables (default: 8)"
     where("--devices", metavar="N", nargs="+", type=_count, help=several)
