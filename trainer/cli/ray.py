@@ -53,8 +53,7 @@ def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
             try:
                 values[name] = validate(node.plain(), annotation)
             except TypeMismatchError:
-                may_be = allowed(annotation, lambda cls: cls.__name__)
-                findings.add(COMMAND_LINE, f"--ray {name}: given {text!r}, allowed: {may_be}.")
+                findings.add(COMMAND_LINE, f"--ray {name}: given {text!r}, allowed: {allowed(annotation)}.")
     options = RayOptions(**values)
     if options.num_workers < 1:
         findings.add(COMMAND_LINE, f"--ray num_workers: given {options.num_workers}, allowed: 1 or more.")

@@ -12,7 +12,17 @@ from typing import Any
 
 from trainer.callback import Callback, Logger, available_callbacks
 from trainer.config.classes import find_class, one_line_error
-from trainer.config.tree import Diagnostics, KeyPath, Node, Problem, Source, canonical_class, dotted, repr_value
+from trainer.config.tree import (
+    Diagnostics,
+    KeyPath,
+    Node,
+    Problem,
+    Source,
+    canonical_class,
+    dotted,
+    entries,
+    repr_value,
+)
 from trainer.config.types import (
     Parameters,
     TypeMismatchError,
@@ -26,21 +36,16 @@ from trainer.config.types import (
     takes_mapping,
     validate,
 )
+from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError, did_you_mean
-from trainer.settings import LIGHTNING_EQUIVALENTS
+from trainer.loop.resolved_config import settings_problems
+from trainer.module import TrainModule
+from trainer.settings import LIGHTNING_EQUIVALENTS, Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
 
 INVALID = object()
 """Placeholder of a value that does not fit."""
-
-
-class ClassSpecError(ConfigError):
-    """A constructor refused its arguments, or failed."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
 
 
 @dataclass
@@ -58,64 +63,123 @@ class ClassSpec:
         """Return the object.
 
         Raises:
-            ClassSpecError: the constructor raised: says what, and where in the user's code.
+            ConfigError: the constructor refused its arguments, or failed: says what, and where in the user's code.
         """
         arguments = {name: instantiate(value) for name, value in self.arguments.items()}
         try:
             return self.cls(**arguments)
         except TrainerError as error:
-            # Ours name the argument that they are about.
-            names = [name for name in re.findall(r"\w+", str(error)) if name in self.sources]
-            source = self.sources[names[0]] if names else self.source
-            raise ClassSpecError(Problem(source, f"{self.place}: {error}")) from error
+            source, message = named_source(str(error), self.sources) or self.source, f"{self.place}: {error}"
+            raise ConfigError(str(Problem(source, message))) from error
         except Exception as error:
             message = f"{self.place}: making {self.cls.__name__} failed: {one_line_error(error)}"
-            raise ClassSpecError(Problem(self.source, message)) from error
+            raise ConfigError(str(Problem(self.source, message))) from error
 
 
 def instantiate(value: Any) -> Any:
     """Return a value with the objects that its specs describe."""
     if isinstance(value, ClassSpec):
         return value.build()
-    if isinstance(value, list):
-        return [instantiate(item) for item in value]
-    return value
+    return [instantiate(item) for item in value] if isinstance(value, list) else value
+
+
+def named_source(message: str, sources: Mapping[str, Source]) -> Source | None:
+    """Return where the argument was given that a message is about: the first one that it names."""
+    return next((sources[name] for name in re.findall(r"\w+", message) if name in sources), None)
 
 
 def with_source(problems: Iterable[str], sources: Mapping[str, Source]) -> list[Problem]:
     """Return problems with the trainer's arguments, each with the place where the argument that it names was given."""
     found = []
-    for problem in problems:
-        name = next((name for name in re.findall(r"\w+", problem) if name in sources), None)
-        if name is None:
-            found.append(Problem(None, problem))
-        else:
-            found.append(Problem(sources[name], f"trainer{'.' if problem.startswith(name) else ': '}{problem}"))
+    for message in problems:
+        source = named_source(message, sources)
+        begins = "" if source is None else "trainer." if re.split(r"\W", message)[0] in sources else "trainer: "
+        found.append(Problem(source, f"{begins}{message}"))
     return found
 
 
 class Checker:
-    """Checks values against annotations and arguments against signatures. Problems go to `findings`."""
+    """Checks a configuration: its values against annotations, arguments against signatures. Problems go to `findings`.
+
+    Nodes get the names and paths that mean the same from any folder.
+    """
 
     def __init__(self, findings: Diagnostics) -> None:
         self.findings = findings
+
+    # -- the keys of a configuration ----------------------------------------------------------------------------------
+
+    def module(self, node: Node | None, source: Source) -> ClassSpec | None:
+        """Return the module; `source`: of the configuration."""
+        if node is not None and node.value is not None:
+            return self.class_spec(node, (TrainModule,), ("module",))
+        self.findings.add(
+            source if node is None else node.source,
+            "there is no module. Add 'module: package.module.Class' (or file.py:Class) to the file, or --module NAME.",
+        )
+        return None
+
+    def data(self, node: Node | None) -> ClassSpec | None:
+        """Return the data module, if there is one."""
+        return None if node is None or node.value is None else self.class_spec(node, (DataModule,), ("data",))
+
+    def ckpt_path(self, node: Node | None) -> str | None:
+        """Return "last", "best" or the absolute path of a checkpoint that exists."""
+        value = None if node is None else self.value(node, str | None, ("ckpt_path",))
+        if node is None or not isinstance(value, str):
+            return None
+        if value not in ("last", "best"):
+            path = Path(value).expanduser().absolute()
+            if not path.exists():
+                close = did_you_mean(value, ["last", "best"])
+                allowed = "Allowed: last, best, or a checkpoint's folder."
+                self.findings.add(node.source, f"ckpt_path: there is no {value!r}.{close} {allowed}")
+            value = node.value = str(path)
+        return value
+
+    def trainer(self, node: Node | None) -> dict[str, Any]:
+        """Return the arguments of Trainer that were given: each fits its type, then its value is checked."""
+        if node is None or node.value is None:
+            return {}
+        if not isinstance(node.value, dict):
+            words = f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name."
+            self.findings.add(node.source, words)
+            return {}
+        values = self.arguments(node, Trainer, ("trainer",))
+        valid = {name: value for name, value in values.items() if value is not INVALID}
+        plain = {name: value for name, value in valid.items() if not has_spec(value)}
+        self.findings.problems += with_source(settings_problems(Settings(**plain)), sources_of(node))
+        return valid
+
+    def strategy(self, node: Node) -> Any:
+        """Return a name of the table as it is; with arguments, or for a class of the user's, a spec."""
+        name, arguments = entries(node).get("class_path"), entries(node).get("init_args")
+        if name is not None and name.value == "auto":
+            if arguments is not None:
+                words = "trainer.strategy: 'auto' takes no arguments. Name the strategy that they are for."
+                self.findings.add(node.source, words)
+            return "auto"
+        spec = self.class_spec(node, (Strategy,), ("trainer", "strategy"))
+        if spec is None:
+            return INVALID
+        return name.value if name and arguments is None and name.value in [*available_strategies()] else spec
+
+    # -- classes ------------------------------------------------------------------------------------------------------
 
     def class_spec(self, node: Node, bases: tuple[type, ...], place: KeyPath) -> ClassSpec | None:
         """Return a choice of class in canonical form; None when something is wrong with it."""
         where = dotted(place)
         nested = entries(node).get("init_args")
         name = entries(node).get("class_path")
+        table = table_of(bases)
         if name is None or not isinstance(name.value, str):
-            table = table_of(bases)
             example = next((key for key in entries(nested) if key in table), next(iter(table), "package.module.Class"))
             given = "no class_path" if isinstance(node.value, dict) and name is None else repr_value(name or node)
-            self.findings.add(
-                node.source,
-                f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args.",
-            )
+            words = f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args."
+            self.findings.add(node.source, words)
             return None
         try:
-            found = find_class(name.value, bases, table_of(bases), name.source)
+            found = find_class(name.value, bases, table, name.source)
         except ConfigError as error:
             self.findings.add(name.source, f"{where}: {error}")
             return None
@@ -128,12 +192,9 @@ class Checker:
         needed = [name for name, p in parameters_of(cls).named.items() if p.default is p.empty]
         missing = [name for name in needed if name not in entries(node)]
         if missing:
-            needs = f"the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-            self.findings.add(
-                named_at,
-                f"{dotted(place)} ({cls.__name__}) needs {needs}: give it in the file under init_args, "
-                f"or --{dotted((*place, missing[0]))} VALUE.",
-            )
+            needs = f"needs the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
+            fix = f"give it in the file under init_args, or --{dotted((*place, missing[0]))} VALUE."
+            self.findings.add(named_at, f"{dotted(place)} ({cls.__name__}) {needs}: {fix}")
         return ClassSpec(cls, arguments, source, dotted(place), sources_of(node))
 
     def arguments(self, node: Node | None, cls: type, place: KeyPath) -> dict[str, Any]:
@@ -147,15 +208,18 @@ class Checker:
             elif parameters.open:
                 values[name] = child.plain()
             else:
-                self.findings.add(
-                    child.source, f"{who} has no argument {name!r}.{hint_for(str(name), parameters, cls)}"
-                )
+                hint = hint_for(str(name), parameters, cls)
+                self.findings.add(child.source, f"{who} has no argument {name!r}.{hint}")
         return values
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def value(self, node: Node, annotation: Any, place: KeyPath) -> Any:
         """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
+        if place == ("trainer", "strategy"):
+            return self.strategy(node)
+        if place == ("trainer", "precision"):
+            annotation = str | int  # no file can hold a Precision; `Settings` knows the names
         objects, items = tuple(objects_in(annotation)), items_of(annotation)
         if isinstance(node.value, dict) and objects:
             structured = next((cls for cls in objects if dataclasses.is_dataclass(cls)), None)
@@ -202,7 +266,7 @@ class Checker:
         self.findings.add(
             part.source,
             f"{dotted(inner)}: given {repr_value(part)}{in_words(part.value)}, "
-            f"allowed{inside}: {allowed(annotation, object_in_words)}.{quotes_hint(node, annotation)}",
+            f"allowed{inside}: {allowed(annotation)}.{quotes_hint(node, annotation)}",
         )
         return INVALID
 
@@ -216,11 +280,6 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
         if base in bases:
             table.update({name: cls for name, cls in available_callbacks().items() if issubclass(cls, base)})
     return table
-
-
-def entries(node: Node | None) -> dict[Any, Node]:
-    """Return the entries of a mapping; none for anything else."""
-    return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 def sources_of(node: Node | None) -> dict[Any, Source]:
@@ -241,13 +300,6 @@ def hint_for(name: str, parameters: Parameters, cls: type) -> str:
     if close or not known:
         return close or " It takes none."
     return f" It takes: {', '.join(known)}." if len(known) <= 12 else " See trainer fit --help."
-
-
-def object_in_words(cls: type) -> str:
-    """Return how a message describes an object of a class."""
-    if dataclasses.is_dataclass(cls):
-        return f"a mapping ({', '.join(field.name for field in dataclasses.fields(cls))})"
-    return f"a {cls.__name__} (class_path and init_args)"
 
 
 def quotes_hint(node: Node, annotation: Any) -> str:

@@ -77,9 +77,8 @@ def read_file(name: str, findings: Diagnostics) -> Node | None:
     kind = None if tree is None else foreign_kind(tree)
     if kind is None:
         return tree
-    findings.add(
-        Source(name), f"this is {kind}, not one of ours. Translate it with: trainer config --from {shlex.quote(name)}"
-    )
+    fix = f"Translate it with: trainer config --from {shlex.quote(name)}"
+    findings.add(Source(name), f"this is {kind}, not one of ours. {fix}")
     return None
 
 
@@ -101,8 +100,8 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
         findings.add(source, _why_no_file(path))
         return None
     if kind is None:
-        allowed = ", ".join(KINDS)
-        findings.add(source, f"cannot tell what kind of file this is from {path.suffix!r}; allowed: {allowed}.")
+        kinds = ", ".join(KINDS)
+        findings.add(source, f"cannot tell what kind of file this is from {path.suffix!r}; allowed: {kinds}.")
         return None
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -113,15 +112,13 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
     tree = read(text, source, findings)
     if tree is None:
         return None
-    if not isinstance(tree.value, dict) or not tree.value:
-        empty = tree.value is None or tree.value == {}
-        findings.add(
-            source if empty else tree.source,
-            f"{'the file is empty' if empty else 'this is not a mapping of names to values'}; "
-            "a configuration has the keys module, data, trainer, ckpt_path.",
-        )
-        return None
-    return tree
+    if isinstance(tree.value, dict) and tree.value:
+        return tree
+    empty = tree.value in (None, {})
+    what = "the file is empty" if empty else "this is not a mapping of names to values"
+    keys = "a configuration has the keys module, data, trainer, ckpt_path."
+    findings.add(source if empty else tree.source, f"{what}; {keys}")
+    return None
 
 
 def _why_no_file(path: Path) -> str:
@@ -139,11 +136,10 @@ def read_value(text: str, option: str, findings: Diagnostics) -> Node | None:
     found = Diagnostics()
     tree = _read_yaml(text, COMMAND_LINE, found)
     if tree is None:
-        findings.add(
-            COMMAND_LINE, f"{option} {text!r}: {found.problems[0].message} Quote text that has special characters."
-        )
-        return None
-    tree.text = text
+        words = f"{found.problems[0].message} Quote text that has special characters."
+        findings.add(COMMAND_LINE, f"{option} {text!r}: {words}")
+    else:
+        tree.text = text
     return tree
 
 

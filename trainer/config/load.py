@@ -8,36 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.callback import Callback
-from trainer.config.check import (
-    INVALID,
-    Checker,
-    ClassSpec,
-    ClassSpecError,
-    entries,
-    has_spec,
-    instantiate,
-    sources_of,
-    with_source,
-)
+from trainer.config.check import Checker, ClassSpec, instantiate, sources_of, with_source
 from trainer.config.classes import extend_sys_path
 from trainer.config.files import read_file, to_yaml
-from trainer.config.tree import (
-    COMMAND_LINE,
-    Diagnostics,
-    KeyPath,
-    Node,
-    Source,
-    canonical,
-    from_override,
-    merge,
-    repr_value,
-)
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Problem, Source, canonical, from_override, merge
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
-from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule
 from trainer.settings import ARGUMENTS, Settings
-from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
 
 KEYS = ("module", "data", "trainer", "ckpt_path")
@@ -89,99 +67,9 @@ class Configuration:
 def _try(value: Any, found: Diagnostics) -> Any:
     try:
         return instantiate(value)
-    except ClassSpecError as error:
-        found.problems.append(error.problem)
+    except ConfigError as error:
+        found.problems.append(Problem(None, str(error)))
         return None
-
-
-class RunChecker(Checker):
-    """Checks a full configuration: its keys, and the values of the trainer's arguments."""
-
-    def configuration(self, tree: Node) -> Configuration | None:
-        """Return the configuration in a tree of canonical form; None when something is wrong."""
-        assert isinstance(tree.value, dict)
-        given = dict(tree.value)
-        for key in [key for key in given if key not in KEYS]:
-            hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else did_you_mean(str(key), KEYS)
-            self.findings.add(given.pop(key).source, f"unknown key {key!r}.{hint} Top-level keys: {', '.join(KEYS)}.")
-        trainer = self.trainer(given.get("trainer"))
-        module = self.required_module(given.get("module"), tree.source)
-        data = None
-        if "data" in given and given["data"].value is not None:
-            data = self.class_spec(given["data"], (DataModule,), ("data",))
-        ckpt_path = self.ckpt_path(given.get("ckpt_path"))
-        if module is None or self.findings.problems:
-            return None
-        return Configuration(
-            trainer=trainer,
-            module=module,
-            data=data,
-            ckpt_path=ckpt_path,
-            resolved=to_yaml(_resolved(tree)),
-            notes=self.findings.notes,
-            sources=sources_of(given.get("trainer")),
-        )
-
-    def required_module(self, node: Node | None, source: Source) -> ClassSpec | None:
-        if node is not None and node.value is not None:
-            return self.class_spec(node, (TrainModule,), ("module",))
-        self.findings.add(
-            source if node is None else node.source,
-            "there is no module. Add 'module: package.module.Class' (or file.py:Class) to the file, or --module NAME.",
-        )
-        return None
-
-    def ckpt_path(self, node: Node | None) -> str | None:
-        if node is None:
-            return None
-        value = self.value(node, str | None, ("ckpt_path",))
-        if not isinstance(value, str) or value in ("last", "best"):
-            return value if isinstance(value, str) else None
-        path = Path(value).expanduser().absolute()
-        if not path.exists():
-            close = did_you_mean(value, ["last", "best"])
-            self.findings.add(
-                node.source, f"ckpt_path: there is no {value!r}.{close} Allowed: last, best, or a checkpoint's folder."
-            )
-        node.value = str(path)
-        return node.value
-
-    # -- the trainer's arguments --------------------------------------------------------------------------------------
-
-    def trainer(self, node: Node | None) -> dict[str, Any]:
-        """Return the arguments of Trainer that were given: each fits its type, then its value is checked."""
-        if node is None or node.value is None:
-            return {}
-        if not isinstance(node.value, dict):
-            self.findings.add(
-                node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name."
-            )
-            return {}
-        values = self.arguments(node, Trainer, ("trainer",))
-        valid = {name: value for name, value in values.items() if value is not INVALID}
-        plain = {name: value for name, value in valid.items() if not has_spec(value)}
-        self.findings.problems += with_source(settings_problems(Settings(**plain)), sources_of(node))
-        return valid
-
-    def value(self, node: Node, annotation: Any, place: KeyPath) -> Any:
-        if place == ("trainer", "strategy"):
-            return self.strategy(node)
-        # No file can hold a Precision; `Settings` knows the names.
-        return super().value(node, str | int if place == ("trainer", "precision") else annotation, place)
-
-    def strategy(self, node: Node) -> Any:
-        """Return a name of the table as it is; with arguments, or for a class of the user's, a spec."""
-        name, arguments = entries(node).get("class_path"), entries(node).get("init_args")
-        if name is not None and name.value == "auto":
-            if arguments is not None:
-                self.findings.add(
-                    node.source, "trainer.strategy: 'auto' takes no arguments. Name the strategy that they are for."
-                )
-            return "auto"
-        spec = self.class_spec(node, (Strategy,), ("trainer", "strategy"))
-        if spec is None:
-            return INVALID
-        return name.value if name and arguments is None and name.value in [*available_strategies()] else spec
 
 
 def load(
@@ -206,10 +94,23 @@ def load(
     merged = Node({}, trees[0].source if trees else COMMAND_LINE)
     for tree in trees:
         merged = merge(merged, canonical(tree, findings), findings)
-    configuration = RunChecker(findings).configuration(merged)
+    return _checked(merged, findings)
+
+
+def _checked(tree: Node, findings: Diagnostics) -> Configuration:
+    """Return the configuration in a tree of canonical form."""
+    assert isinstance(tree.value, dict)
+    given, checker = dict(tree.value), Checker(findings)
+    for key in [key for key in given if key not in KEYS]:
+        hint = f" Write it under trainer: (--trainer.{key})." if key in ARGUMENTS else did_you_mean(str(key), KEYS)
+        findings.add(given.pop(key).source, f"unknown key {key!r}.{hint} Top-level keys: {', '.join(KEYS)}.")
+    trainer = checker.trainer(given.get("trainer"))
+    module = checker.module(given.get("module"), tree.source)
+    data, ckpt_path = checker.data(given.get("data")), checker.ckpt_path(given.get("ckpt_path"))
     findings.report()
-    assert configuration is not None
-    return configuration
+    assert module is not None
+    sources = sources_of(given.get("trainer"))
+    return Configuration(trainer, module, data, ckpt_path, to_yaml(_resolved(tree)), findings.notes, sources)
 
 
 def _resolved(tree: Node) -> dict[str, Any]:

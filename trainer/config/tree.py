@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeAlias
 
 from trainer.errors import raise_problems
@@ -118,13 +119,12 @@ def is_index(key: Any) -> bool:
 
 def canonical(node: Node, findings: Diagnostics, place: KeyPath = ()) -> Node:
     """Return a configuration, or the part of it at `place`, with every choice of class in its long form."""
-    if place == LISTS_OF_CLASSES[0] and not (node.value is None or isinstance(node.value, list) or is_numbered(node)):
+    if place == LISTS_OF_CLASSES[0] and not (isinstance(node.value, (list, NoneType)) or is_numbered(node)):
         node = Node([node], node.source)
-    of_classes = place in LISTS_OF_CLASSES
-    if isinstance(node.value, list) and of_classes:
-        items = [canonical(item, findings, (*place, index)) for index, item in enumerate(node.value)]
-        return Node(items, node.source)
-    if isinstance(node.value, dict) and (place in ((), ("trainer",)) or (of_classes and is_numbered(node))):
+    several = place in LISTS_OF_CLASSES
+    if isinstance(node.value, list) and several:
+        return Node([canonical(item, findings, (*place, i)) for i, item in enumerate(node.value)], node.source)
+    if isinstance(node.value, dict) and (place in ((), ("trainer",)) or (several and is_numbered(node))):
         children = {key: canonical(child, findings, (*place, key)) for key, child in node.value.items()}
         return Node(children, node.source, node.text)
     return canonical_class(node, place, findings) if holds_class(place) else node
@@ -142,30 +142,26 @@ def canonical_class(node: Node, place: KeyPath, findings: Diagnostics) -> Node:
     if not isinstance(node.value, dict):
         return node
     given = dict(node.value)
-    chosen: dict[Any, Node] = {}
-    if "class_path" in given:
-        chosen["class_path"] = given.pop("class_path")
-    elif place == ("trainer", "strategy") and "name" in given:
-        chosen["class_path"] = given.pop("name")
-    arguments: dict[Any, Node] = {}
+    named = given.pop("class_path", None)
+    if named is None and place == ("trainer", "strategy"):
+        named = given.pop("name", None)
     nested = given.pop("init_args", None)
-    if nested is not None and isinstance(nested.value, dict):
-        arguments.update(nested.value)
-    elif nested is not None and nested.value is not None:
-        findings.add(
-            nested.source, f"{dotted((*place, 'init_args'))}: given {repr_value(nested)}, allowed: arguments by name."
-        )
-    for key, child in given.items():
-        if key in arguments:
-            findings.add(
-                child.source,
-                f"{dotted((*place, key))} is given twice: here, and under init_args at "
-                f"{arguments[key].source}. Keep one.",
-            )
-        arguments[key] = child
-    if arguments:
-        chosen["init_args"] = Node(arguments, nested.source if nested is not None else node.source)
-    return Node(chosen, node.source)
+    if nested is not None and not isinstance(nested.value, (dict, NoneType)):
+        where = dotted((*place, "init_args"))
+        findings.add(nested.source, f"{where}: given {repr_value(nested)}, allowed: arguments by name.")
+    arguments = dict(entries(nested))
+    for key in (key for key in given if key in arguments):
+        there = f"here, and under init_args at {arguments[key].source}"
+        findings.add(given[key].source, f"{dotted((*place, key))} is given twice: {there}. Keep one.")
+    arguments.update(given)
+    inner = Node(arguments, node.source if nested is None else nested.source) if arguments else None
+    chosen = {"class_path": named, "init_args": inner}
+    return Node({key: child for key, child in chosen.items() if child is not None}, node.source)
+
+
+def entries(node: Node | None) -> dict[Any, Node]:
+    """Return the entries of a mapping; none for anything else."""
+    return node.value if node is not None and isinstance(node.value, dict) else {}
 
 
 def repr_value(node: Node) -> str:
@@ -210,8 +206,7 @@ def _note_left_out(below: Node, above: Node, findings: Diagnostics, place: KeyPa
     """Note that one file's list of classes replaces another's: easily done unawares, with callbacks."""
     if above.source == COMMAND_LINE or not isinstance(below.value, list) or not isinstance(above.value, list):
         return
-    named = (item.value.get("class_path") for item in below.value if isinstance(item.value, dict))
-    classes = [str(name.value) for name in named if name is not None]
+    classes = [str(name.value) for item in below.value if (name := entries(item).get("class_path")) is not None]
     if classes and below.plain() != above.plain():
         findings.notes.append(
             f"{above.source}: {dotted(place)} takes the place of the list at {below.source} "
@@ -220,9 +215,7 @@ def _note_left_out(below: Node, above: Node, findings: Diagnostics, place: KeyPa
 
 
 def _other_class(below: Node, above: Node) -> bool:
-    assert isinstance(below.value, dict)
-    assert isinstance(above.value, dict)
-    old, new = below.value.get("class_path"), above.value.get("class_path")
+    old, new = entries(below).get("class_path"), entries(above).get("class_path")
     return old is not None and new is not None and _without_folder(old.value) != _without_folder(new.value)
 
 
@@ -234,9 +227,8 @@ def _without_folder(class_path: Any) -> Any:
 
 
 def _merge_elements(below: Node, above: Node, findings: Diagnostics, place: KeyPath) -> Node:
-    assert isinstance(above.value, dict)
     items = list(below.value) if isinstance(below.value, list) else []
-    for key, child in above.value.items():
+    for key, child in entries(above).items():
         if int(key) < len(items):
             items[int(key)] = merge(items[int(key)], child, findings, (*place, int(key)))
             continue

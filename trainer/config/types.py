@@ -155,26 +155,26 @@ WORDS = {
 }
 
 
-def allowed(annotation: Any, name_of: Callable[[type], str]) -> str:
-    """Return an annotation in words. `name_of` describes an object of a class."""
-    words = [_word(option, name_of) for option in options_of(annotation)]
+def allowed(annotation: Any) -> str:
+    """Return an annotation in words."""
+    words = [_word(option) for option in options_of(annotation)]
     if "an integer" in words and "a number" in words:
         words.remove("an integer")
     unique = list(dict.fromkeys(words))
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
 
 
-def _word(option: Any, name_of: Callable[[type], str]) -> str:
+def _word(option: Any) -> str:
     origin, arguments = get_origin(option), get_args(option)
     if option in WORDS:
         return WORDS[option]
     if origin is Literal:
         return " or ".join(json.dumps(choice) for choice in arguments)
     if origin in (*LISTS, tuple, set, frozenset):
-        inner = ", ".join(_plural(argument, name_of) for argument in arguments if argument is not ...)
+        inner = ", ".join(_plural(argument) for argument in arguments if argument is not ...)
         return f"a list of {inner}" if inner else "a list"
     if origin in MAPPINGS and len(arguments) == 2:
-        return f"a mapping of {_plural(arguments[0], name_of)} to {_plural(arguments[1], name_of)}"
+        return f"a mapping of {_plural(arguments[0])} to {_plural(arguments[1])}"
     if origin is type:
         return f"the path of a class ({', '.join(base.__name__ for base in arguments)})"
     if option is Callable or origin is collections.abc.Callable:
@@ -183,16 +183,18 @@ def _word(option: Any, name_of: Callable[[type], str]) -> str:
         return str(option).replace("typing.", "")
     if isinstance(option, type) and issubclass(option, enum.Enum):
         return " or ".join(json.dumps(member.value, default=str) for member in option)
+    if dataclasses.is_dataclass(option):
+        return f"a mapping ({', '.join(field.name for field in dataclasses.fields(option))})"
     if isinstance(option, type):
-        return name_of(option) if is_object(option) else f"a {option.__name__}"
+        return f"a {option.__name__}{' (class_path and init_args)' if is_object(option) else ''}"
     return str(option).replace("typing.", "")
 
 
-def _plural(annotation: Any, name_of: Callable[[type], str]) -> str:
+def _plural(annotation: Any) -> str:
     plurals = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
     if annotation in plurals:
         return plurals[annotation]
-    return allowed(annotation, name_of).removeprefix("a ").removeprefix("an ")
+    return allowed(annotation).removeprefix("a ").removeprefix("an ")
 
 
 def takes_mapping(annotation: Any) -> bool:
