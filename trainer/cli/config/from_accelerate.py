@@ -10,9 +10,7 @@ from typing import Any
 
 from trainer.cli.config.draft import strategy_name
 from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
-from trainer.cli.config.report import MigrationReport, flatten, is_off, number, read_rows
-from trainer.config.files import read_tree
-from trainer.config.tree import Diagnostics
+from trainer.cli.config.report import MigrationReport, flatten, is_off, number, read_plain, read_rows
 
 ROWS = read_rows("""
 *=SAGEMAKER             ! SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit
@@ -189,8 +187,10 @@ def from_accelerate(report: MigrationReport, given: Mapping[str, Any]) -> None:
     _read_facts(report, kind)
     file, shown = report.given.get("deepspeed_config.deepspeed_config_file"), ""
     if kind == "DEEPSPEED" and not is_off(file):
-        given, shown = _json(report.source, str(file))
-        from_deepspeed(report, given, shown)
+        beside = report.source.parent / str(file)
+        path = beside if beside.is_file() or not Path(str(file)).is_file() else Path(str(file))
+        shown = f"{path.name}: "
+        from_deepspeed(report, read_plain(path)[0], shown)
         report.decided = {**report.draft.settings, **{f"strategy.{k}": v for k, v in report.draft.arguments.items()}}
     report.translate(flat, ROWS, {**_cases_of_keys(report, kind), **_cases_of_files(report, kind)})
     if kind == "DEEPSPEED":
@@ -310,14 +310,3 @@ def _is_unsharded(given: Mapping[str, Any]) -> bool:
 
 def _is_default(value: Any) -> bool:
     return is_off(value) or value == "default"
-
-
-def _json(source: Path, name: str) -> tuple[dict[str, Any], str]:
-    """Read a file that a configuration names (from its folder or the current one); return it and its keys' prefix."""
-    candidates = [source.parent / name, Path(name)]
-    path = next((path for path in candidates if path.is_file()), candidates[0])
-    findings = Diagnostics()
-    tree = read_tree(str(path), findings)
-    findings.report()
-    assert tree is not None
-    return tree.plain(), f"{path.name}: "

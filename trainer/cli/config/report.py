@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.config.draft import WIDTH, ConfigDraft, launch_line
+from trainer.config.files import foreign_kind, read_tree
+from trainer.config.tree import Diagnostics
 from trainer.errors import did_you_mean
 
 TAKEN, LAUNCH, MODULE = "taken over", "belongs to the command that starts it", "belongs to your module or data"
@@ -165,6 +167,19 @@ def _settings(text: str) -> dict[str, Any]:
 
     settings: dict[str, Any] = yaml.safe_load(f"{{{text}}}")
     return settings
+
+
+def read_plain(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return a file's values, and the program whose format it has, if there is one.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    findings = Diagnostics()
+    tree = read_tree(str(path), findings)
+    findings.report()
+    assert tree is not None
+    return tree.plain(), foreign_kind(tree)
 
 
 def flatten(

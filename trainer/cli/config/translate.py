@@ -6,9 +6,7 @@ from pathlib import Path
 
 from trainer.cli.config.from_accelerate import from_accelerate
 from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
-from trainer.cli.config.report import MigrationReport
-from trainer.config.files import foreign_kind, read_tree
-from trainer.config.tree import Diagnostics
+from trainer.cli.config.report import MigrationReport, read_plain
 from trainer.errors import ConfigError
 
 
@@ -18,12 +16,8 @@ def translate(name: str) -> MigrationReport:
     Raises:
         ConfigError: the file cannot be read, or has no known format.
     """
-    findings = Diagnostics()
     path = Path(name).expanduser()
-    tree = read_tree(str(path), findings)
-    findings.report()
-    assert tree is not None
-    kind = foreign_kind(tree)
+    given, kind = read_plain(path)
     if kind is None:
         raise ConfigError(
             f"{name} is neither an Accelerate configuration (with distributed_type) nor a DeepSpeed one (with "
@@ -31,8 +25,8 @@ def translate(name: str) -> MigrationReport:
         )
     report = MigrationReport(path, kind)
     if "DeepSpeed" in kind:
-        from_deepspeed(report, tree.plain())
+        from_deepspeed(report, given)
         set_strategy(report)
     else:
-        from_accelerate(report, tree.plain())
+        from_accelerate(report, given)
     return report
