@@ -164,7 +164,7 @@ fsdp_config,deepspeed_config,dynamo_config,parallelism_config,megatron_lm_config
 """)
 SECTIONS = {
     **dict.fromkeys(("deepspeed_config", "fp8_config", "mpirun_config"), ""),
-    **{f"{name}_config": f"{name}_" for name in ("fsdp", "dynamo", "megatron_lm")},
+    **{f"{prefix}config": prefix for prefix in ("fsdp_", "dynamo_", "megatron_lm_")},
     "parallelism_config": "parallelism_config_",
 }
 """Sections, with the prefix of their keys, which has no place in the rows."""
