@@ -15,9 +15,20 @@ from trainer.model.blocks import BlockPolicy
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
-from trainer.strategy import StepConfig
+from trainer.strategy import SkippedBatch, StepConfig
 
 COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
+
+
+class _DDPForward(StepForward):
+    """A step method as the `forward`; a skipped batch still has a backward, in which the other processes wait."""
+
+    def forward(self, step: str, *args: Any) -> Any:
+        outputs = super().forward(step, *args)
+        if outputs is not None:
+            return outputs
+        zeros = [parameter.sum().float() * 0.0 for parameter in self.module.parameters() if parameter.requires_grad]
+        return SkippedBatch(torch.stack(zeros).sum())
 
 
 class DDPStrategy(DistributedStrategy):
@@ -96,7 +107,7 @@ class DDPStrategy(DistributedStrategy):
             return
         self._first_window = True
         if module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
-            self.wrapped = DistributedDataParallel(StepForward(module), **self.options)
+            self.wrapped = DistributedDataParallel(_DDPForward(module), **self.options)
             self._register_comm_hook(self.wrapped)
         else:
             self.processes.broadcast([*module.parameters(), *module.buffers()])

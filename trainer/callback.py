@@ -21,15 +21,16 @@ stopping, then checkpoints).
             for each window:
                 on_before_zero_grad(optimizer)          for each optimizer
                 for each micro-batch of the window:
-                    on_before_batch_transfer(batch, dataloader_idx)    module: returns the batch
-                    transfer_batch_to_device(batch, device, dataloader_idx)    module: returns the batch
-                    on_after_batch_transfer(batch, dataloader_idx)     module: returns the batch
-                    on_train_batch_start(batch, batch_idx)
-                    training_step(batch, batch_idx)     module
+                    on_before_batch_transfer(batch, dataloader_idx)    data module, else module: returns the batch
+                    transfer_batch_to_device(batch, device, dataloader_idx)    data module, else module: the same
+                    on_after_batch_transfer(batch, dataloader_idx)     data module, else module: the same
+                    on_train_batch_start(batch, batch_idx)    the module's may return -1, which ends the epoch
+                    training_step(batch, batch_idx)     module; None skips the batch
                     on_before_backward(loss)
                         loss.backward()
                     on_after_backward
-                    on_train_batch_end(outputs, batch, batch_idx)    the last one of a window: after the update
+                    on_train_batch_end(outputs, batch, batch_idx)    the last one of a window: after the update;
+                                                        outputs: a dict of detached tensors, the loss under "loss"
                 on_before_optimizer_step(optimizer)     for each optimizer; gradients complete, unscaled, unclipped
                 configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)    module
                     optimizer.step()
@@ -69,7 +70,7 @@ stopping, then checkpoints).
         on_predict_end
         on_predict_model_train                          module
 
-    on_exception(exception)                             (callbacks) any exception, before teardown; no collectives here
+    on_exception(exception)                             (callbacks, data module) before teardown; no collectives here
     on_save_checkpoint(checkpoint)                      each time a checkpoint is written
     on_checkpoint_saved(path)                           (callbacks) rank 0 only: the checkpoint is committed, and "last"
                                                         points to it; with async_save: at the end of a later step
@@ -229,6 +230,20 @@ class AccumulationSchedule(Callback):
     """Epoch -> micro-batches of a window from that epoch on; the trainer's setting before."""
 
 
+class DummyLogger(Logger):
+    """The logger of a `fast_dev_run`: any of its methods, and of its `experiment`, may be called, and does nothing."""
+
+    @property
+    def experiment(self) -> Any:
+        """The object for the calls of other loggers' experiments, such as `add_image`."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
 class Checkpoint(Callback):
     """A callback that writes checkpoints, one of `trainer.checkpoint_callbacks`.
 
@@ -374,6 +389,11 @@ class CallbackList:
             calls = [_with_phase(callback, hook, phase) for callback in used_by]
             setattr(self, hook, _call_each([partial(call, trainer, module) for call in calls]))
 
+    @property
+    def module_answer(self) -> Any:
+        """The last return value of the module's `on_train_batch_start`, by which a module ends an epoch: -1."""
+        return next((callback.answer for callback in self.callbacks if isinstance(callback, ModuleCallback)), None)
+
 
 def _overrides(callback: Callback, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
@@ -394,7 +414,7 @@ def _with_phase(callback: Callback, hook: str, phase: Phase) -> Callable[..., No
 
 def _call_each(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
     if not methods:
-        return _nothing
+        return nothing
     if len(methods) == 1:
         return methods[0]
 
@@ -405,27 +425,37 @@ def _call_each(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
     return call
 
 
-def _nothing(*args: Any) -> None:
+def nothing(*args: Any) -> None:
     """Do nothing, as a hook that no callback overrides."""
 
 
 class ModuleCallback(Callback):
     """The module's hooks as a callback, for the list of callbacks."""
 
+    answer: Any = None
+    """The last return value of `on_train_batch_start`."""
+
     def __init__(self, module: TrainModule) -> None:
         if not module.overrides_any(HOOKS):
             return
         for hook in HOOKS:
             if hook not in NOT_ON_MODULES and module.overrides(hook):
-                setattr(self, hook, _without_trainer_and_module(getattr(module, hook)))
+                call = _without_trainer_and_module(getattr(module, hook))
+                setattr(self, hook, self._remembering(call) if hook == "on_train_batch_start" else call)
+
+    def _remembering(self, call: Any) -> Any:
+        def remember(*args: Any) -> None:
+            self.answer = call(*args)
+
+        return remember
 
 
 NOT_ON_MODULES = ("on_sanity_check_start", "on_sanity_check_end", "on_exception", "on_checkpoint_saved")
 
 
 def _without_trainer_and_module(method: Any) -> Any:
-    def call(trainer: Trainer, module: TrainModule, *args: Any) -> None:
-        method(*args)
+    def call(trainer: Trainer, module: TrainModule, *args: Any) -> Any:
+        return method(*args)
 
     return call
 

@@ -106,6 +106,10 @@ TORCH_ERRORS = {
         "Weights and data differ in dtype. Give the data as float32 (batch.float()), or choose the dtype of both with "
         "Trainer(precision=...)."
     ),
+    "Expected more than 1 value per channel when training": (
+        "A batch has one sample, with which BatchNorm cannot train: the last batch of an epoch, or a process's part of "
+        "it. Use DataLoader(drop_last=True), or another batch_size."
+    ),
     "Inference tensors cannot be saved for backward": (
         "A tensor made in validation or test is used in training. Use Trainer(inference_mode=False), or clone() it."
     ),

@@ -344,7 +344,7 @@ class TrainModule(nn.Module):
         """The trainer that runs this module.
 
         Raises:
-            ConfigError: no trainer runs this module now.
+            ConfigError: no trainer has run this module.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:

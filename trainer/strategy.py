@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -45,6 +45,13 @@ class StepConfig:
     def clip_norm(self) -> float | None:
         """The norm at which gradients are clipped; None: no clipping by norm."""
         return self.clip_value if self.clip_algorithm == "norm" else None
+
+
+class SkippedBatch(NamedTuple):
+    """The outputs of a `training_step` that returned None, with a strategy that needs a backward all the same."""
+
+    loss: torch.Tensor
+    """A loss whose gradient is zero, for each parameter."""
 
 
 class Strategy:
@@ -125,6 +132,8 @@ class Strategy:
         self.precision = precision
         self.device = self._choose_device(device_type, device_ids)
         self.scaler = precision.make_scaler(self.device)
+        self._unscaled: set[int] = set()
+        """The optimizers, by `id`, whose gradients are unscaled in the step in progress."""
         # On a machine without an accelerator no tensor has to move.
         self._move = make_transfer(self.device)
         self._moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch
@@ -182,7 +191,10 @@ class Strategy:
         return NULL_CONTEXT
 
     def call_step(self, step: str, *args: Any) -> Any:
-        """Call a step method of the module (`"training_step"`, ...) in the precision's context."""
+        """Call a step method of the module (`"training_step"`, ...) in the precision's context.
+
+        Where `training_step` returned None and the backward of a skipped batch is needed: return a `SkippedBatch`.
+        """
         with self.precision.forward_context(self.device):
             return getattr(self.module, step)(*args)
 
@@ -196,9 +208,10 @@ class Strategy:
         loss.backward()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Undo the loss scaling of the gradients; called before hooks and clipping."""
-        if self.scaler is not None:
+        """Undo the loss scaling of the gradients, unless this is done already; called before hooks and clipping."""
+        if self.scaler is not None and has_gradients(optimizer) and id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         """Clip gradients of `optimizer` by their global norm (`"norm"`; return the norm), or by `"value"`."""
@@ -212,15 +225,21 @@ class Strategy:
         """Update the weights. With loss scaling a step with gradients that are not finite is skipped."""
         if closure is not None:
             optimizer.step(closure)
-        elif self.scaler is not None:
+        elif self.scaler is not None and has_gradients(optimizer):
             self.scaler.step(optimizer)
+            # With manual optimization it may step again before the scale changes, which torch refuses otherwise.
+            states = self.scaler._per_optimizer_states
+            states[-len(states)] = states.pop(id(optimizer))
+            self._unscaled.discard(id(optimizer))
         else:
             optimizer.step()
 
     def end_step(self) -> None:
-        """Update the loss scale; called after all optimizers of a step."""
+        """Update the loss scale, if an optimizer used it; called after all optimizers of a step."""
         if self.scaler is not None:
-            self.scaler.update()
+            if any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values()):
+                self.scaler.update()
+            self._unscaled.clear()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -257,6 +276,11 @@ class Strategy:
     def __str__(self) -> str:
         """Return the strategy and its options in one line."""
         return self.name
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether a parameter of the optimizer has a gradient."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def synchronize_buffers(strategy: Strategy) -> None:

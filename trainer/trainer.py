@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
@@ -21,13 +22,27 @@ from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import RENAMED, ConfigError, NotRunningError, did_you_mean, raise_problems, unknown_name_error
 from trainer.fault_tolerance.stop import exit_code
-from trainer.loop.accumulation import StepOutputs, checked_loss, even_window, with_loss_divisors
+from trainer.loop.accumulation import (
+    StepOutputs,
+    checked_loss,
+    even_window,
+    outputs_for_hooks,
+    with_loss_divisors,
+)
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimizer, manual_backward, manual_training_step
 from trainer.loop.resolved_config import resolve_config, settings_problems
 from trainer.loop.run import Run, Session
 from trainer.loop.setup import start_run
+from trainer.loop.skipping import (
+    end_window_with_skipped,
+    ends_epoch,
+    is_exhausted,
+    may_end_epochs,
+    may_skip_batches,
+    skip_batch,
+)
 from trainer.loop.training_state import save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.reductions import as_tensors
@@ -38,7 +53,7 @@ from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, each_wait
 from trainer.progress import Progress
 from trainer.seed import seed_everything
 from trainer.settings import ARGUMENTS, Settings, wrong_names
-from trainer.strategy import Strategy, full_state_dict
+from trainer.strategy import SkippedBatch, Strategy, full_state_dict
 
 log = logging.getLogger("trainer")
 
@@ -189,8 +204,7 @@ class Trainer:
             outputs = run_prediction(run)
             if return_predictions:
                 return list(outputs)
-            for _ in outputs:
-                pass
+            deque(outputs, maxlen=0)
             return None
 
     def stop(self, reason: str) -> None:
@@ -281,7 +295,11 @@ class Trainer:
         if run.progress.step == 0:
             sanity_check(run)
         run.weights_loss_by_items = run.module.overrides("num_items")
-        run.module.train()
+        run.may_skip_batches, run.may_end_epochs = may_skip_batches(run), may_end_epochs(run)
+        if evaluating := [
+            name or type(run.module).__name__ for name, m in run.module.named_modules() if not m.training
+        ]:
+            log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
         run.training = True
         run.hooks.on_train_start()
 
@@ -289,25 +307,31 @@ class Trainer:
         self._start_epoch(run)
         if self.validation_due() and run.progress.validated_step != run.progress.step:
             validate_during_fit(run)
-        for window in self._windows(run):
+        windows = self._windows(run)
+        for window in windows:
             with run.metrics.recording(run.metrics.train):
                 if run.closure_needed:
                     outputs, data, _ = self._step_with_closure(run, window)
                 else:
                     outputs, data, _ = self._train_step(run, window)
+                    if run.epoch_ended_by_module:
+                        break
                     self._update(run)
                 self._count(run, window)
                 run.hooks.on_train_batch_end(outputs, data, run.progress.batch - 1)
+            # Nothing of this step may stay in memory during the next forward.
+            del outputs, data
+            window.clear()
             self._end_step(run)
             if run.val_loaders and self.validation_due():
                 validate_during_fit(run)
-            if self._stopped_inside_epoch(run):
+            if self._stopped_inside_epoch(run, windows):
                 return
         self._end_epoch(run)
 
     def _start_epoch(self, run: Run) -> None:
         """Call the first hook of an epoch, and restore the random numbers of a resumed run."""
-        resumed = run.progress.batch > 0
+        resumed, run.epoch_ended_by_module = run.progress.batch > 0, False
         if not resumed:
             run.restore_rng()
         # In the middle of an epoch the hook is called a second time: values logged and numbers drawn in it are dropped.
@@ -344,25 +368,38 @@ class Trainer:
             data, batch_idx = run.transfer(batch.data, 0), run.progress.batch + position
             metrics.start_batch(data, batch.samples)
             hooks.on_train_batch_start(data, batch_idx)
+            if run.may_end_epochs and ends_epoch(run, position):
+                return None, None, []
             with strategy.gradient_sync(last=position == last):
                 with phase(FORWARD):
                     outputs = strategy.call_step("training_step", data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
-                loss = checked_loss(outputs, module, run.settings.detect_anomaly)
-                if batch.loss_divisor is not None:
-                    loss = loss / batch.loss_divisor
-                hooks.on_before_backward(loss)
-                with phase(BACKWARD):
-                    strategy.backward(loss)
-                hooks.on_after_backward()
-            losses.append(loss)
+                if outputs is None or type(outputs) is SkippedBatch:
+                    skip_batch(run, outputs, batch.loss_divisor, len(window))
+                    outputs = None
+                else:
+                    loss = checked_loss(outputs, module, run.settings.detect_anomaly)
+                    metrics.watch_loss(run.progress.step + 1, loss)
+                    if batch.loss_divisor is not None:
+                        loss = loss / batch.loss_divisor
+                    hooks.on_before_backward(loss)
+                    with phase(BACKWARD):
+                        strategy.backward(loss)
+                    hooks.on_after_backward()
+                    if run.closure_needed:
+                        losses.append(loss.detach())
+                    del loss
+            outputs = outputs_for_hooks(run, outputs)
             if position < last:
                 hooks.on_train_batch_end(outputs, data, batch_idx)
+                del outputs, data
+        if run.may_skip_batches:
+            end_window_with_skipped(run)
         return outputs, data, losses
 
     def _update(self, run: Run) -> None:
         """Clip and step every optimizer."""
-        if not run.module.automatic_optimization:
+        if not run.module.automatic_optimization or run.skipped_window:
             return
         for optimizer in run.optimizers:
             self._before_optimizer_step(run, optimizer)
@@ -382,13 +419,14 @@ class Trainer:
         evaluations: list[StepOutputs] = []
 
         def closure() -> torch.Tensor:
+            evaluations.clear()
             evaluations.append(self._train_step(run, window))
             self._before_optimizer_step(run, run.optimizers[0])
-            return torch.stack([loss.detach() for loss in evaluations[-1][2]]).sum()
+            return torch.stack(evaluations[0][2]).sum()
 
         with run.phase(OPTIMIZER):
             run.strategy.step(run.optimizers[0], closure)
-        return evaluations[-1]
+        return evaluations.pop()
 
     def _count(self, run: Run, window: list[Batch]) -> None:
         """Update the counters after a step, and step the schedulers with interval "step"."""
@@ -428,6 +466,8 @@ class Trainer:
         progress.next_epoch()
 
     def _end_training(self, run: Run) -> None:
+        run.metrics.read_losses()
+        run.tell_nonfinite_losses()
         run.stop_reason = run.stop_reason or run.stop_coordinator.finish(run.progress.step)
         # Kept apart from the values of an unfinished epoch, which a resumed run continues.
         closing = MetricScope(batches=False, steps=False)
@@ -445,11 +485,13 @@ class Trainer:
             return True
         return self.max_epochs is not None and run.progress.epoch >= self.max_epochs
 
-    def _stopped_inside_epoch(self, run: Run) -> bool:
+    def _stopped_inside_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True to leave the epoch unfinished; after the epoch's last batch only a signal does that."""
         if not run.stops() and not self._out_of_steps(run):
             return False
-        return exit_code(run.stop_reason) != 0 if run.progress.batch == run.num_training_batches else True
+        if exit_code(run.stop_reason) != 0:
+            return True
+        return run.progress.batch != run.num_training_batches and not is_exhausted(run, windows)
 
     def _out_of_steps(self, run: Run) -> bool:
         last = run.settings.max_steps

@@ -10,6 +10,8 @@ from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, collect_hyperparameters
 
 if TYPE_CHECKING:
+    import torch
+
     from trainer.trainer import Trainer
 
 
@@ -67,6 +69,21 @@ class DataModule:
     def predict_dataloader(self) -> Any:
         """Return one loader for `trainer.predict`, a list of them, or a dict of name to loader."""
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch, changed if need be, before the transfer to the device. Instead of the module's."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch on `device`, by default the tensors in nested containers. Instead of the module's."""
+        return self.trainer.strategy.to_device(batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return the batch, changed if need be, after the transfer: for augmentation, say. Instead of the module's."""
+        return batch
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Clean up after an exception, before `teardown`."""
+
     def teardown(self, stage: str) -> None:
         """Clean up after a stage; runs on every process."""
 
@@ -108,7 +125,7 @@ class DataModule:
         """The trainer that uses this data module.
 
         Raises:
-            ConfigError: there is none, because it is not inside `fit`, `validate`, `test` or `predict`.
+            ConfigError: there is none, because there was no `fit`, `validate`, `test` or `predict` yet.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:

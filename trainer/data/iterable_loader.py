@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
@@ -11,6 +13,8 @@ from torch.utils.data import DataLoader
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
+
+log = logging.getLogger("trainer")
 
 _END = object()
 
@@ -76,8 +80,23 @@ class IterableLoader(BatchLoader):
             self._refuse_nothing()
             return
         self._used = True
-        for data in islice(chain(head, batches), None if limit is None else limit - start):
-            yield Batch(data, None, None)
+        given = itertools.count(start)
+        # Neither a list nor a variable of a loop, which would keep a batch in memory.
+        batches = chain(_popped(head), batches)
+        yield from map(_as_batch, islice(batches, None if limit is None else limit - start), given)
+        self._learn_length(next(given))
+
+    def _learn_length(self, given: int) -> None:
+        """Correct the length after an epoch that had fewer batches than the limit that it was taken from."""
+        if self.length == self.limit and self.length is not None and given < self.length:
+            log.log(
+                logging.WARNING if self._training else logging.DEBUG,
+                "%s gave %d batches, fewer than its limit of %d: schedules made at the start go by the limit",
+                self.label,
+                given,
+                self.length,
+            )
+            self.length = given
 
     def _begin(self, epoch: int, restored: Any) -> Iterator[Any]:
         for one in _parts(self._loader):
@@ -121,6 +140,15 @@ class IterableLoader(BatchLoader):
                 "not exact after a resume unless it follows from the index"
             )
         return f"{self.label}: {'; '.join(notes)}." if notes else None
+
+
+def _popped(items: list[Any]) -> Iterator[Any]:
+    while items:
+        yield items.pop()
+
+
+def _as_batch(data: Any, number: int) -> Batch:
+    return Batch(data, None, None)
 
 
 def _length(loader: Any) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -92,9 +93,15 @@ class ShardedDataLoader(BatchLoader):
         self.sampler.seek(epoch, start, self.limit)
         # Persistent workers start once: with the same numbers, whichever epoch a resumed run begins with.
         self._generator.manual_seed(mix_seed(self._seed, 0 if self._loader.persistent_workers else epoch) >> 1)
-        for batch in self._batches():
-            drop_cached_normal()
-            yield batch
+        given = itertools.count(start)
+        # Not in a loop with a variable, which would keep the last batch in memory.
+        yield from map(_forget_drawn, self._batches(), given)
+        if (number := next(given)) < (self.length or 0):
+            raise ConfigError(
+                f"{self.label} ended after {number} of {self.length} batches: its sampler has a wrong __len__, or its "
+                "dataset raised StopIteration (a bare next() does). Give the sampler the length that it yields; in the "
+                "dataset write next(iterator, None)."
+            )
 
     def _batches(self) -> Iterator[Batch]:
         if self._loader.num_workers > 0 or self._loader.pin_memory:
@@ -102,6 +109,11 @@ class ShardedDataLoader(BatchLoader):
         # What a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
         dataset: Any = self._loader.dataset
         return map(dataset.__getitems__ if self.sampler.automatic_batching else dataset.__getitem__, self.sampler)
+
+
+def _forget_drawn(batch: Batch, number: int) -> Batch:
+    drop_cached_normal()
+    return batch
 
 
 def _batch_size(sampler: DistributedBatchSampler) -> int | None:

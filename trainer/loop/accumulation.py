@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.callback import nothing
 from trainer.data.loader import Batch, Divisor
+from trainer.data.transfer import move_to
 from trainer.errors import ConfigError
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
+
+
 StepOutputs = tuple[Any, Any, list[torch.Tensor]]
-"""The return value of `training_step` for the last micro-batch; that micro-batch, on the device; and the losses of all
-micro-batches as passed to backward, whose sum is the step's loss."""
+"""The outputs of the last micro-batch for `on_train_batch_end`; that micro-batch, on the device; and, for an optimizer
+with a closure, the losses of all micro-batches as passed to backward, whose sum is the step's loss."""
 
 
 def checked_loss(
@@ -36,16 +42,35 @@ def checked_loss(
     return loss
 
 
+def outputs_for_hooks(run: Run, outputs: Any) -> Any:
+    """Return the outputs of `training_step` as `on_train_batch_end` gets them: a dict of detached tensors.
+
+    As Lightning's: a loss is under `"loss"`, also None for a skipped batch. Other objects are returned as they are.
+    """
+    if run.hooks.on_train_batch_end is nothing:
+        return None
+    if isinstance(outputs, torch.Tensor):
+        return {"loss": outputs.detach()}
+    if isinstance(outputs, Mapping):
+        return {name: move_to(value, _detached) for name, value in outputs.items()}
+    if outputs is None:
+        return {"loss": None} if run.module.automatic_optimization else {}
+    return outputs
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def _what_is_wrong(loss: Any) -> str:
     """Return the problem of a value that is not a finite loss with a gradient."""
     if isinstance(loss, Mapping):
         return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
     if not isinstance(loss, torch.Tensor):
         what = "None" if loss is None else f"a value of type {type(loss).__name__}"
-        hint = " Did you forget 'return loss'? A batch cannot be skipped here: leave it out of the data."
         return (
-            f"{what}; what is needed is the loss, a tensor with one element and a gradient."
-            f"{hint if loss is None else ''} To optimize by hand, set automatic_optimization = False."
+            f"{what}; what is needed is the loss, a tensor with one element and a gradient. To optimize by hand, set "
+            "automatic_optimization = False."
         )
     if loss.numel() != 1:
         return f"a loss of shape {tuple(loss.shape)}; reduce it, e.g. loss.mean()."

@@ -48,8 +48,14 @@ DATAMODULE_METHODS = (
     "teardown",
     "state_dict",
     "load_state_dict",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "on_exception",
     *(name for name in METHODS if "data" in name),
 )
+
+DATAMODULE_EQUIVALENTS = {"on_save_checkpoint": "state_dict", "on_load_checkpoint": "load_state_dict"}
+"""Methods of data modules that are not called, as in Lightning -> what to define instead."""
 
 LIGHTNING_EQUIVALENTS = {
     "training_epoch_end": "on_train_epoch_end",
@@ -194,6 +200,11 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
         check_signature(datamodule, method, parameters_of(getattr(DataModule, method)))
         for method in DATAMODULE_METHODS
         if hasattr(DataModule, method) and datamodule.overrides(method)
+    ]
+    wrong += [
+        f"{type(datamodule).__name__}.{method} would never be called: define {instead} instead."
+        for method, instead in DATAMODULE_EQUIVALENTS.items()
+        if callable(getattr(datamodule, method, None))
     ]
     known = tuple(method for method in DATAMODULE_METHODS if hasattr(DataModule, method))
     return [*_misspelt(datamodule, DataModule, known).values(), *filter(None, wrong)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def validate_during_fit(run: Run) -> None:
 def sanity_check(run: Run) -> None:
     """Run a few validation batches before training, to find errors early. Logged values are dropped."""
     batches = run.settings.num_sanity_val_steps
-    if not run.val_loaders or batches == 0:
+    if not run.val_loaders or batches == 0 or run.settings.fast_dev_run:
         return
     run.sanity_checking = True
     with isolated_rng(run.strategy.device):
@@ -158,8 +159,7 @@ def evaluate(
             hooks.epoch_start()
             for dataloader_idx, (name, loader) in enumerate(loaders.items()):
                 scope.loader = name if len(loaders) > 1 else ""
-                for _ in run_batches(run, hooks, loader, dataloader_idx, max_batches):
-                    pass
+                deque(run_batches(run, hooks, loader, dataloader_idx, max_batches), maxlen=0)
                 read(metrics.read_epoch(scope))
                 if len(loaders) > 1:
                     metrics.reset_computed()
@@ -213,7 +213,12 @@ def run_batches(
             outputs = run.strategy.call_step(hooks.step, *arguments)
         run.watchdog.heartbeats += 1
         hooks.batch_end(outputs, data, batch_idx, dataloader_idx)
-        yield outputs
+        # Nothing of this batch may stay in memory during the next forward.
+        del data, arguments, batch
+        metrics.batch = None
+        kept = [outputs]
+        del outputs
+        yield kept.pop()
 
 
 def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:

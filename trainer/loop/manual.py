@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch.optim import Optimizer
 
 from trainer.data.loader import Batch
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import StepOutputs, checked_loss, with_loss_divisors
+from trainer.loop.accumulation import StepOutputs, checked_loss, outputs_for_hooks, with_loss_divisors
 from trainer.loop.run import Run
+from trainer.loop.skipping import ends_epoch
+from trainer.optimizers import needs_closure
 from trainer.profiling import BACKWARD, FORWARD, OPTIMIZER
 
 
@@ -26,9 +29,14 @@ def manual_training_step(run: Run, window: list[Batch]) -> StepOutputs:
     run.metrics.start_batch(data, batch.samples)
     run.manual_loss_divisor = batch.loss_divisor
     run.hooks.on_train_batch_start(data, batch_idx)
+    if run.may_end_epochs and ends_epoch(run, 0):
+        return None, None, []
+    steps = run.manual_steps
     with run.phase(FORWARD):
         outputs = run.strategy.call_step("training_step", data, batch_idx)
-    return outputs, data, []
+    if run.manual_steps > steps:
+        run.strategy.end_step()
+    return outputs_for_hooks(run, outputs), data, []
 
 
 def manual_backward(run: Run, loss: torch.Tensor) -> None:
@@ -39,6 +47,7 @@ def manual_backward(run: Run, loss: torch.Tensor) -> None:
             "the loss from training_step and let the trainer do the rest."
         )
     checked_loss(loss, run.module, run.settings.detect_anomaly, "manual_backward got")
+    run.metrics.watch_loss(run.progress.step + 1, loss)
     run.manual_backwards += 1
     if run.manual_loss_divisor is not None:
         loss = loss / run.manual_loss_divisor
@@ -64,10 +73,23 @@ class ManualOptimizer:
         if run.manual_backwards == 0 and closure is None:
             self._check_first_step()
         run.manual_steps += 1
-        run.hooks.on_before_optimizer_step(self.optimizer)
+        if closure is not None and run.strategy.scaler is not None:
+            if needs_closure(self.optimizer):
+                raise ConfigError(f"{type(self.optimizer).__name__} does not work with loss scaling: use 'bf16-mixed'.")
+            closure()  # its gradients are scaled, and the optimizer would use them so
+            closure = None
+        if closure is None:
+            run.strategy.unscale(self.optimizer)
+            run.hooks.on_before_optimizer_step(self.optimizer)
         with run.phase(OPTIMIZER):
-            run.strategy.step(self.optimizer, closure)
-        run.strategy.end_step()
+            run.strategy.step(self.optimizer, closure and partial(self._evaluate, closure))
+        # Autocast would give later forwards of this training_step the weights from before.
+        torch.clear_autocast_cache()
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        self._run.hooks.on_before_optimizer_step(self.optimizer)
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainer.callback import PROFILERS, Callback, Checkpoint, Logger, callback_named, callback_problems
+from trainer.callback import PROFILERS, Callback, Checkpoint, DummyLogger, Logger, callback_named, callback_problems
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
@@ -203,7 +203,7 @@ def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback],
         add_missing("ProgressBar")
     if settings.fast_dev_run:
         callbacks = [callback for callback in callbacks if not isinstance(callback, (Checkpoint, Logger))]
-        return callbacks, []
+        return callbacks, [DummyLogger()] if settings.logger else []
     saving = any(isinstance(callback, Checkpoint) for callback in callbacks)
     if settings.enable_checkpointing and not saving:
         callbacks.append(callback_named("ModelCheckpoint")())

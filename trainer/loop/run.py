@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,8 @@ from trainer.settings import Settings
 
 if TYPE_CHECKING:
     from trainer.loop.manual import ManualOptimizer
+
+log = logging.getLogger("trainer")
 
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -100,7 +103,17 @@ class Run:
         self.clips_gradients = False
         self.weights_loss_by_items = False
         """True if the module defines `num_items`."""
-        self.has_transfer_hooks = module.overrides_any(TRANSFER_HOOKS)
+        self.may_skip_batches = self.may_end_epochs = False
+        """Whether `training_step` may return None, and the module's `on_train_batch_start` -1; see loop/skipping.py."""
+        self.skipped_share = 0.0
+        """The part of the items of this step, times the number of processes, that this process has skipped so far."""
+        self.skipped_window = False
+        """True if all processes have skipped all batches of the step: there is no update."""
+        self.epoch_ended_by_module = False
+        """True after the module's `on_train_batch_start` has returned -1, until the next epoch."""
+        self.told_skipping = self.torn_down = False
+        self.transfer_hooks = transfer_hooks(module, datamodule)
+        """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
         self.manual_backwards = self.manual_steps = 0
         """Number of calls of `manual_backward` and of an optimizer's `step`, with manual optimization."""
         self.manual_loss_divisor: Divisor = None
@@ -165,16 +178,14 @@ class Run:
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return the batch on the device; the module's transfer hooks are called if it defines any."""
+        """Return the batch on the device, through the transfer hooks if there are any."""
         with self.phase(TRANSFER):
-            if not self.has_transfer_hooks:
+            if self.transfer_hooks is None:
                 return self.strategy.to_device(batch)
-            module, device = self.module, self.strategy.device
-            batch = require_batch(module.on_before_batch_transfer(batch, dataloader_idx), "on_before_batch_transfer")
-            batch = require_batch(
-                module.transfer_batch_to_device(batch, device, dataloader_idx), "transfer_batch_to_device"
-            )
-            return require_batch(module.on_after_batch_transfer(batch, dataloader_idx), "on_after_batch_transfer")
+            before, transfer, after = self.transfer_hooks
+            batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
+            batch = require_batch(transfer(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
+            return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
 
     # -- logging -------------------------------------------------------------------------------------------------------
 
@@ -206,8 +217,22 @@ class Run:
                     logger.log_metrics(values.logger, self.progress.step)
         return values.all
 
+    def tell_nonfinite_losses(self) -> None:
+        """Warn, once in a run, of the first loss of this process that was read and is NaN or infinite."""
+        if self.metrics.nonfinite_loss is not None and self.metrics.watches_losses:
+            step, loss = self.metrics.nonfinite_loss
+            self.metrics.watches_losses = False
+            log.warning(
+                "the loss of step %d is %s on rank %d, and the run goes on. Look at the batch and the learning rate; "
+                "gradient_clip_val or a lower lr often help. Trainer(detect_anomaly=True) ends the run there.",
+                step,
+                loss,
+                self.strategy.processes.rank,
+            )
+
     def update_metrics(self, values: ReducedMetrics) -> None:
         """Store reduced values for `monitor=`, the loggers and the progress bar."""
+        self.tell_nonfinite_losses()
         self.session.callback_metrics.update(values.all)
         self.session.logged_metrics.update(values.logger)
         self.session.progress_bar_metrics.update(values.progress_bar)
@@ -254,6 +279,20 @@ class Run:
         if self.collective_check is not None:
             code = sys._getframe(2).f_code
             self.collective_check.wait_for_all(f"{what} (in {Path(code.co_filename).name}, {code.co_name})")
+
+
+def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:
+    """Return the methods of the names `TRANSFER_HOOKS`; None: neither module nor data module defines one.
+
+    Each is the data module's if that defines it, else the module's. As in Lightning; both is told.
+    """
+    of_data = [name for name in TRANSFER_HOOKS if datamodule is not None and datamodule.overrides(name)]
+    if not of_data and not module.overrides_any(TRANSFER_HOOKS):
+        return None
+    for name in of_data:
+        if module.overrides(name):
+            log.warning("%s: the data module's is called, and not the module's", name)
+    return [getattr(datamodule if name in of_data else module, name) for name in TRANSFER_HOOKS]
 
 
 def require_batch(batch: Any, hook: str) -> Any:

@@ -53,6 +53,8 @@ def end_with_error(run: Run, error: BaseException) -> None:
         )
     with log_secondary_errors("on_exception"):
         run.hooks.on_exception(error)
+        if run.datamodule is not None:
+            run.datamodule.on_exception(error)
     with log_secondary_errors("teardown"):
         call_teardown_hooks(run)
     if explained is not None:
@@ -60,7 +62,10 @@ def end_with_error(run: Run, error: BaseException) -> None:
 
 
 def call_teardown_hooks(run: Run) -> None:
-    """Call `teardown` of the data module, the callbacks and the module."""
+    """Call `teardown` of the data module, the callbacks and the module, once."""
+    if run.torn_down:
+        return
+    run.torn_down = True
     if run.datamodule is not None:
         run.datamodule.teardown(run.stage)
     run.hooks.teardown(run.stage)
@@ -76,13 +81,11 @@ def log_secondary_errors(what: str) -> Iterator[None]:
 
 
 def detach(run: Run) -> None:
-    """Detach the trainer from the module and the data module."""
+    """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
     run.session.stage, run.collective_check = None, None
     run.training = run.validating = run.sanity_checking = False
-    run.module.attach(None)
+    run.metrics.end("the run has ended: log inside of fit, validate or test.")
     run.module.untoggle_optimizer()
-    if run.datamodule is not None:
-        run.datamodule.attach(None)
 
 
 def exit_if_stopped(run: Run) -> None:

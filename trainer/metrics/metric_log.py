@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -110,6 +111,11 @@ class MetricLog:
         self.hook_metrics = MetricScope(batches=False, steps=False)
         self.evaluation_hooks = MetricScope(batches=False, steps=False)
         """The values logged in the hooks at the end of the current evaluation."""
+        self.watches_losses = True
+        self.nonfinite_loss: tuple[int, float] | None = None
+        """Step and value of the first loss read that is NaN or infinite."""
+        self._losses: list[tuple[int, torch.Tensor]] = []
+        """Losses that were not read yet, with their steps."""
         self.computed: list[Any] = []
         """torchmetrics objects that were computed, until `reset_computed`."""
         self.scope = self.hook_metrics
@@ -122,6 +128,10 @@ class MetricLog:
         self.disabled_reason: str | None = None
         """The reason for refusing values now; None: values are accepted."""
 
+    def end(self, reason: str) -> None:
+        """Refuse all further values, for this reason."""
+        self.disabled_reason, self.scope, self.batch = reason, MetricScope(batches=False, steps=False), None
+
     def recording(self, scope: MetricScope) -> Recording:
         """Return a context in which `log` adds to `scope`."""
         return Recording(self, scope)
@@ -133,6 +143,24 @@ class MetricLog:
     def start_batch(self, batch: Any, samples: int | None) -> None:
         """Weight values by the samples of this batch from now on; None: the loader does not know their number."""
         self.batch, self.samples = batch, samples
+
+    def watch_loss(self, step: int, loss: torch.Tensor) -> None:
+        """Keep a loss until values are read the next time, to find one that is not finite. Reads nothing by itself."""
+        if self.watches_losses:
+            # A view would keep a larger tensor in memory.
+            self._losses.append((step, loss.detach().clone() if loss._is_view() else loss.detach()))
+            if len(self._losses) == 1000:
+                self.read_losses()
+
+    def read_losses(self) -> None:
+        """Look for a loss that is not finite."""
+        self._check_losses(to_host([loss for _, loss in self._losses]))
+
+    def _check_losses(self, numbers: list[float]) -> None:
+        found = ((step, number) for (step, _), number in zip(self._losses, numbers, strict=True))
+        first = next((one for one in found if not math.isfinite(one[1])), None)
+        self.nonfinite_loss = self.nonfinite_loss or first
+        self._losses.clear()
 
     def log(self, name: str, value: Any, options: LogOptions, weight: Number | None = None) -> None:
         """Record a value; see `TrainModule.log`. `weight`: of the value in a mean; None: the samples of the batch."""
@@ -243,7 +271,10 @@ class MetricLog:
         logged = [e for e in self.train.entries.values() if e.options.on_step and e.window == self.window]
         values = ReducedMetrics()
         with self.phase(LOGGING):
-            numbers = iter(to_host([n for e in logged for one in e.window_values for n in one if is_tensor(n)]))
+            tensors = [n for e in logged for one in e.window_values for n in one if is_tensor(n)]
+            read = to_host([*tensors, *(loss for _, loss in self._losses)])
+            self._check_losses(read[len(tensors) :])
+            numbers = iter(read)
             local: dict[str, tuple[LogOptions, Accumulator]] = {}
             for entry in logged:
                 accumulator = Accumulator(entry.options.reduction)

@@ -1,0 +1,122 @@
+"""Optimizers in 16-mixed: hooks see unscaled gradients, the scale changes once a step, and no gradient is no error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.toy import loader, quiet
+from trainer import TrainModule
+from trainer.precision import Precision, resolve_precision
+
+SCALE = 8.0
+
+
+def half() -> Precision:
+    """Return 16-mixed with a small scale that grows at every step."""
+    return resolve_precision("16-mixed")
+
+
+class ByHand(TrainModule):
+    """Two optimizers, both backwards before both steps, and everything that was seen."""
+
+    automatic_optimization = False
+
+    def __init__(self, clips: int = 0, closure: bool = False, again: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.clips, self.closure, self.again = clips, closure, again
+        self.norms: list[float] = []
+        self.updates = 0
+
+    def loss(self, layer: nn.Module, batch: Any) -> torch.Tensor:
+        return (layer(batch[0]) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer, layer in zip(optimizers, (self.first, self.second), strict=True):
+            optimizer.zero_grad()
+            if not self.closure:
+                self.manual_backward(self.loss(layer, batch))
+        for optimizer, layer in zip(optimizers, (self.first, self.second), strict=True):
+            for _ in range(self.clips):
+                self.clip_gradients(optimizer, 0.5)
+            if self.closure:
+                optimizer.step(lambda layer=layer: self.manual_backward(self.loss(layer, batch)))
+            else:
+                optimizer.step()
+            if self.again:
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(layer, batch))
+                optimizer.step()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.norms.append(float(nn.utils.get_total_norm(gradients)))
+
+    def on_fit_start(self) -> None:
+        scaler = self.trainer.strategy.scaler
+        if scaler is not None:
+            scaler.load_state_dict({**scaler.state_dict(), "scale": SCALE, "growth_interval": 1})
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in (self.first, self.second)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"clips": 1}, {"clips": 2}, {"closure": True}, {"again": True}, {"clips": 2, "again": True}],
+    ids=str,
+)
+def test_manual_steps_are_those_without_scaling(options: dict[str, Any]) -> None:
+    scaled, plain = ByHand(**options), ByHand(**options)
+    trainer = quiet(max_epochs=1, precision="16-mixed")
+    trainer.fit(scaled, loader(4))
+    quiet(max_epochs=1, precision="32-true").fit(plain, loader(4))
+    assert scaled.norms == pytest.approx(plain.norms, rel=2e-2)
+    for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+    assert trainer.strategy.scaler is not None
+    assert trainer.strategy.scaler.get_scale() == SCALE * 2**4
+
+
+def test_an_optimizer_without_gradients_is_left_out() -> None:
+    class OneOfTwo(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.used(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.used, self.unused)]
+
+    module = OneOfTwo()
+    before = [parameter.detach().clone() for parameter in (module.used.weight, module.unused.weight)]
+    quiet(max_epochs=1, precision="16-mixed").fit(module, loader(2))
+    assert not torch.equal(module.used.weight, before[0])
+    assert torch.equal(module.unused.weight, before[1])
+
+
+def test_a_step_whose_batches_are_all_skipped_has_no_update() -> None:
+    class SkipsAll(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+            if batch_idx == 1:
+                return None
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    trainer = quiet(max_epochs=1, precision="16-mixed", gradient_clip_val=1.0)
+    trainer.fit(SkipsAll(), loader(3))
+    assert trainer.global_step == 3
