@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def test_attributes_are_there_before_during_and_after_a_run() -> None:
     assert after["run"] is begun["run"]
 
 
-def test_the_next_run_goes_on_with_the_session_and_nothing_else() -> None:
+def test_the_next_run_goes_on_with_the_session_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     trainer = quiet(max_epochs=1)
     trainer.fit(Toy(), loader(3))
     fit = trainer.run
@@ -76,8 +77,15 @@ def test_the_next_run_goes_on_with_the_session_and_nothing_else() -> None:
     assert trainer.run is not fit
     assert (trainer.optimizers, trainer.train_loader) == ([], None)
     assert trainer.global_step == 3
-    trainer.fit(Toy(), loader(2))
+    with caplog.at_level(logging.INFO, "trainer"):
+        trainer.fit(Unlogged(), loader(2))
     assert trainer.global_step == 2
+    assert "another fit: it starts at step 0 with the weights as they are" in caplog.text
+    assert trainer.callback_metrics == {}, "values of the fit before"
+
+
+class Unlogged(Toy):
+    def log(self, *args: Any, **options: Any) -> None: ...
 
 
 def test_a_run_needs_no_trainer() -> None:

@@ -29,7 +29,7 @@ class Losses(Callback):
         self.rates: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, index: int) -> None:
-        self.losses.append(outputs.detach())
+        self.losses.append(outputs["loss"])
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])

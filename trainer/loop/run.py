@@ -85,7 +85,11 @@ class Run:
         self.hooks = CallbackList([])
         self.phase: Phase = unheard
         if stage == "fit":
+            if session.has_fit:
+                log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
             session.progress = Progress()
+            session.callback_metrics.clear()
+            session.logged_metrics.clear()
         session.progress_bar_metrics.clear()
         self.progress = session.progress
         self.training = self.validating = self.sanity_checking = False

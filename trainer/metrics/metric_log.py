@@ -112,6 +112,8 @@ class MetricLog:
         self.evaluation_hooks = MetricScope(batches=False, steps=False)
         """The values logged in the hooks at the end of the current evaluation."""
         self.watches_losses = True
+        self.copies_losses = False
+        """True if the memory of a step's tensors is used again in the next step."""
         self.nonfinite_loss: tuple[int, float] | None = None
         """Step and value of the first loss read that is NaN or infinite."""
         self._losses: list[tuple[int, torch.Tensor]] = []
@@ -148,7 +150,8 @@ class MetricLog:
         """Keep a loss until values are read the next time, to find one that is not finite. Reads nothing by itself."""
         if self.watches_losses:
             # A view would keep a larger tensor in memory.
-            self._losses.append((step, loss.detach().clone() if loss._is_view() else loss.detach()))
+            copies = self.copies_losses or loss._is_view()
+            self._losses.append((step, loss.detach().clone() if copies else loss.detach()))
             if len(self._losses) == 1000:
                 self.read_losses()
 
