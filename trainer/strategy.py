@@ -229,7 +229,8 @@ class Strategy:
             self.scaler.step(optimizer)
             # With manual optimization it may step again before the scale changes, which torch refuses otherwise.
             states = self.scaler._per_optimizer_states
-            states[-len(states)] = states.pop(id(optimizer))
+            state = states.pop(id(optimizer))
+            states[id(state)] = state  # `update` looks at the values only
             self._unscaled.discard(id(optimizer))
         else:
             optimizer.step()

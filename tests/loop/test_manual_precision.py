@@ -10,14 +10,8 @@ from torch import nn
 
 from tests.helpers.toy import loader, quiet
 from trainer import TrainModule
-from trainer.precision import Precision, resolve_precision
 
 SCALE = 8.0
-
-
-def half() -> Precision:
-    """Return 16-mixed with a small scale that grows at every step."""
-    return resolve_precision("16-mixed")
 
 
 class ByHand(TrainModule):
@@ -82,6 +76,23 @@ def test_manual_steps_are_those_without_scaling(options: dict[str, Any]) -> None
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
     assert trainer.strategy.scaler is not None
     assert trainer.strategy.scaler.get_scale() == SCALE * 2**4
+
+
+@pytest.mark.parametrize("overflows", [0, 1])
+def test_the_scale_falls_after_an_overflow_in_any_optimizer(overflows: int) -> None:
+    class Overflows(ByHand):
+        def loss(self, layer: nn.Module, batch: Any) -> torch.Tensor:
+            loss = super().loss(layer, batch)
+            return loss * float("inf") if layer is (self.first, self.second)[overflows] else loss
+
+    module = Overflows()
+    before = [layer.weight.detach().clone() for layer in (module.first, module.second)]
+    trainer = quiet(max_epochs=1, precision="16-mixed")
+    trainer.fit(module, loader(1))
+    assert trainer.strategy.scaler is not None
+    assert trainer.strategy.scaler.get_scale() == SCALE / 2
+    same = [torch.equal(layer.weight, b) for layer, b in zip((module.first, module.second), before, strict=True)]
+    assert same == [overflows == 0, overflows == 1]
 
 
 def test_an_optimizer_without_gradients_is_left_out() -> None:
