@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from trainer.data.loader import Batch
+from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
-from trainer.data.loader import Divisor
 from trainer.loop.run import Run
 from trainer.strategy import SkippedBatch
 
