@@ -70,7 +70,7 @@ stopping, then checkpoints).
         on_predict_end
         on_predict_model_train                          module
 
-    on_exception(exception)                             (callbacks, data module) before teardown; no collectives here
+    on_exception(exception)                             (callbacks), data module; before teardown, no collectives
     on_save_checkpoint(checkpoint)                      each time a checkpoint is written
     on_checkpoint_saved(path)                           (callbacks) rank 0 only: the checkpoint is committed, and "last"
                                                         points to it; with async_save: at the end of a later step

@@ -68,6 +68,18 @@ class Run:
     know the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
     """
 
+    flushed_step = -1
+    """The last step whose values went to the loggers."""
+    may_skip_batches = may_end_epochs = False
+    """Whether `training_step` may return None, and the module's `on_train_batch_start` -1; see loop/skipping.py."""
+    skipped_share = 0.0
+    """The part of the items of this step, times the number of processes, that this process has skipped so far."""
+    skipped_window = False
+    """True if all processes have skipped all batches of the step: there is no update."""
+    epoch_ended_by_module = False
+    """True after the module's `on_train_batch_start` has returned -1, until the next epoch."""
+    told_skipping = torn_down = False
+
     def __init__(
         self,
         config: ResolvedConfig,
@@ -93,8 +105,6 @@ class Run:
         session.progress_bar_metrics.clear()
         self.progress = session.progress
         self.training = self.validating = self.sanity_checking = False
-        self.flushed_step = -1
-        """The last step whose values went to the loggers."""
         self.metrics = MetricLog(module, lambda value: config.strategy.processes.all_gather_object(value))
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
@@ -107,15 +117,6 @@ class Run:
         self.clips_gradients = False
         self.weights_loss_by_items = False
         """True if the module defines `num_items`."""
-        self.may_skip_batches = self.may_end_epochs = False
-        """Whether `training_step` may return None, and the module's `on_train_batch_start` -1; see loop/skipping.py."""
-        self.skipped_share = 0.0
-        """The part of the items of this step, times the number of processes, that this process has skipped so far."""
-        self.skipped_window = False
-        """True if all processes have skipped all batches of the step: there is no update."""
-        self.epoch_ended_by_module = False
-        """True after the module's `on_train_batch_start` has returned -1, until the next epoch."""
-        self.told_skipping = self.torn_down = False
         self.transfer_hooks = transfer_hooks(module, datamodule)
         """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
         self.manual_backwards = self.manual_steps = 0
