@@ -78,7 +78,9 @@ class Run:
     """True if all processes have skipped all batches of the step: there is no update."""
     epoch_ended_by_module = False
     """True after the module's `on_train_batch_start` has returned -1, until the next epoch."""
-    told_skipping = torn_down = False
+    told_skipping = torn_down = clips_gradients = False
+    weights_loss_by_items = False
+    """True if the module defines `num_items`."""
 
     def __init__(
         self,
@@ -114,9 +116,6 @@ class Run:
         self.scheduler_configs: list[SchedulerConfig] = []
         self.closure_needed = False
         """True if the optimizer evaluates the loss several times per step (LBFGS)."""
-        self.clips_gradients = False
-        self.weights_loss_by_items = False
-        """True if the module defines `num_items`."""
         self.transfer_hooks = transfer_hooks(module, datamodule)
         """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
         self.manual_backwards = self.manual_steps = 0
