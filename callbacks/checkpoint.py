@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
+from trainer.metrics.monitor import resolve_mode, tell_mode
 from trainer.settings import read_duration
 
 if TYPE_CHECKING:
@@ -35,13 +37,20 @@ class ModelCheckpoint(Checkpoint):
     The newest checkpoint is always kept (`save_last`) and called "last"; with `monitor` the `save_top_k` best ones are
     kept too, and the best of them is called "best": `fit(..., ckpt_path="last")`, `test(..., ckpt_path="best")`.
 
+    A value belongs to the step it was measured at. A checkpoint that is due at a step whose validation is due too, or
+    whose epoch ends, waits for it; a checkpoint of a step without a value of its own is kept as the newest only. Of
+    equal values the older one is better.
+
     Args:
         dirpath: folder of the checkpoints, or a URL that fsspec understands (s3://bucket/run). Default: `checkpoints`
             in the run directory.
         filename: name of a checkpoint; `{epoch}`, `{step}` and logged names are filled in, as in
-            "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17". Default: "{epoch}-{step}".
-        monitor: logged name that decides which checkpoints are the best. Default: the newest are.
-        mode: "min" or "max": which value of `monitor` is better. Default: inferred from the name (loss: min, acc: max).
+            "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17"; nan stands for a value not known yet. Default:
+            "{epoch}-{step}". Further ones of the same name get a number. One that takes the place of another of its
+            name replaces it in one step: with `filename="model"` there is always a checkpoint `model`.
+        monitor: logged name that decides which checkpoints are the best, or "epoch" or "step". Default: the newest are.
+        mode: "min" or "max": which value of `monitor` is better. Default: "min"; a name that says that larger is better
+            (acc, f1, ...) needs "max".
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
         save_last: keep the newest one, whatever its value.
         every_n_train_steps: write after every so many steps.
@@ -84,8 +93,10 @@ class ModelCheckpoint(Checkpoint):
         raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = dirpath
         self.filename = filename or "{epoch}-{step}"
+        self._fields = [name for name, _ in _FIELD.findall(self.filename) if name not in ("epoch", "step")]
         self.monitor = monitor
-        self.mode = mode or (_mode_of(monitor) if monitor is not None else "min")
+        self.mode = resolve_mode(mode, monitor or "", "ModelCheckpoint")
+        self._unclear_mode = mode is None
         self.save_top_k = save_top_k
         self.save_last = save_last
         self.every_n_train_steps = every_n_train_steps
@@ -97,16 +108,21 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_exception = save_on_exception
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
+        self._retention = Retention(monitor is not None, self.mode, save_top_k, save_last)
+        self._folder: StoragePath | None = None
+        self._writer: BackgroundWriter | None = None
+        self._writes = 0
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
         self.kept: dict[str, float | None] = {}
         """Checkpoints on disk, oldest first, each with its monitored value."""
         self.best: str | None = None
         self.last: str | None = None
         self.saved_step = -1
-        self._retention = Retention(monitor is not None, self.mode, save_top_k, save_last)
-        self._folder: StoragePath | None = None
         self._last_time = time.monotonic()
-        self._writer: BackgroundWriter | None = None
-        self._writes = 0
+        self._time_is_up = False
+        """A checkpoint is due by `train_time_interval`, until one is written."""
         self._previous: tuple[dict[str, float | None], str | None, int] = ({}, None, -1)
         """`kept`, `last` and `saved_step` before the newest write, restored if that fails."""
         self._error: CheckpointError | None = None
@@ -135,6 +151,9 @@ class ModelCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
+        self._start_afresh()
+        if self.monitor is not None and self._unclear_mode and trainer.is_global_zero:
+            tell_mode(self.monitor, "ModelCheckpoint")
         self._folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
         try:
             is_file = self._folder.is_file()
@@ -142,8 +161,6 @@ class ModelCheckpoint(Checkpoint):
             raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) cannot be reached: {error}") from error
         if is_file:
             raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
-        self._last_time = time.monotonic()
-        self._error = None
         if trainer.is_global_zero:
             CheckpointDirectory(self._folder).clean()
         if self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state):
@@ -157,31 +174,28 @@ class ModelCheckpoint(Checkpoint):
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.async_save:
             self._poll_async_save(trainer)
-        if self.every_n_train_steps is not None:
-            due = trainer.global_step % self.every_n_train_steps == 0
-        else:
-            due = self.seconds is not None and self._time_is_up(trainer)
-        # If validation follows at this step, the checkpoint waits for its result.
-        if due and not (self.monitor is not None and trainer.validation_due()):
-            self._save(trainer, require_monitor=False)
+        due = self._is_up_now(trainer) if self.seconds is not None else self._step_is_due(trainer)
+        if due and not self._waits(trainer):
+            self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.stage != "fit" or trainer.sanity_checking:
             return
-        if self.every_n_train_steps is not None:
-            if self.monitor is not None and trainer.global_step % self.every_n_train_steps == 0:
-                self._save(trainer)
-        elif self._epoch_is_due(trainer) and trainer.settings.val_check_interval != 1.0:
-            self._save(trainer, require_monitor=False)
+        self._check_names(trainer)
+        ends_epoch = trainer.progress.batch == trainer.num_training_batches
+        due = self._step_is_due(trainer) or (self._epoch_is_due(trainer) and trainer.validation_due())
+        if due and not ends_epoch:
+            self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._epoch_is_due(trainer) and self.saved_step != trainer.global_step:
+        self._check_names(trainer)
+        if self._step_is_due(trainer) or self._epoch_is_due(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish_write(trainer)
         if self.saved_step != trainer.global_step and trainer.global_step > 0 and (self.save_last or self.save_top_k):
-            self._save(trainer, require_monitor=False)
+            self._save(trainer)
             self._finish_write(trainer)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -199,41 +213,76 @@ class ModelCheckpoint(Checkpoint):
         if trainer.world_size > 1:
             log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
         else:
-            self._save(trainer, require_monitor=False)
+            self._save(trainer)
             self._finish_write(trainer)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         return self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def _time_is_up(self, trainer: Trainer) -> bool:
-        """Return whether the time is up by rank 0's clock; every `log_every_n_steps` steps, as it is a collective."""
+    def _step_is_due(self, trainer: Trainer) -> bool:
+        if self.every_n_train_steps is not None:
+            return trainer.global_step % self.every_n_train_steps == 0
+        return self._time_is_up
+
+    def _waits(self, trainer: Trainer) -> bool:
+        """Whether values of this step are still to come, of a validation or of the epoch that ends here."""
+        if self.monitor is None and not self._fields:
+            return False
+        return trainer.validation_due() or trainer.progress.batch == trainer.num_training_batches
+
+    def _is_up_now(self, trainer: Trainer) -> bool:
+        """Whether the time has run out by rank 0's clock; every `log_every_n_steps` steps, as it is a collective."""
         assert self.seconds is not None
         if trainer.world_size > 1 and trainer.global_step % trainer.settings.log_every_n_steps:
             return False
         up = trainer.strategy.processes.broadcast_object(time.monotonic() - self._last_time >= self.seconds)
         if up:
-            self._last_time = time.monotonic()
+            self._time_is_up, self._last_time = True, time.monotonic()
         return up
+
+    def _check_names(self, trainer: Trainer) -> None:
+        """Raise ConfigError for a name that a validation or an epoch has ended without."""
+        names = [name for name in (self.monitor, *self._fields) if name not in (None, "epoch", "step")]
+        missing = [name for name in names if name not in trainer.run.session.measured]
+        if not missing:
+            return
+        known = trainer.read_metrics()
+        for name in missing:
+            if name not in known and not trainer.run.is_to_come(name):
+                what = (
+                    f" monitors {name!r}, which" if name == self.monitor else f"(filename={self.filename!r}): {name!r}"
+                )
+                raise ConfigError(
+                    f"ModelCheckpoint{what} was not logged.{did_you_mean(name, known)} "
+                    f"Logged so far: {', '.join(sorted(known)) or 'nothing'}."
+                )
 
     # -- saving, in running order --------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer, require_monitor: bool = True) -> None:
-        """Write a checkpoint, then delete those no longer kept. `require_monitor`: the monitored value must exist."""
-        self._finish_write(trainer, due=True)
+    def _save(self, trainer: Trainer) -> None:
+        """Write a checkpoint, then delete those no longer kept; nothing if that of this step has its value already."""
         metrics = trainer.read_metrics()
-        value = self._monitored_value(metrics, require_monitor)
-        values = {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        name = _format_name(self.filename, values, self.auto_insert_metric_name)
-        name = trainer.strategy.processes.broadcast_object(self._free_name(name) if trainer.is_global_zero else "")
-        kept = {**self.kept, name: value}
-        to_delete = self._retention.to_delete(kept)
-        if name in to_delete:
-            self.saved_step = trainer.global_step
+        value = self._value(trainer)
+        again = self.saved_step == trainer.global_step
+        if again and (value is None or self.kept.get(self.last or "") is not None):
             return
+        self._finish_write(trainer, due=True)
+        replaced = [self.last] if again and self.last is not None else []
+        others = {name: one for name, one in self.kept.items() if name not in replaced}
+        to_delete = self._retention.to_delete({**others, "": value})  # "": the new one
+        if "" in to_delete:
+            self._time_is_up = self._time_is_up and value is None  # else the next value decides
+            return
+        to_delete += replaced
+        name = self._format_name(trainer, metrics, value)
+        name = trainer.strategy.processes.broadcast_object(
+            self._free_name(name, to_delete) if trainer.is_global_zero else ""
+        )
         self._previous = self.kept, self.last, self.saved_step
         # The state in the checkpoint still lists those to delete: a process that dies before the deletion finds them.
-        self.kept, self.last, self.saved_step = kept, name, trainer.global_step
-        remaining = {other: kept[other] for other in kept if other not in to_delete}
+        former = {other: one for other, one in self.kept.items() if other != name}
+        self.kept, self.last, self.saved_step = {**former, name: value}, name, trainer.global_step
+        remaining = {other: one for other, one in self.kept.items() if other == name or other not in to_delete}
         self.best = self._retention.best(remaining)
         try:
             # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
@@ -247,24 +296,34 @@ class ModelCheckpoint(Checkpoint):
         except BaseException:
             self.kept, self.last, self.saved_step = self._previous
             raise
-        self.kept = remaining
+        self.kept, self._time_is_up = remaining, False
         if trainer.is_global_zero and self._writer is None:
             self._notify_saved(trainer, str(self._in_folder(name)))
 
-    def _monitored_value(self, metrics: Mapping[str, float], required: bool) -> float | None:
-        if self.monitor is None:
+    def _value(self, trainer: Trainer) -> float | None:
+        """Return the monitored value of this step; None if it was not measured at this step."""
+        if self.monitor in ("epoch", "step"):
+            return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
+        measured = trainer.run.session.measured.get(self.monitor or "")
+        if measured is None or measured.step != trainer.global_step:
             return None
-        if required and self.monitor not in metrics:
-            raise ConfigError(
-                f"ModelCheckpoint monitors {self.monitor!r}, which was not logged."
-                f"{did_you_mean(self.monitor, metrics)} Logged so far: {', '.join(sorted(metrics)) or 'nothing'}."
-            )
-        return metrics.get(self.monitor)
+        if measured.kind == "interim" and self.every_n_epochs is not None:
+            return None  # a batch's value is no match for the means of epochs
+        return measured.value
 
-    def _free_name(self, name: str) -> str:
-        """Return the name, with a version if it is taken: an existing checkpoint is never overwritten."""
+    def _format_name(self, trainer: Trainer, metrics: Mapping[str, float], value: float | None) -> str:
+        unknown = dict.fromkeys(self._fields, math.nan)
+        values = {**unknown, **metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        if self.monitor in self._fields:
+            values[self.monitor] = math.nan if value is None else value
+        return _fill_in(self.filename, values, self.auto_insert_metric_name)
+
+    def _free_name(self, name: str, to_delete: list[str]) -> str:
+        """Return the name, with a version if it is taken: only a checkpoint that goes now is overwritten."""
         candidate, version = name, 1
         while storage_of(path := self._in_folder(candidate)).path_in_use(path):
+            if candidate in to_delete and isinstance(path, Path):
+                break
             candidate, version = f"{name}-v{version}", version + 1
         return candidate
 
@@ -272,15 +331,16 @@ class ModelCheckpoint(Checkpoint):
         self, trainer: Trainer, name: str, to_delete: list[str], state: dict[str, Any], info: Mapping[str, Any]
     ) -> None:
         """Write the checkpoint, here or in the background, then `_commit_pointers`."""
-        path, group = self._in_folder(name), trainer.checkpoint_group
+        path, group, overwrite = self._in_folder(name), trainer.checkpoint_group, name in to_delete
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
-        on_committed = partial(_commit_pointers, directory, name, self.best, to_delete)
+        obsolete = [one for one in to_delete if one != name]
+        on_committed = partial(_commit_pointers, directory, name, self.best, self.monitor is not None, obsolete)
         if self._writer is not None:
             self._writes += 1
             thread_group = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}")
-            self._writer.start(path, state, info, on_committed, group, thread_group)
+            self._writer.start(path, state, info, on_committed, group, thread_group, overwrite)
         else:
-            write_checkpoint(path, state, info=info, process_group=group)
+            write_checkpoint(path, state, info=info, overwrite=overwrite, process_group=group)
             on_committed()
 
     def _notify_saved(self, trainer: Trainer, path: str) -> None:
@@ -348,12 +408,14 @@ class ModelCheckpoint(Checkpoint):
         self.best = self._retention.best(self.kept)
 
 
-def _commit_pointers(directory: CheckpointDirectory | None, name: str, best: str | None, to_delete: list[str]) -> None:
+def _commit_pointers(
+    directory: CheckpointDirectory | None, name: str, best: str | None, has_best: bool, to_delete: list[str]
+) -> None:
     """Point "last" and "best" at the committed checkpoint, and only then delete others; rank 0 has the `directory`."""
     if directory is None:
         return
     directory.set_pointer("last", name)
-    if best is not None:
+    if best is not None or (has_best and directory.pointer("best") is not None):  # an earlier run's
         directory.set_pointer("best", best)
     for old in to_delete:
         if is_committed(directory.folder / old):
@@ -409,42 +471,12 @@ def _wrong_flags(save_last: Any, async_save: Any, on_write_error: Any, dirpath: 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 """A placeholder and its format."""
 
-_SMALLER_IS_BETTER = ("loss", "error", "err", "perplexity", "ppl", "mae", "mse", "rmse", "wer", "cer", "fid")
-_LARGER_IS_BETTER = ("acc", "accuracy", "f1", "auc", "auroc", "iou", "map", "precision", "recall", "bleu", "psnr", "r2")
 
-
-def _mode_of(monitor: str) -> Literal["min", "max"]:
-    """Infer from a metric's name which value is better: the smaller loss, the larger accuracy.
-
-    Raises:
-        ConfigError: the name does not tell.
-    """
-    words = re.split(r"[^a-z0-9]+", monitor.lower())
-    smaller = any(word.endswith(known) for word in words for known in _SMALLER_IS_BETTER)
-    larger = any(word.endswith(known) for word in words for known in _LARGER_IS_BETTER)
-    if smaller == larger:
-        raise ConfigError(
-            f"ModelCheckpoint(monitor={monitor!r}): it is not clear whether smaller or larger is better. "
-            "Give mode='min' or mode='max'."
-        )
-    return "min" if smaller else "max"
-
-
-def _format_name(template: str, values: Mapping[str, float], with_names: bool) -> str:
-    """Format the name of a checkpoint: "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17", or "3-0.17" without names.
-
-    Raises:
-        ConfigError: the template asks for a value that is not there.
-    """
+def _fill_in(template: str, values: Mapping[str, float], with_names: bool) -> str:
+    """Format a checkpoint's name: "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17", or "3-0.17" without names."""
 
     def fill(match: re.Match[str]) -> str:
-        name, form = match[1], match[2] or ""
-        if name not in values:
-            raise ConfigError(
-                f"ModelCheckpoint(filename={template!r}): {name!r} was not logged.{did_you_mean(name, values)} "
-                f"Known: {', '.join(sorted(values))}."
-            )
-        text = format(values[name], form)
+        name, text = match[1], format(values[match[1]], match[2] or "")
         return f"{name}={text}" if with_names else text
 
     return _FIELD.sub(fill, template).replace("/", "_")

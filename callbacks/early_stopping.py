@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.callback import Callback
 from trainer.errors import ConfigError, did_you_mean
+from trainer.metrics.monitor import resolve_mode, tell_mode
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -19,14 +20,15 @@ log = logging.getLogger("trainer")
 class EarlyStopping(Callback):
     """Stop the run when `monitor` has not improved in `patience` checks.
 
-    There is one check after each validation; where the value is known only when the training epoch has ended, or there
-    is no validation, one after each training epoch.
+    There is one check after each validation; where the value is known only when the training epoch has ended, as the
+    mean of a training metric is, or there is no validation, one after each training epoch. Each value is checked once.
 
     Args:
         monitor: name of a logged value.
         min_delta: a change of this much or less is no improvement.
         patience: checks in a row without improvement before the stop.
-        mode: "min" or "max": which values are better.
+        mode: "min" or "max": which values are better. Default: "min"; a name that says that larger is better (acc, f1,
+            ...) needs "max".
         strict: raise when `monitor` was not logged; otherwise such a check is skipped, with one warning.
         check_finite: stop when the value is NaN or infinite.
         stopping_threshold: stop when the value is better than this.
@@ -44,7 +46,7 @@ class EarlyStopping(Callback):
         monitor: str,
         min_delta: float = 0.0,
         patience: int = 3,
-        mode: str = "min",
+        mode: Literal["min", "max"] | None = None,
         strict: bool = True,
         check_finite: bool = True,
         stopping_threshold: float | None = None,
@@ -55,14 +57,15 @@ class EarlyStopping(Callback):
             raise ConfigError(
                 f"EarlyStopping(monitor={monitor!r}): give the name of a logged value, such as 'val_loss'."
             )
-        if mode not in ("min", "max"):
+        if mode not in (None, "min", "max"):
             raise ConfigError(f"EarlyStopping(mode={mode!r}): allowed are 'min' and 'max'.")
         if type(patience) is not int or patience < 1:
             raise ConfigError(f"EarlyStopping(patience={patience!r}): give a whole number of checks, from 1.")
         self.monitor = monitor
         self.min_delta = abs(min_delta)
         self.patience = patience
-        self.mode = mode
+        self.mode = resolve_mode(mode, monitor, "EarlyStopping")
+        self._unclear_mode = mode is None
         self.strict = strict
         self.check_finite = check_finite
         self.stopping_threshold = stopping_threshold
@@ -77,7 +80,8 @@ class EarlyStopping(Callback):
         self.wait_count = 0
         """Checks in a row without improvement."""
         self._place = {None: None, True: "train epoch", False: "validation"}[self.check_on_train_epoch_end]
-        self._validated = False
+        self._value_step = -1
+        """The step at which the last value checked was measured."""
         self._warned = False
 
     @property
@@ -90,48 +94,45 @@ class EarlyStopping(Callback):
             "last_score": self.last_score,
             "wait_count": self.wait_count,
             "place": self._place,
+            "value_step": self._value_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best_score = state["best_score"]
         self.last_score = state["last_score"]
         self.wait_count = state["wait_count"]
+        self._value_step = state.get("value_step", -1)  # earlier versions have none
         if self.check_on_train_epoch_end is None:
             self._place = state["place"]
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit":
             self._start_afresh()
+            if self._unclear_mode and trainer.is_global_zero:
+                tell_mode(self.monitor, "EarlyStopping")
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""
         self._stop_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.stage == "fit" and not trainer.sanity_checking:
-            self._validated = True
-            if self._place != "train epoch":
-                self._check(trainer, "validation")
+        if trainer.stage == "fit" and not trainer.sanity_checking and self._place != "train epoch":
+            self._check(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._place != "validation":
+        if self._place != "validation" and trainer.progress.epoch_ended:
             self._check(trainer, "train epoch")
 
     def _check(self, trainer: Trainer, place: str) -> None:
-        values = trainer.read_metrics()
-        if self.monitor in values:
-            self._place = place
-            self._take(values[self.monitor])
+        logged = list(trainer.read_metrics())
+        measured = trainer.run.session.measured.get(self.monitor)
+        if measured is None:
+            if not trainer.run.is_to_come(self.monitor):
+                self._report_missing(logged)
+        elif measured.step > self._value_step and (measured.kind != "interim" or self._place == "validation"):
+            self._place, self._value_step = place, measured.step
+            self._take(measured.value)
             self._stop_if_due(trainer)
-        elif self._should_be_known(trainer, place):
-            self._report_missing(list(values))
-
-    def _should_be_known(self, trainer: Trainer, place: str) -> bool:
-        """Return False while a later training epoch may still log the value that validation did not."""
-        if self._place is not None:
-            return True
-        validates = any(number != 0 for number in trainer.num_val_batches)
-        return place == "train epoch" and (self._validated or not validates)
 
     def _report_missing(self, logged: list[str]) -> None:
         message = (

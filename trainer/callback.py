@@ -41,6 +41,11 @@ stopping, then checkpoints).
             VALIDATION, if it is due at the end of the epoch
             lr_scheduler_step(scheduler, metric)        module; schedulers with interval="epoch"
             on_train_epoch_end                          on_epoch metrics of the epoch are known
+            lr_scheduler_step(scheduler, metric)        module; schedulers with interval="epoch" and a monitored value
+            on_train_epoch_end of Checkpoint callbacks  checkpoints by epoch are written here
+        after a stop inside an epoch, but for signals and the deadline:
+            on_train_end of Checkpoint callbacks
+            on_train_epoch_end                          on_epoch metrics of the epoch so far are known
         on_train_end                                    a last checkpoint is written here
         on_fit_end
         teardown(stage="fit")                           data module, callbacks, module
@@ -247,7 +252,10 @@ class DummyLogger(Logger):
 class Checkpoint(Callback):
     """A callback that writes checkpoints, one of `trainer.checkpoint_callbacks`.
 
-    Runs after all other callbacks, because a checkpoint contains their state. Not used in a `fast_dev_run`.
+    Runs after all other callbacks, because a checkpoint contains their state; its `on_train_epoch_end` also after the
+    schedulers' step. Where training ends for good inside an epoch, its `on_train_end` comes before the others'
+    `on_train_epoch_end`, which belongs to the end that the epoch has when training goes on. Not used in a
+    `fast_dev_run`.
     """
 
     runs_last: ClassVar[bool] = True
@@ -467,7 +475,12 @@ def build_callback_list(
     raise_problems([problem for callback in callbacks for problem in callback_problems(callback)], "the callbacks")
     first = [callback for callback in callbacks if not callback.runs_last]
     last = [callback for callback in callbacks if callback.runs_last]
-    return CallbackList([*first, ModuleCallback(module), *last], trainer, module, phase)
+    hooks = CallbackList([*first, ModuleCallback(module), *last], trainer, module, phase)
+    # The loop calls these two hooks of a `Checkpoint` apart from the others'.
+    others = [callback for callback in hooks.callbacks if not isinstance(callback, Checkpoint)]
+    apart = CallbackList(others, trainer, module, phase)
+    hooks.on_train_epoch_end, hooks.on_train_end = apart.on_train_epoch_end, apart.on_train_end
+    return hooks
 
 
 def print_text(callbacks: Iterable[Callback], text: str, file: TextIO | None = None, flush: bool = True) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,8 @@ class SchedulerConfig:
     """Name of the scheduler in the logs of LearningRateMonitor."""
     reduce_on_plateau: bool = False
     """Whether `scheduler.step` takes the monitored value; set for ReduceLROnPlateau."""
+    value_step: int = field(default=-1, init=False)
+    """The step at which the last value given to the scheduler was measured: each value is given once."""
 
     def __post_init__(self) -> None:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
@@ -151,7 +153,7 @@ def _read_dict(configured: Mapping[str, Any], module_name: str) -> tuple[list[An
 def _scheduler(configured: Any) -> SchedulerConfig:
     if not isinstance(configured, Mapping):
         return SchedulerConfig(configured)
-    known = [field.name for field in fields(SchedulerConfig)]
+    known = [one.name for one in fields(SchedulerConfig) if one.init]
     for key in configured:
         if key not in known:
             raise ConfigError(
@@ -160,24 +162,6 @@ def _scheduler(configured: Any) -> SchedulerConfig:
     if "scheduler" not in configured:
         raise ConfigError('the lr_scheduler dict has no "scheduler".')
     return SchedulerConfig(**configured)
-
-
-def monitored_value(metrics: Mapping[str, float], config: SchedulerConfig) -> float | None:
-    """Return the monitored value of a scheduler; None when the value was not logged and the scheduler is not strict.
-
-    Raises:
-        ConfigError: the value was not logged and the scheduler is strict.
-    """
-    assert config.monitor is not None
-    if config.monitor in metrics:
-        return metrics[config.monitor]
-    if not config.strict:
-        return None
-    raise ConfigError(
-        f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged."
-        f"{did_you_mean(config.monitor, metrics)} Logged so far: {', '.join(sorted(metrics)) or 'nothing'}. "
-        'Log it before the scheduler steps, or give "strict": False.'
-    )
 
 
 def zero_grad_fast(optimizer: Optimizer) -> None:

@@ -47,7 +47,7 @@ from trainer.loop.training_state import save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig, monitored_value, zero_grad_fast
+from trainer.optimizers import SchedulerConfig, zero_grad_fast
 from trainer.precision import Precision
 from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, each_wait
 from trainer.progress import Progress
@@ -210,14 +210,10 @@ class Trainer:
     def stop(self, reason: str) -> None:
         """Request the end of `fit`: all processes stop after the same step. Any process may call this at any time.
 
-        Ignored before `min_steps` and `min_epochs`.
+        Before `min_steps` and `min_epochs` are done, the request waits for them.
         """
-        least_steps, least_epochs = self.settings.min_steps or 0, self.settings.min_epochs or 0
-        epochs_done = self.progress.epoch + int(self.progress.batch == self.num_training_batches)
-        if self.progress.step < least_steps or epochs_done < least_epochs:
-            log.info("not stopping yet (%s): min_steps=%s, min_epochs=%s", reason, least_steps, least_epochs)
-        elif self._run is not None:
-            self._run.stop_coordinator.request(reason)
+        if self._run is not None:
+            self._run.stop(reason)
 
     def save_checkpoint(self, path: str | Path, info: dict[str, Any] | None = None) -> None:
         """Write a checkpoint folder at `path`, or at a URL such as s3://bucket/name.
@@ -331,7 +327,7 @@ class Trainer:
 
     def _start_epoch(self, run: Run) -> None:
         """Call the first hook of an epoch, and restore the random numbers of a resumed run."""
-        resumed, run.epoch_ended_by_module = run.progress.batch > 0, False
+        run.in_epoch, run.epoch_ended_by_module, resumed = True, False, run.progress.batch > 0
         if not resumed:
             run.restore_rng()
         # In the middle of an epoch the hook is called a second time: values logged and numbers drawn in it are dropped.
@@ -438,7 +434,7 @@ class Trainer:
         for batch in window:
             progress.samples += batch.total or 0
         if run.scheduler_configs and run.module.automatic_optimization:
-            self._step_schedulers(run, "step", progress.step)
+            self._step_schedulers(run, "step", progress.step, on_plateau=None)
 
     def _end_step(self, run: Run) -> None:
         """Call the last hook of the step, and flush the log every `log_every_n_steps`."""
@@ -456,23 +452,39 @@ class Trainer:
             validate_during_fit(run)
         if run.module.automatic_optimization:
             self._step_schedulers(run, "epoch", progress.epoch + 1)
-        # Callbacks also see the last step's values of names that are logged by step only.
-        run.update_metrics(metrics.read_step())
-        run.log_to_loggers(metrics.read_epoch(metrics.train))
         progress.epoch_ended = True
-        run.hooks.on_train_epoch_end()
+        self._publish_epoch(run)
+        if run.module.automatic_optimization:
+            self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
+        run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
-        metrics.reset_computed()
         progress.next_epoch()
+        run.in_epoch = False
+
+    def _publish_epoch(self, run: Run) -> None:
+        """Publish the values of the epoch, and call its last hook, which may log more."""
+        # Callbacks also see the last step's values of names that are logged by step only.
+        run.update_metrics(run.metrics.read_step())
+        run.log_to_loggers(run.metrics.read_epoch(run.metrics.train))
+        run.hooks.on_train_epoch_end()
+        run.log_to_loggers(run.metrics.read_epoch(run.metrics.hook_metrics))
+        run.metrics.reset_computed()
 
     def _end_training(self, run: Run) -> None:
         run.metrics.read_losses()
         run.tell_nonfinite_losses()
         run.stop_reason = run.stop_reason or run.stop_coordinator.finish(run.progress.step)
+        for_good = run.in_epoch and not exit_code(run.stop_reason)
+        if for_good:
+            # The checkpoint comes first: going on from it, the epoch has one end, where its batches end.
+            run.saving_hooks.on_train_end()
+            self._publish_epoch(run)
         # Kept apart from the values of an unfinished epoch, which a resumed run continues.
         closing = MetricScope(batches=False, steps=False)
         with run.metrics.recording(closing):
             run.hooks.on_train_end()
+            if not for_good:
+                run.saving_hooks.on_train_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
             run.training = False
             run.hooks.on_fit_end()
@@ -489,9 +501,7 @@ class Trainer:
         """Return True to leave the epoch unfinished; after the epoch's last batch only a signal does that."""
         if not run.stops() and not self._out_of_steps(run):
             return False
-        if exit_code(run.stop_reason) != 0:
-            return True
-        return run.progress.batch != run.num_training_batches and not is_exhausted(run, windows)
+        return exit_code(run.stop_reason) != 0 or not is_exhausted(run, windows)
 
     def _out_of_steps(self, run: Run) -> bool:
         last = run.settings.max_steps
@@ -517,13 +527,14 @@ class Trainer:
         every = 1 if self.settings.fast_dev_run else self.settings.check_val_every_n_epoch
         return (self.progress.epoch + 1) % every == 0
 
-    def _step_schedulers(self, run: Run, interval: str, count: int) -> None:
+    def _step_schedulers(self, run: Run, interval: str, count: int, on_plateau: bool | None = False) -> None:
+        """Step the schedulers that are due: those without a monitored value, those with one, or (None) all."""
         for config in run.scheduler_configs:
-            if not config.is_due(interval, count):
+            if not config.is_due(interval, count) or on_plateau not in (None, config.reduce_on_plateau):
                 continue
             value = None
             if config.reduce_on_plateau:
-                value = monitored_value(run.read_metrics(), config)
+                value = run.new_value(config)
                 if value is None:
                     continue
             run.module.lr_scheduler_step(config.scheduler, value)

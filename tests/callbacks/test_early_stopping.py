@@ -78,6 +78,44 @@ def test_a_value_of_the_training_epoch_is_found_at_its_end() -> None:
         assert "2 epochs" in str(trainer.stop_reason)
 
 
+@pytest.mark.parametrize("name", ["loss", "loss_epoch"])
+@pytest.mark.parametrize("interval", [1.0, 2, 3])
+def test_a_training_metric_is_checked_by_its_mean_over_the_epoch(name: str, interval: float) -> None:
+    class Trained(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            # The last value of an epoch falls, the mean rises.
+            epoch = self.current_epoch
+            self.log("loss", -5.0 * epoch if batch_idx == 3 else 9.0 * epoch, on_step=True, on_epoch=True)
+            return self._loss(batch)
+
+    stopping = EarlyStopping(name, patience=2)
+    trainer = quiet(max_epochs=9, val_check_interval=interval, callbacks=[stopping])
+    trainer.fit(Trained(), loader(4), loader(1))
+    assert (trainer.current_epoch, stopping.best_score, stopping.last_score) == (3, 0.0, 11.0)
+
+
+def test_a_value_is_checked_once() -> None:
+    # The value of the validation inside the epoch is the newest at the end of that epoch, and of the next one.
+    stopping = EarlyStopping("val_loss", patience=2, check_on_train_epoch_end=True)
+    trainer = quiet(max_epochs=6, val_check_interval=3, check_val_every_n_epoch=2, callbacks=[stopping])
+    trainer.fit(Scripted([0, 1, 0, 2, 0, 3]), loader(4), loader(1))
+    assert (trainer.current_epoch, stopping.wait_count) == (6, 2)
+
+
+def test_a_stop_before_min_epochs_is_remembered() -> None:
+    trainer = quiet(max_epochs=9, min_epochs=6, callbacks=[EarlyStopping("val_loss", patience=1)])
+    trainer.fit(Scripted([3, 4, 2, 1, 0, -1, -2, -3, -4]), loader(1), loader(1))
+    assert (trainer.current_epoch, trainer.stop_reason) == (
+        6,
+        "early stopping: val_loss has not improved in 1 validation; best 3",
+    )
+
+
+def test_a_name_that_says_larger_needs_a_mode() -> None:
+    with pytest.raises(ConfigError, match=r"EarlyStopping\(monitor='val_acc'\) .*give mode='max'"):
+        EarlyStopping("val_acc")
+
+
 def test_the_sanity_check_does_not_count() -> None:
     stopping = EarlyStopping("val_loss", patience=9)
     trainer = quiet(max_epochs=2, num_sanity_val_steps=2, callbacks=[stopping])

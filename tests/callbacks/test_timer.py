@@ -47,6 +47,19 @@ def test_max_time_of_the_trainer_is_a_timer() -> None:
     assert trainer.current_epoch == 0
 
 
+@pytest.mark.parametrize("timer", [Timer(), Timer(1e6), Timer(interval="epoch")], ids=["measures", "longer", "epochs"])
+@pytest.mark.parametrize("of_module", [False, True])
+def test_max_time_holds_beside_a_timer_of_the_user(timer: Timer, of_module: bool) -> None:
+    class Own(Slow):
+        def configure_callbacks(self) -> list[Any]:
+            return [timer] if of_module else []
+
+    trainer = quiet(max_time=0.05, callbacks=[] if of_module else timer)
+    trainer.fit(Own(), loader(100))
+    assert trainer.current_epoch == 0
+    assert "the time is used up" in str(trainer.stop_reason)
+
+
 def test_stages_are_measured_apart() -> None:
     timer = Timer()
     trainer = quiet(max_epochs=1, callbacks=[timer], num_sanity_val_steps=2)

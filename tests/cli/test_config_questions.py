@@ -97,7 +97,7 @@ def test_answers_are_checked_and_asked_again(terminal: Terminal, command: Comman
     assert "'often': type '1 epoch'" in terminal.until("[1 epoch] ")
     terminal.type("500 steps\n")
     terminal.until("[none] ")
-    terminal.type("val_loss\n")
+    terminal.type("val_acc\n")
     terminal.until("trainer launch --nnodes 2 --nproc-per-node 4 --rdzv HOST:29500 trainer fit --config run.yaml")
     assert terminal.end() == 0
     assert trainer_section("run.yaml") == {
@@ -108,7 +108,10 @@ def test_answers_are_checked_and_asked_again(terminal: Terminal, command: Comman
         "precision": "bf16-mixed",
         "accumulate_grad_batches": 8,
         "callbacks": [
-            {"class_path": "ModelCheckpoint", "init_args": {"every_n_train_steps": 500, "monitor": "val_loss"}}
+            {
+                "class_path": "ModelCheckpoint",
+                "init_args": {"every_n_train_steps": 500, "monitor": "val_acc", "mode": "max"},
+            }
         ],
     }
     assert accepted(command, "run.yaml")["num_nodes"] == 2

@@ -103,10 +103,11 @@ def test_all_mistakes_at_once() -> None:
 
 CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "mode misspelt": (lambda: ModelCheckpoint(monitor="val_loss", mode="mni"), ["mode='mni'", "Did you mean 'min'?"]),
-    "mode not to be told": (
-        lambda: ModelCheckpoint(monitor="val_thing"),
-        ["'val_thing'", "mode='min' or mode='max'"],
+    "mode against the name": (
+        lambda: ModelCheckpoint(monitor="val_acc"),
+        ["ModelCheckpoint(monitor='val_acc')", "larger is better", "mode='max'"],
     ),
+    "mode of a stop against the name": (lambda: EarlyStopping("val_f1"), ["EarlyStopping(monitor='val_f1')"]),
     "two triggers": (
         lambda: ModelCheckpoint(every_n_epochs=1, every_n_train_steps=2),
         ["one of every_n_train_steps, every_n_epochs"],

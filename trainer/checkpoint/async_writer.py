@@ -42,11 +42,12 @@ class BackgroundWriter:
         on_committed: Callable[[], None],
         process_group: ProcessGroup = SINGLE_PROCESS,
         thread_group: ProcessGroup = SINGLE_PROCESS,
+        overwrite: bool = False,
     ) -> None:
         """Copy `state` into host memory, and write it while the caller goes on. Call `wait` before the next `start`.
 
         Args:
-            path, state, info, process_group: as for `write_checkpoint`.
+            path, state, info, process_group, overwrite: as for `write_checkpoint`.
             on_committed: called by the thread after the commit; its errors count as errors of the write.
             thread_group: the same processes, for the thread, which must not use the process group of training.
 
@@ -58,7 +59,7 @@ class BackgroundWriter:
         copy = replace(plan, files=self._memory.copy(plan.files))
         # Not a daemon: at its end Python waits for the thread, so that the checkpoint is complete.
         self._thread = threading.Thread(
-            target=self._write, args=(path, copy, thread_group, on_committed), name="checkpoint-writer"
+            target=self._write, args=(path, copy, overwrite, thread_group, on_committed), name="checkpoint-writer"
         )
         self._thread.start()
 
@@ -89,11 +90,16 @@ class BackgroundWriter:
         self._memory.release()
 
     def _write(
-        self, path: str | StoragePath, plan: SavePlan, process_group: ProcessGroup, on_committed: Callable[[], None]
+        self,
+        path: str | StoragePath,
+        plan: SavePlan,
+        overwrite: bool,
+        process_group: ProcessGroup,
+        on_committed: Callable[[], None],
     ) -> None:
         try:
             self._memory.wait()
-            write_plan(path, plan, False, process_group)
+            write_plan(path, plan, overwrite, process_group)
             on_committed()
             self._path = str(path)
         except CheckpointError as error:

@@ -59,18 +59,19 @@ class CheckpointDirectory:
         """
         return read_manifest(self._child(name)).info
 
-    def set_pointer(self, pointer: Pointer, name: str | StoragePath) -> None:
-        """Make `last` or `best` point to a committed checkpoint, atomically.
+    def set_pointer(self, pointer: Pointer, name: str | StoragePath | None) -> None:
+        """Make `last` or `best` point to a committed checkpoint, or to none, atomically.
 
         Raises:
             CheckpointError: there is no such checkpoint.
             WriteError: the pointer cannot be written; the old one stays.
         """
-        target = self._child(name)
-        read_manifest(target)
+        target = None if name is None else self._child(name)
+        if target is not None:
+            read_manifest(target)
         file = self._pointer_file(pointer)
         try:
-            self._storage.replace_file(file, to_json({"checkpoint": target.name}) + b"\n")
+            self._storage.replace_file(file, to_json({"checkpoint": target and target.name}) + b"\n")
         except OSError as error:
             raise WriteError(f"cannot write {file}: {error.strerror or error}") from error
 
@@ -82,6 +83,8 @@ class CheckpointDirectory:
         file = self._pointer_file(pointer)
         try:
             content = from_json(file.read_bytes(), str(file))
+            if content["checkpoint"] is None:
+                return None
             target = self._child(content["checkpoint"])
         except FileNotFoundError:
             return None
@@ -171,8 +174,11 @@ class CheckpointDirectory:
         """Return the checkpoint committed after `target` by a process that died before it could update the pointer."""
         if target is None:
             return None
-        newer = (path for path in self.list() if read_manifest(path).info.get("follows") == target.name)
-        return next((path for path in newer if path.name != target.name and self._is_intact(path)), target)
+        own = read_manifest(target).info.get("step", -1)
+        infos = [(path, read_manifest(path).info) for path in self.list() if path.name != target.name]
+        # A name can be that of an older checkpoint, too, which was replaced.
+        newer = (path for path, info in infos if info.get("follows") == target.name and info.get("step", -1) >= own)
+        return next((path for path in newer if self._is_intact(path)), target)
 
     def _is_intact(self, path: StoragePath) -> bool:
         damage = find_damage(path)

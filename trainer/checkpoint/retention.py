@@ -15,7 +15,7 @@ class Retention:
     """How many checkpoints to keep.
 
     Args:
-        by_value: keep the best instead of the newest; a missing value or nan ranks last.
+        by_value: keep the best, the older of equals, instead of the newest; a missing value or nan is never the best.
         mode: "min" or "max", the better value.
         top_k: number of checkpoints to keep; -1: all.
         last: also keep the newest one.
@@ -27,9 +27,8 @@ class Retention:
     last: bool
 
     def best(self, kept: Kept) -> str | None:
-        """Return the checkpoint with the best value, the newest among equals; None if none has a value."""
-        newest_first = reversed(list(kept.items()))
-        known = {name: value for name, value in newest_first if value is not None and value == value}
+        """Return the checkpoint with the best value, the oldest among equals; None if none has a value."""
+        known = {name: value for name, value in kept.items() if value is not None and value == value}
         if not known:
             return None
         return (min if self.mode == "min" else max)(known, key=known.__getitem__)
@@ -41,7 +40,7 @@ class Retention:
         newest_first = list(reversed(list(kept)))
         if self.by_value:
             sign = 1 if self.mode == "min" else -1
-            known = [name for name in newest_first if (value := kept[name]) is not None and value == value]
+            known = [name for name in kept if (value := kept[name]) is not None and value == value]
             wanted = sorted(known, key=lambda name: sign * (kept[name] or 0.0))[: self.top_k]
         else:
             wanted = newest_first[: self.top_k]

@@ -39,6 +39,8 @@ class ResolvedConfig:
     """The parts to compile and the options of torch.compile; None: do not compile."""
     reasons: dict[str, str]
     """The reasons for "device", "devices", "strategy" and "precision", in words."""
+    time_limit: Callback | None = None
+    """The callback that holds `max_time`."""
 
     @property
     def max_epochs(self) -> int | None:
@@ -156,7 +158,10 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
     compilation = read_compile(settings.compile)
     if compilation is not None:
         problems += check_toolchain(compilation, device_type)
-    callbacks, loggers = _callbacks(settings, problems)
+    # Also beside a Timer of the user, which may only measure: the shorter time ends the run.
+    limit: dict[str, Any] = {"duration": settings.max_seconds}
+    time_limit = callback_named("Timer")(**limit) if settings.max_seconds is not None else None
+    callbacks, loggers = _callbacks(settings, time_limit, problems)
     raise_problems(problems, "the Trainer's arguments")
     reasons = {
         "device": device_reason,
@@ -165,7 +170,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
         "precision": "the default" if settings.precision == "32-true" else "given",
     }
     where = device_type, devices, device_ids, devices * num_nodes
-    return ResolvedConfig(settings, *where, strategy, precision, callbacks, loggers, compilation, reasons)
+    return ResolvedConfig(settings, *where, strategy, precision, callbacks, loggers, compilation, reasons, time_limit)
 
 
 def step_config(settings: Settings, **known: Any) -> StepConfig:
@@ -178,7 +183,9 @@ def step_config(settings: Settings, **known: Any) -> StepConfig:
     return StepConfig(**{**of_settings, **known})
 
 
-def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback], list[Logger]]:
+def _callbacks(
+    settings: Settings, time_limit: Callback | None, problems: list[str]
+) -> tuple[list[Callback], list[Logger]]:
     """Return callbacks and loggers: the user's, and those of the settings that the user did not pass."""
     given = [] if settings.callbacks is None else settings.callbacks
     callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -187,13 +194,13 @@ def _callbacks(settings: Settings, problems: list[str]) -> tuple[list[Callback],
         if any(callback is other for other in callbacks[:number]):
             problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: remove one.")
 
-    def add_missing(name: str, **arguments: Any) -> None:
+    def add_missing(name: str) -> None:
         kind = callback_named(name)
         if not any(isinstance(callback, kind) for callback in callbacks):
-            callbacks.append(kind(**arguments))
+            callbacks.append(kind())
 
-    if settings.max_seconds is not None:
-        add_missing("Timer", duration=settings.max_seconds)
+    if time_limit is not None:
+        callbacks.append(time_limit)
     if settings.profiler is not None:
         profiler = settings.profiler
         callbacks.append(callback_named(PROFILERS[profiler])() if isinstance(profiler, str) else profiler)
@@ -224,7 +231,7 @@ def _loggers(settings: Settings) -> list[Logger]:
     return [logger for name in names if isinstance(logger := callback_named(name)(), Logger)]
 
 
-def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) -> list[Callback]:
+def with_module_callbacks(config: ResolvedConfig, of_module: list[Callback]) -> list[Callback]:
     """Return the trainer's callbacks and the module's, which replace the trainer's callbacks of the same class.
 
     Raises:
@@ -238,6 +245,6 @@ def with_module_callbacks(callbacks: list[Callback], of_module: list[Callback]) 
         if not isinstance(callback, Callback):
             raise ConfigError(f"configure_callbacks gave {callback!r}, which is not a Callback.")
     kinds = {type(callback) for callback in of_module}
-    kept = [callback for callback in callbacks if type(callback) not in kinds]
+    kept = [c for c in config.callbacks if type(c) not in kinds or c is config.time_limit]
     # A checkpoint contains the state of the other callbacks, after they have handled the same hook.
     return sorted([*kept, *of_module], key=lambda callback: isinstance(callback, Checkpoint))

@@ -19,13 +19,14 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Divisor
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, did_you_mean
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.loop.resolved_config import ResolvedConfig
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
+from trainer.metrics.monitor import Measured
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
 from trainer.profiling import CHECKPOINT, LOGGING, TRANSFER, Phase, unheard
@@ -58,6 +59,14 @@ class Session:
         """The latest values of all logged names, as of the last flush; `monitor=` reads these."""
         self.logged_metrics: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
+        self.measured: dict[str, Measured] = {}
+        """The latest values of all logged names, each with the step it was measured at."""
+
+    def start_fit(self) -> None:
+        """Forget the counters and values of an earlier `fit`."""
+        self.progress = Progress()
+        for values in (self.callback_metrics, self.logged_metrics, self.measured):
+            values.clear()
 
 
 class Run:
@@ -81,6 +90,14 @@ class Run:
     told_skipping = torn_down = clips_gradients = False
     weights_loss_by_items = False
     """True if the module defines `num_items`."""
+    saving_hooks = CallbackList([])
+    """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
+    in_epoch = False
+    """True from `on_train_epoch_start` to the end of the epoch."""
+    loader_state: dict[str, Any] | None = None
+    """The state of `train_loader` at the last step, if it has been asked for a batch beyond."""
+    postponed_stop: str | None = None
+    """The reason of a stop that waits for `min_epochs` and `min_steps`."""
 
     def __init__(
         self,
@@ -101,9 +118,7 @@ class Run:
         if stage == "fit":
             if session.has_fit:
                 log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
-            session.progress = Progress()
-            session.callback_metrics.clear()
-            session.logged_metrics.clear()
+            session.start_fit()
         session.progress_bar_metrics.clear()
         self.progress = session.progress
         self.training = self.validating = self.sanity_checking = False
@@ -168,8 +183,25 @@ class Run:
         """Whether validation or test is in progress."""
         return self.validating or self.stage == "test"
 
+    def stop(self, reason: str) -> None:
+        """Request a stop, which waits for `min_epochs` and `min_steps`."""
+        if self.reached_minimum:
+            self.stop_coordinator.request(reason)
+        elif self.postponed_stop is None:
+            self.postponed_stop = reason
+            least = f"min_steps={self.settings.min_steps}, min_epochs={self.settings.min_epochs}"
+            log.info("stopping later (%s): %s", reason, least)
+
+    @property
+    def reached_minimum(self) -> bool:
+        """Whether `min_epochs` and `min_steps` are done."""
+        epochs_done = self.progress.epoch + int(self.progress.batch == self.num_training_batches)
+        return self.progress.step >= (self.settings.min_steps or 0) and epochs_done >= (self.settings.min_epochs or 0)
+
     def stops(self) -> bool:
         """Return True if all processes stop at this boundary of a step or epoch. Call this once per boundary."""
+        if self.postponed_stop is not None and self.reached_minimum:
+            self.stop_coordinator.request(self.postponed_stop)
         self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
         return self.stop_reason is not None
 
@@ -202,7 +234,7 @@ class Run:
         if self.progress.epoch_ended and not self.sanity_checking:
             self.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
         else:
-            self.update_metrics(metrics.peek_epoch(metrics.hook_metrics))
+            self.update_metrics(metrics.peek_epoch(metrics.hook_metrics), complete=False)
         return self.session.callback_metrics
 
     def flush_step(self) -> None:
@@ -234,9 +266,53 @@ class Run:
                 self.strategy.processes.rank,
             )
 
-    def update_metrics(self, values: ReducedMetrics) -> None:
-        """Store reduced values for `monitor=`, the loggers and the progress bar."""
+    def new_value(self, config: SchedulerConfig) -> float | None:
+        """Return the value that a scheduler monitors; None without one measured since the scheduler's last. Collective.
+
+        Raises:
+            ConfigError: the value was not logged and the scheduler is strict.
+        """
+        assert config.monitor is not None
+        values = self.read_metrics()
+        measured = self.session.measured.get(config.monitor)
+        if measured is not None:
+            if measured.step <= config.value_step:
+                return None
+            config.value_step = measured.step
+            return measured.value
+        if config.strict and not self.is_to_come(config.monitor):
+            raise ConfigError(
+                f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged."
+                f"{did_you_mean(config.monitor, values)} Logged so far: {', '.join(sorted(values)) or 'nothing'}. "
+                'Log it before the scheduler steps, or give "strict": False.'
+            )
+        return None
+
+    def is_to_come(self, name: str) -> bool:
+        """Whether a name without a value may get one, after the first validation or epoch at the latest. Collective."""
+        if self.val_loaders and self.progress.validated_step == -1:
+            return True
+        if self.progress.epoch == 0 and not self.progress.epoch_ended:
+            hooks = [callback.on_train_epoch_end for callback in self.callbacks]
+            users = [hook for hook in hooks if not hook.__module__.startswith("trainer.")]
+            if users or self.module.overrides("on_train_epoch_end"):
+                return True
+        logged = set().union(*self.strategy.processes.all_gather_object(self.metrics.names))
+        return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
+
+    def update_metrics(self, values: ReducedMetrics, complete: bool = True) -> None:
+        """Store reduced values for `monitor=`, the loggers and the progress bar.
+
+        `complete`: False for means over a part of an epoch, which belong to no step.
+        """
         self.tell_nonfinite_losses()
+        measured, step = self.session.measured, self.progress.step
+        for name, value in values.all.items():
+            before = measured.get(name)
+            if not complete:
+                measured.setdefault(name, Measured(value, -1, "interim"))
+            elif before is None or (before.step, before.kind) != (step, "whole") or values.kinds[name] == "whole":
+                measured[name] = Measured(value, step, values.kinds[name])
         self.session.callback_metrics.update(values.all)
         self.session.logged_metrics.update(values.logger)
         self.session.progress_bar_metrics.update(values.progress_bar)

@@ -120,9 +120,10 @@ def join_processes(run: Run, cleanup: ExitStack) -> None:
 
 def connect_callbacks(run: Run, trainer: object) -> None:
     """Add the module's callbacks, and bind all hooks to the trainer and the module."""
-    run.callbacks = with_module_callbacks(run.config.callbacks, run.module.configure_callbacks())
+    run.callbacks = with_module_callbacks(run.config, run.module.configure_callbacks())
     run.phase = run.metrics.phase = phase_of(run.callbacks)
     run.hooks = build_callback_list(run.callbacks, trainer, run.module, run.phase)
+    run.saving_hooks = CallbackList(run.checkpoint_callbacks, trainer, run.module, run.phase)
 
 
 def listen_for_stops(run: Run, cleanup: ExitStack) -> None:

@@ -6,6 +6,7 @@ import dis
 import inspect
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
 from trainer.loop.run import Run
+from trainer.seed import isolated_rng
 from trainer.strategy import SkippedBatch
 
 log = logging.getLogger("trainer")
@@ -126,11 +128,17 @@ def end_window_with_skipped(run: Run) -> None:
 
 
 def is_exhausted(run: Run, windows: Iterator[list[Batch]]) -> bool:
-    """Whether the epoch has no further window; takes it from a loader that does not tell its length. Collective.
+    """Whether the epoch has no further window; a loader that does not tell its length is asked for one. Collective.
 
-    False for a loader with a state, which would say that the window is consumed.
+    The state of the loader and the random numbers in a checkpoint stay those before the question.
     """
     loader = run.train_loader
-    if loader is None or loader.samples_per_epoch is not None or loader.state_dict():
-        return False
-    return next(windows, None) is None
+    assert loader is not None
+    if loader.samples_per_epoch is not None or loader.length not in (None, loader.limit):
+        return run.progress.batch == loader.length
+    run.loader_state = deepcopy(loader.state_dict())
+    with isolated_rng(run.strategy.device):
+        if next(windows, None) is not None:
+            return False
+    run.loader_state = None
+    return True

@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.transfer import move_to
 from trainer.errors import CheckpointError
 from trainer.loop.run import Run
+from trainer.metrics.monitor import Measured
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.progress import Progress
 from trainer.seed import derive_seed, rng_state, seed_everything
@@ -38,8 +39,9 @@ def training_state(run: Run) -> dict[str, Any]:
     synchronize_buffers(strategy)
     own = {
         "rng": rng_state(strategy.device),
-        "loader": run.train_loader.state_dict() if run.train_loader else {},
+        "loader": run.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
         "metrics": metrics_state(run.metrics),
+        "stop": run.postponed_stop,
     }
     if strategy.processes.world_size > 1:
         # Unpickling a tensor of an accelerator would make each process use the accelerators of all others.
@@ -56,6 +58,9 @@ def training_state(run: Run) -> dict[str, Any]:
         "loader": [state["loader"] for state in per_rank],
         "metrics": [state["metrics"] for state in per_rank],
         "callback_metrics": dict(run.session.callback_metrics),
+        "measured": {name: asdict(measured) for name, measured in run.session.measured.items()},
+        "scheduler_values": [config.value_step for config in run.scheduler_configs],
+        "postponed_stop": next((state["stop"] for state in per_rank if state["stop"] is not None), None),
         "callbacks": {
             key: state for key, c in callbacks_by_state_key(run.callbacks).items() if (state := c.state_dict())
         },
@@ -188,6 +193,11 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         strategy.scaler.load_state_dict(checkpoint["scaler"])
     run.progress.load_state_dict(checkpoint["progress"])
     run.session.callback_metrics.update(checkpoint["callback_metrics"])
+    # Checkpoints of earlier versions have none of these three.
+    run.session.measured.update({name: Measured(**one) for name, one in checkpoint.get("measured", {}).items()})
+    for config, step in zip(run.scheduler_configs, checkpoint.get("scheduler_values", ()), strict=False):
+        config.value_step = step
+    run.postponed_stop = checkpoint.get("postponed_stop")
     if run.progress.epoch_ended:
         run.progress.next_epoch()
     # With another number of processes, a process merges the values of several processes, or of none.

@@ -7,11 +7,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
 from trainer.errors import ConfigError, did_you_mean
+from trainer.metrics.monitor import Kind
 from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host
 from trainer.profiling import LOGGING, Phase, unheard
 
@@ -72,11 +73,18 @@ class ReducedMetrics:
     logger: dict[str, float] = field(default_factory=dict)
     progress_bar: dict[str, float] = field(default_factory=dict)
     all: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """The kind of each value in `all`."""
 
-    def put(self, name: str, options: LogOptions, value: float, suffix: str, loader: str = "") -> None:
+    def put(
+        self, name: str, options: LogOptions, value: float, suffix: Literal["step", "epoch"], loader: str = ""
+    ) -> None:
         full_name = with_suffix(name, suffix, loader) if options.on_step and options.on_epoch else name
         self.all[full_name] = value
         self.all[name] = value
+        self.kinds[name] = "whole" if suffix == "epoch" else "interim" if options.on_epoch else "step"
+        if full_name != name:
+            self.kinds[full_name] = "whole" if suffix == "epoch" else "step"
         if options.logger:
             self.logger[full_name] = value
         if options.prog_bar:
@@ -122,6 +130,8 @@ class MetricLog:
         """torchmetrics objects that were computed, until `reset_computed`."""
         self.scope = self.hook_metrics
         """The scope to which `log` adds; see `recording`."""
+        self.names: set[str] = set()
+        """All names ever logged, by this process."""
         self.window = 0
         self.batch: Any = None
         """The batch in progress; its tensors give the number of samples if the loader does not know that number."""
@@ -175,6 +185,7 @@ class MetricLog:
         if entry is None:
             metric = value if is_torchmetric(value) else None
             entry = scope.entries[key] = self._new_entry(scope, key, metric, options)
+            self.names.update((name, key))
         if entry.metric is not None and value is entry.metric:
             self._log_metric(entry, value)
             return

@@ -23,6 +23,7 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
     return {
         "train": _scope_state(metrics.train),
         "hooks": _scope_state(metrics.hook_metrics),
+        "names": sorted(metrics.names),
         "objects": {
             name: {"updates": metric.update_count, "state": metric.metric_state}
             for name, metric in _objects(metrics.module)
@@ -37,6 +38,8 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
     `states` has one item if the number of processes is that of the checkpoint, else any number. A torchmetrics object
     that cannot be merged is reset, with a warning.
     """
+    for state in states:
+        metrics.names.update(state.get("names", ()))  # checkpoints of earlier versions have none
     for scope, name in ((metrics.train, "train"), (metrics.hook_metrics, "hooks")):
         scope.entries.clear()
         for state in states:

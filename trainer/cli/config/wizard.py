@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from trainer.cli.config.draft import LAYOUTS, MACHINES, PRECISIONS, ConfigDraft, strategy_name
 from trainer.errors import ConfigError, did_you_mean
+from trainer.metrics.monitor import implied_mode
 
 T = TypeVar("T")
 
@@ -137,6 +138,8 @@ def _checkpoints() -> dict[str, Any]:
     question = "Keep the best one, too, by which logged value? Such as val_loss, or 'none'."
     monitor = ask(question, "none", LOGGED, keep_case=True)[0]
     best = {} if monitor.lower() in ("none", "no") else {"monitor": monitor}
+    if best and implied_mode(monitor) == "max":
+        best["mode"] = "max"
     return {name: int(answer[1] or 1) * factor, **best}
 
 
