@@ -89,7 +89,7 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
         (["--template", "gpt", "mymodel.py"], "mymodel.py is a file: give the name of a new folder"),
         (["--template", "gpt", "."], "is not empty, and nothing in it is replaced"),
         (["--template", "gpt", "mymodel.py/new"], "cannot be written"),
-        (["--template", "gpt", "new", "newer"], "unrecognized arguments: newer"),
+        (["--template", "gpt", "new", "newer"], "unexpected 'newer'. See trainer init --help."),
     ],
 )
 def test_wrong_usage_writes_nothing(command: Command, project: Path, arguments: list[str], words: str) -> None:

@@ -76,7 +76,10 @@ class CommandParser(argparse.ArgumentParser):
                     parser = action.choices[getattr(given, action.dest)]
             options = [option for action in parser._actions for option in action.option_strings]
             word = rest[0].partition("=")[0]
-            raise ConfigError(f"unknown option {word!r}.{did_you_mean(word, options)} See {parser.prog} --help.")
+            problem = f"unknown option {word!r}.{did_you_mean(word, options)}"
+            if not word.startswith("-"):
+                problem = f"unexpected {rest[0]!r}."
+            raise ConfigError(f"{problem} See {parser.prog} --help.")
         return given
 
 
