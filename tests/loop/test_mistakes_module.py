@@ -149,7 +149,6 @@ def returning(value: Callable[[Any, torch.Tensor], Any]) -> Net:
 
 
 RETURNED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], list[str]]] = {
-    "None": (lambda self, loss: None, ["Mine.training_step returned None", "Did you forget 'return loss'?"]),
     "a number": (lambda self, loss: 1, ["type int", "a tensor with one element"]),
     "its item": (lambda self, loss: loss.item(), ["type float", "a tensor with one element"]),
     "a vector": (lambda self, loss: torch.stack([loss, loss]), ["shape (2,)", "loss.mean()"]),
