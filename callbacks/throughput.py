@@ -193,11 +193,19 @@ def peak_by_name(name: str, dtype: torch.dtype) -> float | None:
     by_dtype = {
         torch.float16: fp16,
         torch.bfloat16: None if peaks in (PEAKS["v100"], PEAKS["t4"]) else fp16,
-        torch.float32: fp32 if torch.get_float32_matmul_precision() == "highest" else tf32,
+        torch.float32: tf32 if tf32_is_allowed() else fp32,
         torch.float64: fp64,
     }
     peak = by_dtype.get(dtype)
     return None if peak is None else peak * 1e12
+
+
+def tf32_is_allowed() -> bool:
+    """Whether matrix products of float32 may be computed in TF32, set by either of torch's two APIs."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # set by the new API, after which torch refuses to answer by the old one
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

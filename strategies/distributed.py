@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -17,6 +17,8 @@ from torch._C._distributed_c10d import HashStore
 from trainer.distributed.environment import Environment, detect_environment
 from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
 from trainer.distributed.rendezvous import join_store
+from trainer.errors import ConfigError
+from trainer.fault_tolerance.failure import leaving_process_group
 from trainer.launchers.restarts import exit_barrier
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
@@ -33,6 +35,8 @@ class DistributedStrategy(Strategy):
 
     def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
         here = detect_environment()
+        if dist.is_initialized() and device_type == "cuda":
+            _check_backends(here.world_size)
         if not dist.is_initialized():
             self._join(here, device_type)
         kind = TorchProcessGroup if here.world_size > 1 else SingleProcess
@@ -69,25 +73,79 @@ class StepForward(nn.Module):
             return getattr(self.module, step)(*args)
 
 
-def average_gradients(parameters: list[torch.nn.Parameter], world_size: int) -> None:
-    """Replace each gradient by its mean over processes.
+_BUCKET_BYTES = 25 * 2**20
 
-    A gradient that only some processes have counts as zero on the others; one that none has stays None.
+
+def average_gradients(parameters: list[torch.nn.Parameter], world_size: int) -> None:
+    """Replace each gradient by its mean over processes, on the device and without reading it.
+
+    A gradient that only some processes have counts as zero on the others; one that none has stays None. Only a process
+    that lacks gradients has to read which ones the others have.
     """
-    has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
-    used = [p for p, somewhere in zip(parameters, has_gradient.tolist(), strict=True) if somewhere]
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in used:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for gradients in by_dtype.values():
+    if not parameters:
+        return
+    present = torch.ones(len(parameters), device=parameters[0].device)
+    lacking = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+    for number in lacking:
+        present[number] = 0
+        parameters[number].grad = torch.zeros_like(parameters[number])
+    pending: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
+    flags = dist.all_reduce(present, async_op=True)
+    for gradients in _buckets([p.grad for p in parameters if p.grad is not None]):
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= world_size
-        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        pending.append((dist.all_reduce(flat, async_op=True), flat, gradients))
+        if len(pending) == 2:  # one bucket is packed while another one travels
+            _unpack(*pending.pop(0), world_size)
+    for bucket in pending:
+        _unpack(*bucket, world_size)
+    flags.wait()
+    if lacking:
+        somewhere = present.tolist()
+        for number in lacking:
+            if not somewhere[number]:
+                parameters[number].grad = None
+
+
+def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the gradients, of one dtype and device at a time, in lists of about `_BUCKET_BYTES`."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)
+    for of_kind in kinds.values():
+        bucket, size = [], 0
+        for gradient in of_kind:
+            bucket.append(gradient)
+            size += gradient.numel() * gradient.element_size()
+            if size >= _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
+            yield bucket
+
+
+def _unpack(handle: Any, flat: torch.Tensor, gradients: list[torch.Tensor], world_size: int) -> None:
+    handle.wait()
+    flat /= world_size
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def _check_backends(world_size: int) -> None:
+    """Check that the process group that is there already has a backend for the GPUs, and one for the CPU.
+
+    Raises:
+        ConfigError: it has not; a group of one process is destroyed instead, and made anew.
+    """
+    backends = dist.get_backend_config()
+    if "cuda:nccl" in backends and "cpu:gloo" in backends:
+        return
+    if world_size == 1:
+        dist.destroy_process_group()
+        return
+    raise ConfigError(
+        f"the process group of this program has the backends {backends}, and a run on GPUs needs cpu:gloo,cuda:nccl: "
+        "leave init_process_group to the trainer, or call init_process_group('cpu:gloo,cuda:nccl')."
+    )
 
 
 def _leave() -> None:
@@ -95,4 +153,5 @@ def _leave() -> None:
     gc.collect()
     if dist.is_initialized():
         exit_barrier(dist.distributed_c10d._get_default_store(), dist.get_world_size())
-        dist.destroy_process_group()
+        with leaving_process_group():
+            dist.destroy_process_group()

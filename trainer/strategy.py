@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,12 +14,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, materialize
 from trainer.data.transfer import make_transfer, move_to
+from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import unknown_name_error
+from trainer.errors import did_you_mean, raise_problems, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import refuse_meta_tensors
@@ -54,6 +57,21 @@ class SkippedBatch(NamedTuple):
     """A loss whose gradient is zero, for each parameter."""
 
 
+OTHER_OPTIONS = {
+    "state_dict_type": "trainer.full_state_dict(), or `trainer checkpoint export`: checkpoints are readable anywhere",
+    "zero_stage": "stage=",
+    "mixed_precision": "Trainer(precision=...)",
+    "activation_checkpointing_policy": "Trainer(activation_checkpointing=...)",
+    "process_group_backend": "nothing: gloo on CPUs, and NCCL too on GPUs",
+    "timeout": "timeout_seconds=",
+    "ddp_comm_hook": "comm_hook=",
+    "ddp_comm_state": "comm_hook_state=",
+    "offload_params_device": "offload_parameters=",
+    "offload_optimizer_device": "offload_optimizer=",
+}
+"""Options of other trainers' strategies -> what to use instead."""
+
+
 class Strategy:
     """Owns device placement, wrapping, backward, clipping and the optimizer's step.
 
@@ -80,6 +98,25 @@ class Strategy:
 
     _keeps_wrapper: bool = False
     """True if a module stays wrapped after the run, for later runs with the same strategy."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse unknown options.
+
+        Raises:
+            ConfigError: the strategy has no such option; has a suggestion.
+        """
+        known = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+            raise_problems(
+                [
+                    f"{cls.__name__} has no option {name!r}.{did_you_mean(name, known, OTHER_OPTIONS)} "
+                    f"Options: {', '.join(option for option in known if option != 'self')}."
+                    for name in options
+                    if name not in known
+                ],
+                cls.__name__,
+            )
+        return super().__new__(cls)
 
     # -- checks before the processes start -----------------------------------------------------------------------------
 
@@ -147,8 +184,9 @@ class Strategy:
             return torch.device("tpu", 0)
         if device_type in ("cpu", "mps"):
             return torch.device(device_type)
-        device = torch.device(device_type, device_ids[local_rank] if device_ids else local_rank)
-        torch.get_device_module(device).set_device(device)
+        accelerators = torch.get_device_module(torch.device(device_type))
+        device = torch.device(device_type, device_number(local_rank, device_ids, accelerators.device_count()))
+        accelerators.set_device(device)
         return device
 
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> AbstractContextManager[Any]:

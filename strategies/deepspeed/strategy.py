@@ -20,6 +20,7 @@ from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import InitDevice, build_context, check_init_device
+from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config import (
@@ -220,6 +221,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             # Rounding them a second time would lose what the former run has in its master weights.
             former.restore_full_parameters()
         cast_parameters(module, torch.float32 if for_training else self.precision.weights)
+        if self.stage == 3:
+            guard_save_pretrained(module, self.name)
         if for_training:
             expose_shapes(module)
         elif self.stage == 3:

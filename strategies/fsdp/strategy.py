@@ -20,6 +20,7 @@ from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, blocks_in_words, exclude_tied_weights, find_blocks
 from trainer.model.init_device import InitDevice, build_context, check_init_device, initial_values, named_tensors
+from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward
@@ -195,6 +196,7 @@ class FSDPStrategy(DistributedStrategy):
         # Not as a submodule: the module's own keys stay as they are.
         module.__dict__["_wrapper"] = self.wrapped
         self._allocate(module)
+        guard_save_pretrained(module, self.name)
         tensors = named_tensors(module)
         for name, value in values:
             set_values(tensors[name].detach(), value)

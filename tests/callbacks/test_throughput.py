@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Logger
 from trainer.callbacks import ThroughputMonitor
@@ -149,3 +151,17 @@ def test_wrong_arguments(wrong: dict[str, Any]) -> None:
 def test_a_tensor_as_number_of_items_is_refused() -> None:
     with pytest.raises(ConfigError, match="would wait for the device"):
         rates(items_per_batch=lambda batch: batch[0].sum())
+
+
+def test_tf32_set_by_the_new_api(tmp_path: Path) -> None:
+    """torch then refuses to answer by the old API, for every dtype."""
+    done = run_python(
+        "import torch\n"
+        "from trainer.callbacks.throughput import peak_by_name\n"
+        "name = 'NVIDIA A100-SXM4-40GB'\n"
+        "before = peak_by_name(name, torch.float32)\n"
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'\n"
+        "print(before, peak_by_name(name, torch.float32), peak_by_name(name, torch.bfloat16))\n",
+        cwd=tmp_path,
+    )
+    assert done.check().stdout.split() == ["19500000000000.0", "156000000000000.0", "312000000000000.0"]

@@ -200,6 +200,19 @@ def test_a_list_of_batches() -> None:
     assert list(batch_loader.iterate(0, 3)) == [(batches[3], None, None)]
     assert list(batch_loader.iterate(0, 4)) == []
     assert "each process iterates the list itself" in (loader_of(batches, 0, 2).note or "")
+    assert "split_dataset_by_node" not in (loader_of(batches, 0, 2).note or "")
+
+    class HuggingFace(IterableDataset):  # type: ignore[type-arg]
+        """Stand-in for the class of a package that is not installed here."""
+
+        __module__ = "datasets.iterable_dataset"
+
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+    assert "split_dataset_by_node(dataset, rank, world_size)" in (
+        loader_of(DataLoader(HuggingFace(), 2), 0, 2).note or ""
+    )
 
 
 def test_a_list_of_arrays() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.distributed.devices import choose_accelerator, parse_devices
+from trainer.distributed.devices import choose_accelerator, device_number, parse_devices
 from trainer.errors import ConfigError
 
 
@@ -108,3 +108,16 @@ def test_bad_devices(found: Any, devices: Any, device_type: str, message: str) -
     found(cuda=4)
     with pytest.raises(ConfigError, match=message):
         parse_devices(devices, device_type)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "ids", "visible", "expected"), [(0, None, 1, 0), (3, None, 1, 0), (3, None, 4, 3), (1, [2, 3], 4, 3)]
+)
+def test_a_process_that_sees_one_gpu_takes_it(local_rank: int, ids: Any, visible: int, expected: int) -> None:
+    assert device_number(local_rank, ids, visible) == expected
+
+
+@pytest.mark.parametrize(("local_rank", "ids", "visible"), [(2, None, 2), (1, [0, 3], 2), (1, [0, 1], 1)])
+def test_more_processes_than_gpus_are_reported(local_rank: int, ids: Any, visible: int) -> None:
+    with pytest.raises(ConfigError, match=f"local rank {local_rank} is to use GPU .*and sees {visible}: start as many"):
+        device_number(local_rank, ids, visible)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
 from tests.helpers.processes import Running, start_python
+from trainer import ConfigError
+from trainer.fault_tolerance.collective_check import CollectiveCheck
 
 SCRIPT = """
 import os
@@ -78,3 +86,37 @@ def test_a_call_on_some_processes_is_reported() -> None:
         assert "has been no progress" not in result.stderr
         assert result.stderr.count("Traceback (most recent call last)") == 1, result.stderr
     assert results["ddp", "late"].check(0).stdout.count("done") == 2
+
+
+class Counting:
+    """A store that counts its requests."""
+
+    def __init__(self, store: HashStore, requests: Counter[str]) -> None:
+        self._store, self._requests = store, requests
+
+    def __getattr__(self, name: str) -> Any:
+        def request(*args: Any) -> Any:
+            self._requests[name] += 1
+            return getattr(self._store, name)(*args)
+
+        return request
+
+
+def test_the_requests_grow_with_the_processes_not_with_their_square() -> None:
+    """All ranks but 0 have come when rank 0 does, so that none waits; then each needs its own requests only."""
+    world, requests, store = 1024, Counter[str](), HashStore()
+    for rank in range(1, world):
+        store.set(f"collective/1/{rank}", "save")
+    CollectiveCheck(Counting(store, requests), 0, world, lambda: 1).wait_for_all("save")  # type: ignore[arg-type]
+    for rank in range(1, world):
+        CollectiveCheck(Counting(store, requests), rank, world, lambda: 1).wait_for_all("save")  # type: ignore[arg-type]
+    assert sum(requests.values()) <= 4 * world, requests
+
+
+def test_each_rank_is_told_of_another_call() -> None:
+    store = HashStore()
+    for rank, call in ((1, "save"), (2, "read")):
+        store.set(f"collective/1/{rank}", call)
+    for rank, call in enumerate(("save", "save", "read")):
+        with pytest.raises(ConfigError, match="rank 0 calls save, and rank 2 calls read"):
+            CollectiveCheck(store, rank, 3, lambda: 1).wait_for_all(call)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -82,3 +83,51 @@ except ValueError as error:
     assert once.stderr.count("ValueError: first") == 1
     other = run_python(script, "other").check(1)
     assert "ValueError: second" in other.stderr
+
+
+BLOCKED = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from trainer import Callback, Trainer, TrainModule
+from trainer.fault_tolerance import failure
+
+def never_ends(*args):
+    while True:
+        time.sleep(0.1)
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2 and self.trainer.rank == 1:
+            raise ValueError("no such thing")
+        if self.global_step == 2:  # as with NCCL, whose collectives do not keep the other process waiting here
+            time.sleep(1)
+            raise RuntimeError("Connection closed by peer")
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Blocking(Callback):
+    def on_exception(self, trainer, module, error):
+        never_ends()
+
+failure._HOOKS_TIMEOUT_S = 2.0
+if sys.argv[1] == "destroy":  # as that of NCCL does while collectives are outstanding
+    dist.destroy_process_group = never_ends
+trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", max_steps=6, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False,
+                  callbacks=Blocking() if sys.argv[1] == "hook" else None)
+trainer.fit(Net(), DataLoader(torch.ones(64, 2), 4))
+"""
+
+
+@pytest.mark.parametrize("place", ["destroy", "hook"])
+def test_what_waits_for_ever_after_an_error_does_not_keep_the_job(place: str, tmp_path: Path) -> None:
+    done = run_python(BLOCKED, place, cwd=tmp_path, timeout=150).check(1)
+    assert done.stderr.count("ValueError: no such thing") == 1
+    assert "rank 1 of 2 failed" in done.stderr
+    assert "did not end within" in done.stderr

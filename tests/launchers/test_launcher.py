@@ -182,6 +182,10 @@ def test_where_it_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> No
     thread.start()
     thread.join()
     assert reasons == ["this is not its main thread"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [__file__, "--out", "-"])
+        patch.setattr(sys, "orig_argv", [sys.executable, __file__, "--out", "-"])
+        assert can_relaunch({}) is None
     monkeypatch.setattr(sys, "argv", ["gone.py"])
     assert "'gone.py' is not found from the current directory" in str(can_relaunch({}))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())

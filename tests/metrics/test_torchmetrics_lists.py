@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import AUROC, Metric
 
 from tests.helpers.compare import QUIET
 from tests.helpers.processes import run_distributed
 from trainer import ConfigError, Trainer, TrainModule
+from trainer.metrics.state import check_torchmetrics
 
 SIZES = (1, 2, 3)
 
@@ -89,3 +91,16 @@ def test_a_process_without_samples(tmp_path: Path, monkeypatch: Any) -> None:
             rows.update(x)
             assert metrics == pytest.approx({"auroc": float(auroc.compute()), "rows": float(rows.compute())}, rel=1e-6)
         assert "Each gathers its state 'values' entry by entry" in refused
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("1.4.0", True), ("1.6.1", True), ("1.6.2", False), ("1.10.0dev", False)]
+)
+def test_a_version_whose_metrics_do_not_resume_is_refused(version: str, refused: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torchmetrics, "__version__", version)
+    check_torchmetrics(torch.nn.Linear(1, 1))
+    if not refused:
+        check_torchmetrics(Measured())
+        return
+    with pytest.raises(ConfigError, match=f"torchmetrics {version} is installed.*torchmetrics>=1.6.2"):
+        check_torchmetrics(Measured())

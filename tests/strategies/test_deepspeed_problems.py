@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET
 from tests.helpers.deepspeed_runs import ENGINES, Net
+from tests.helpers.strategy_models import MLP
 from trainer import ConfigError, Trainer
 from trainer.loop.checks import check_call
 from trainer.precision import PRECISIONS
+from trainer.strategies import DDPStrategy, FSDPStrategy
 from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage1Strategy,
     DeepSpeedStage2OffloadStrategy,
@@ -154,3 +159,40 @@ def test_the_stage_is_the_strategys_or_the_jsons() -> None:
     assert DeepSpeedStrategy({"zero_optimization": {"stage": 3}}).collective_forward
     assert DeepSpeedStage1Strategy({"zero_optimization": {"stage": "auto"}}).stage == 1
     assert str(DeepSpeedStage2OffloadStrategy()) == "deepspeed_stage_2_offload (stage=2, offload_optimizer=cpu)"
+
+
+def test_deepspeed_takes_the_number_of_the_device_not_the_local_rank() -> None:
+    strategy = DeepSpeedStrategy()
+    strategy.device = torch.device("cuda", 3)
+    assert (strategy.processes.local_rank, strategy._device_number) == (0, 3)
+    strategy.device = torch.device("cpu")
+    assert strategy._device_number == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="the engine's device is seen with a second GPU only")
+def test_the_engine_is_on_the_device_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(strategy="deepspeed_stage_2", accelerator="cuda", devices=[1], max_steps=2, **QUIET)
+    module = MLP()
+    trainer.fit(module, DataLoader(MLP.data(8), 4))
+    assert {p.device for p in module.parameters()} == {torch.device("cuda", 1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "words"),
+    [
+        (DeepSpeedStrategy, "zero_stage", "DeepSpeedStrategy has no option 'zero_stage'. Use stage="),
+        (
+            FSDPStrategy,
+            "state_dict_type",
+            "FSDPStrategy has no option 'state_dict_type'. Use trainer.full_state_dict()",
+        ),
+        (FSDPStrategy, "cpu_ofload", "Did you mean 'cpu_offload'"),
+        (DDPStrategy, "find_unused_parameter", "Did you mean 'find_unused_parameters'"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        kind(**{option: 2})
+    assert type(copy.deepcopy(kind())) is kind

@@ -295,6 +295,10 @@ def test_unknown_names_are_reported() -> None:
 
 
 class Evaluated(Net):
+    def save_pretrained(self, folder: str, state_dict: Any = None) -> list[str]:
+        """Stand in for the method of Hugging Face's models, which are not installed here."""
+        return sorted(self.state_dict() if state_dict is None else state_dict)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", super().training_step(batch, batch_idx))
 
@@ -305,14 +309,20 @@ class Evaluated(Net):
 def evaluate_first(strategy: str) -> list[float]:
     """Evaluate in inference mode before, between and after two trainings of one module; return all results."""
     module, found = Evaluated(), []
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
-    data = DataLoader(TensorDataset(x, x[:, :1]), 2)
+    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))
+    data = DataLoader(TensorDataset(x, x[:, :1]), 8)
     for _ in range(2):
         trainer = Trainer(strategy=strategy, accelerator="cpu", max_steps=2, seed=1, **QUIET)
         found.append(trainer.validate(module, data)["val_loss"])
         found.append(float(trainer.predict(module, data, return_predictions=True)[0]))
         trainer.fit(module, data)
         found.append(float(module.losses[-1]))
+    assert module.save_pretrained("folder", state_dict=trainer.full_state_dict(everywhere=True))
+    if strategy == "fsdp":
+        with pytest.raises(ConfigError, match=r"Evaluated.save_pretrained would write the shards of strategy 'fsdp'"):
+            module.save_pretrained("folder")
+    else:
+        assert module.save_pretrained("folder")
     return found
 
 
@@ -321,4 +331,4 @@ def test_a_module_trains_after_it_was_evaluated(processes: int, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     sharded, plain = (run_distributed(evaluate_first, processes, name) for name in ("fsdp", "ddp"))
     for rank, expected in zip(sharded, plain, strict=True):
-        assert rank == pytest.approx(expected, rel=1e-5)
+        assert rank == pytest.approx(expected, rel=1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -140,12 +141,17 @@ class PinnedStagingBuffer:
     def wait(self) -> None:
         """Wait until the last copy is complete. Callable from any thread."""
         for event in self._pending:
-            event.synchronize()
+            # The current device is that of the thread: without this, each process would use the first one.
+            with torch.cuda.device(event.device) if event.device.type == "cuda" else nullcontext():
+                event.synchronize()
 
     def release(self) -> None:
-        """Free the memory."""
+        """Give the memory back to the system."""
         self.wait()
+        pinned = self._block.is_pinned()
         self._block = torch.empty(0, dtype=torch.uint8)
+        if pinned and hasattr(torch.accelerator, "empty_host_cache"):  # torch 2.12 and before keep it for themselves
+            torch.accelerator.empty_host_cache()
 
     def _reserve(self, size: int, pinned: bool) -> None:
         if self._block.numel() < size or (pinned and not self._block.is_pinned()):

@@ -124,7 +124,7 @@ class IterableLoader(BatchLoader):
         if not self._single_process:
             notes.append(
                 f"each process iterates {self._kind()} itself, because it is not a plain DataLoader over a dataset "
-                "with indices: it must give each process its own part"
+                f"with indices: it must give each process its own part{_how_to_split(self._loader)}"
             )
         if self._training and self.one_shot:
             notes.append(f"{self._kind()} can be iterated only once: one epoch")
@@ -140,6 +140,17 @@ class IterableLoader(BatchLoader):
                 "not exact after a resume unless it follows from the index"
             )
         return f"{self.label}: {'; '.join(notes)}." if notes else None
+
+
+def _how_to_split(loader: Any) -> str:
+    """Return how to split a Hugging Face dataset; empty for others."""
+    sources = (loader, getattr(loader, "dataset", None))
+    if not any(kind.__module__.startswith("datasets.") for source in sources for kind in type(source).__mro__):
+        return ""
+    return (
+        ". For a Hugging Face dataset: datasets.distributed.split_dataset_by_node(dataset, rank, world_size), with "
+        "self.trainer.global_rank and self.trainer.world_size in train_dataloader"
+    )
 
 
 def _popped(items: list[Any]) -> Iterator[Any]:

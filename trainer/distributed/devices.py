@@ -73,6 +73,23 @@ def _no_cuda() -> str:
     return "no CUDA device found"
 
 
+def device_number(local_rank: int, device_ids: Sequence[int] | None, visible: int) -> int:
+    """Return the number of a process's GPU among those that it sees; the only one where each process sees its own.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    wanted = device_ids[local_rank] if device_ids else local_rank
+    if wanted < visible:
+        return wanted
+    if visible == 1 and device_ids is None:
+        return 0
+    raise ConfigError(
+        f"the process with local rank {local_rank} is to use GPU {wanted}, and sees {visible}: start as many processes "
+        "on a machine as it has GPUs, and let each process see all of them, or one of its own (CUDA_VISIBLE_DEVICES)."
+    )
+
+
 def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple[int, list[int] | None, str]:
     """Return the number of processes on this machine, the GPU numbers if they were given, and the reason in words.
 

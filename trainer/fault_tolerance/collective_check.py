@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -43,29 +43,40 @@ class CollectiveCheck:
         self._calls += 1
         self._store.set(self._key(self._rank), call)
         if self._calls > 2:  # all processes have left the call before the last
-            self._store.delete_key(f"collective/{self._calls - 2}/{self._rank}")
+            for key in (self._rank, *(("answer",) if self._rank == 0 else ())):
+                self._store.delete_key(f"collective/{self._calls - 2}/{key}")
+        if self._rank == 0:
+            everyone = [self._key(rank) for rank in range(self._world_size)]
+            self._wait_for(everyone, call, range(self._world_size))
+            calls = [other.decode() for other in self._store.multi_get(everyone)]
+            other = next((rank for rank, theirs in enumerate(calls) if theirs != call), None)
+            answer = "" if other is None else _difference(call, other, calls[other])
+            self._store.set(self._key("answer"), f"={answer}")  # never empty
+        else:
+            # One key to wait for: with W processes that compare with each other, a call would take W x W requests.
+            self._wait_for([self._key("answer")], call, (0,))
+            answer = self._store.get(self._key("answer")).decode()[1:]
+        if answer:
+            raise ConfigError(answer)
+
+    def _wait_for(self, keys: list[str], call: str, ranks: Iterable[int]) -> None:
+        """Return when all keys are in the store; raise if one of the `ranks` cannot come any more."""
         begun, pause = time.monotonic(), 0.001
-        for rank in range(self._world_size):
-            while not self._store.check([self._key(rank)]):
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-                if time.monotonic() - begun > _GRACE_S:
-                    self._require_not_passed(call)
-            other = self._store.get(self._key(rank)).decode()
-            if other != call:
-                raise ConfigError(
-                    f"rank {self._rank} calls {call}, and rank {rank} calls {other}: the processes do not do the same. "
-                    "Look for code that depends on the rank, or on data or time that differ between them."
-                )
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if time.monotonic() - begun > _GRACE_S:
+                self._require_not_passed(call, ranks)
+                pause = 0.25
 
     def publish_progress(self, store: Store) -> None:
         """Tell waiting processes how far this one is. Called regularly by the watchdog's thread, with its own store."""
         store.set(f"collective/windows/{self._rank}", str(self._windows()))
 
-    def _require_not_passed(self, call: str) -> None:
+    def _require_not_passed(self, call: str, ranks: Iterable[int]) -> None:
         if first_failure(self._store) is not None:
             raise RuntimeError(f"{call} was not finished, because another process failed")
-        for rank in range(self._world_size):
+        for rank in ranks:
             windows = f"collective/windows/{rank}"
             # The second check comes after the progress was read: the process may have come in between.
             if (
@@ -79,5 +90,12 @@ class CollectiveCheck:
                     "conditions that differ between the processes."
                 )
 
-    def _key(self, rank: int) -> str:
-        return f"collective/{self._calls}/{rank}"
+    def _key(self, name: int | str) -> str:
+        return f"collective/{self._calls}/{name}"
+
+
+def _difference(call: str, rank: int, other: str) -> str:
+    return (
+        f"rank 0 calls {call}, and rank {rank} calls {other}: the processes do not do the same. Look for code that "
+        "depends on the rank, or on data or time that differ between them."
+    )

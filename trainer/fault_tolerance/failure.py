@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,9 +19,62 @@ _KEY = "failure/first"
 _STORE_TIMEOUT_S = 5.0
 _LOST_CONNECTION_GRACE_S = 2.0
 """How long a process that lost a connection waits for the cause to be reported."""
+_HOOKS_TIMEOUT_S = 30.0
+"""How long the hooks of a run that ends with an error may take."""
+_EXIT_TIMEOUT_S = 5.0
+_leaving, _left = threading.Event(), threading.Event()
+_exit_is_limited = False
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """Messages of gloo and NCCL for a lost process."""
 _GONE = "gone"
+
+
+@contextmanager
+def exit_in_time(what: str) -> Iterator[None]:
+    """End this process with exit code 1 if the block does not end in time.
+
+    For user code after an error: a collective may be left that never ends, and whatever waits for the device then waits
+    for ever.
+    """
+    ended = threading.Event()
+    threading.Thread(
+        target=_exit_unless, args=(ended, _HOOKS_TIMEOUT_S, what), name="exit-in-time", daemon=True
+    ).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def limit_exit() -> None:
+    """Limit the time that `leaving_process_group` may take; call it after an error of a run of several processes.
+
+    Destroying a process group of NCCL waits for its outstanding collectives, which after an error may never end.
+    """
+    global _exit_is_limited
+    if not _exit_is_limited:
+        _exit_is_limited = True
+        # Now, because a thread cannot be started while the interpreter ends.
+        threading.Thread(target=_limit_leaving, name="limit-exit", daemon=True).start()
+
+
+@contextmanager
+def leaving_process_group() -> Iterator[None]:
+    """Destroy the process group in this block, at the interpreter's end."""
+    _leaving.set()
+    yield
+    _left.set()
+
+
+def _limit_leaving() -> None:
+    _leaving.wait()
+    _exit_unless(_left, _EXIT_TIMEOUT_S, "the process group's destruction")
+
+
+def _exit_unless(ended: threading.Event, seconds: float, what: str) -> None:
+    if not ended.wait(seconds):
+        write_error(f"{what} did not end within {seconds:.0f} s after an error: this process exits\n")
+        os._exit(1)
 
 
 def report_failure(store: Store | None, rank: int, world_size: int, error: BaseException) -> bool:

@@ -107,7 +107,7 @@ def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
         return "it was itself started by multiprocessing"
     if threading.current_thread() is not threading.main_thread():
         return "this is not its main thread"
-    if not sys.executable or not arguments or arguments[-1] == "-" or sys.argv[:1] in ([], [""], ["-"]):
+    if not sys.executable or not arguments or sys.argv[:1] in ([], [""], ["-"]):
         return "its program came from standard input, not from a file"
     script = sys.argv[0]
     if script not in ("-c", "-m") and not os.path.exists(script):

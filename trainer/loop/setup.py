@@ -30,6 +30,7 @@ from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import choose_run_dir, find_after_restart, find_checkpoint, locked_folders
 from trainer.loop.teardown import detach, end_with_error, exit_if_stopped, finish
 from trainer.loop.training_state import load_training_state, restore_seed, restore_training, restore_weights
+from trainer.metrics.state import check_torchmetrics
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
 from trainer.model.compile import start_compiling
 from trainer.module import TrainModule
@@ -186,6 +187,8 @@ def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack
     module, strategy, training = run.module, run.strategy, run.stage == "fit"
     with strategy.init_context(module, will_load_checkpoint=checkpoint is not None):
         module.configure_model()
+    if training:
+        check_torchmetrics(module)
     if checkpoint is not None:
         run.hooks.on_load_checkpoint(checkpoint)
     disable_activation_checkpointing(module)

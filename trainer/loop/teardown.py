@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from trainer.callback import print_text
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
 from trainer.errors import explain_torch_error
-from trainer.fault_tolerance.failure import report_failure
+from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
 from trainer.fault_tolerance.stop import EXIT_RETRY, exit_code
 from trainer.launchers.restarts import restart_safe_exit_code
 from trainer.loop.run import Run
@@ -51,12 +51,16 @@ def end_with_error(run: Run, error: BaseException) -> None:
             run.strategy.processes.world_size,
             explained or error,
         )
-    with log_secondary_errors("on_exception"):
-        run.hooks.on_exception(error)
-        if run.datamodule is not None:
-            run.datamodule.on_exception(error)
-    with log_secondary_errors("teardown"):
-        call_teardown_hooks(run)
+    several = run.strategy.processes.world_size > 1
+    if several:
+        limit_exit()
+    with exit_in_time("on_exception or teardown") if several else nullcontext():
+        with log_secondary_errors("on_exception"):
+            run.hooks.on_exception(error)
+            if run.datamodule is not None:
+                run.datamodule.on_exception(error)
+        with log_secondary_errors("teardown"):
+            call_teardown_hooks(run)
     if explained is not None:
         raise explained from error
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from trainer.errors import ConfigError
 from trainer.metrics.metric_log import Entry, LogOptions, MetricLog, MetricScope, is_torchmetric
 from trainer.metrics.reductions import Accumulator
 
@@ -30,6 +33,22 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
             if metric.update_count and not any(metric is computed for computed in metrics.computed)
         },
     }
+
+
+def check_torchmetrics(module: torch.nn.Module) -> None:
+    """Check the version of torchmetrics, if the module has metrics of it.
+
+    Raises:
+        ConfigError: the state of its metrics cannot be restored.
+    """
+    if not any(True for _ in _objects(module)):
+        return
+    version = str(sys.modules["torchmetrics"].__version__)
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < (1, 6, 2):
+        raise ConfigError(
+            f"torchmetrics {version} is installed, whose metrics are wrong after a resume in the middle of an epoch: "
+            "pip install 'torchmetrics>=1.6.2'."
+        )
 
 
 def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], device: torch.device) -> None:

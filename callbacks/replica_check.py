@@ -1,0 +1,80 @@
+"""ReplicaCheck: find replicas of the weights that differ between processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.callback import Callback
+from trainer.errors import ConfigError, TrainerError
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+class ReplicaCheck(Callback):
+    """Compare a checksum of each parameter between the processes, which under ddp have the same bits.
+
+    A check reads the device, and takes as long as reading all weights once. Sharded parameters, and buffers, are
+    not compared.
+
+    Args:
+        every_n_train_steps: steps from one check to the next; the last step of a run is checked too.
+
+    Raises:
+        TrainerError: replicas differ; names the parameters, the ranks, and the steps between which it happened.
+    """
+
+    def __init__(self, every_n_train_steps: int = 100) -> None:
+        if type(every_n_train_steps) is not int or every_n_train_steps < 1:
+            raise ConfigError(f"ReplicaCheck(every_n_train_steps={every_n_train_steps!r}): give a whole number from 1.")
+        self.every_n_train_steps = every_n_train_steps
+        self._equal_at: int | None = None
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._equal_at = None
+        self._check(trainer, module)
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step % self.every_n_train_steps == 0:
+            self._check(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step != self._equal_at:
+            self._check(trainer, module)
+
+    def _check(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.world_size == 1:
+            return
+        by_rank = trainer.strategy.processes.all_gather_object(checksums(module))
+        names = dict.fromkeys(name for sums in by_rank for name in sums)
+        different = [name for name in names if len({sums.get(name) for sums in by_rank}) > 1]
+        if not different:
+            self._equal_at = trainer.global_step
+            return
+        first = [sums.get(different[0]) for sums in by_rank]
+        ranks = ", ".join(str(rank) for rank, value in enumerate(first) if value != first[0])
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        since = "before the first step" if self._equal_at is None else f"after step {self._equal_at}"
+        raise TrainerError(
+            f"the replicas differ: {different[0]}{more} on rank {ranks} from rank 0, {since}, seen at step "
+            f"{trainer.global_step}. Look for weights that are changed outside of the optimizer, optimizers with other "
+            "options on some ranks, and gradients that are not synchronized."
+        )
+
+
+@torch.no_grad()
+def checksums(module: torch.nn.Module) -> dict[str, int]:
+    """Return the sum of the bits of each replicated parameter, with one copy from the device."""
+    plain = {name: p.detach() for name, p in module.named_parameters() if not hasattr(p, "device_mesh")}
+    sums = {name: _bits(value).sum(dtype=torch.int64) for name, value in plain.items() if value.numel()}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor as integers."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return real.contiguous().view(integers[real.element_size()])

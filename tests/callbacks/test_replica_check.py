@@ -1,0 +1,73 @@
+"""ReplicaCheck finds weights that differ between processes, and says where and since when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.compare import QUIET
+from tests.helpers.processes import run_distributed
+from tests.helpers.strategy_models import MLP
+from trainer import Callback, ConfigError, Trainer, TrainModule
+from trainer.callbacks import ReplicaCheck
+from trainer.callbacks.replica_check import checksums
+from trainer.errors import TrainerError
+
+
+class Disturb(Callback):
+    """Change one bit of a weight on rank 1 after a step."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step == self.at and trainer.rank == 1:
+            weight = module.get_parameter("layers.2.weight")
+            with torch.no_grad():
+                weight[3, 3] = torch.nextafter(weight[3, 3], torch.tensor(9.0))
+
+
+def check(precision: str, at: int, every: int) -> str:
+    trainer = Trainer(
+        accelerator="cpu", max_steps=8, precision=precision, callbacks=[Disturb(at), ReplicaCheck(every)], **QUIET
+    )
+    try:
+        trainer.fit(MLP(), DataLoader(MLP.data(64), 4))
+    except TrainerError as error:
+        return str(error)
+    return "equal"
+
+
+def check_all() -> list[str]:
+    return [
+        check("32-true", at=99, every=3),
+        check("bf16-true", at=99, every=3),
+        check("32-true", at=4, every=3),
+        check("32-true", at=8, every=3),
+    ]
+
+
+def test_a_changed_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for found in run_distributed(check_all, 2):
+        assert found[:2] == ["equal", "equal"]
+        assert found[2].startswith("the replicas differ: layers.")
+        assert "on rank 1 from rank 0, after step 3, seen at step 6" in found[2]
+        assert "layers.2.weight on rank 1 from rank 0, after step 6, seen at step 8" in found[3]
+
+
+def test_every_dtype_has_a_checksum() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.float8_e4m3fn):
+        module = torch.nn.Module()
+        module.p = torch.nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
+        before = checksums(module)
+        module.p.data[1:2].copy_(torch.full((1,), 2.0).to(dtype))
+        assert checksums(module) != before
+
+
+def test_a_wrong_interval() -> None:
+    with pytest.raises(ConfigError, match="whole number from 1"):
+        ReplicaCheck(0)
