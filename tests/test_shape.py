@@ -45,7 +45,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("callback", "strategy"),
     ("loop", "strategies"),
     ("trainer",),
-    ("callbacks", "config"),
+    ("callbacks", "compat", "config"),
     ("cli", "testing"),
     ("__main__",),
 )

@@ -1,0 +1,595 @@
+"""The scenarios that run through Lightning and through this package: see `both.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanSquaredError
+
+from tests.lightning.both import LIGHTNING, OURS, Library, Record, Scenario, loader
+
+OF = {library.Trainer: library for library in (LIGHTNING, OURS)}
+"""The library of a trainer."""
+
+# -- optimizers and schedulers -----------------------------------------------------------------------------------------
+
+
+def with_optimizer(make: Any) -> Any:
+    """Define a module with `configure_optimizers` returning `make(module)`."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def configure_optimizers(self) -> Any:
+                return make(self)
+
+        return Module
+
+    return define
+
+
+def scheduled(make: Any, **options: Any) -> Any:
+    def optimizers(module: Any) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **options}}
+
+    return with_optimizer(optimizers)
+
+
+def plateau(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+
+
+def two_groups(module: Any) -> Any:
+    groups = [{"params": module.body.parameters(), "lr": 0.05}, {"params": module.head.parameters(), "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1 / (1 + n), lambda n: 0.9**n])
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def closed(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
+
+    return Module
+
+
+def clipped_by_hand(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def configure_gradient_clipping(
+            self,
+            optimizer: Any,
+            gradient_clip_val: float | None = None,
+            gradient_clip_algorithm: str | None = None,
+        ) -> None:
+            record.noted.append((type(optimizer).__name__, gradient_clip_val))
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+    return Module
+
+
+def manual(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            for optimizer, part in zip(self.optimizers(), (self.body, self.head), strict=True):
+                self.toggle_optimizer(optimizer)
+                loss = self.wrote(self.loss_of(batch))
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                record.noted.append(sum(p.grad is not None for p in part.parameters()))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+            self.log("loss", loss)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.body.parameters(), lr=0.1), torch.optim.Adam(self.head.parameters(), lr=0.01)]
+
+    return Module
+
+
+def manual_with_schedule(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            loss = self.wrote(self.loss_of(batch))
+            self.manual_backward(loss)
+            if batch_idx % 2:
+                self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def on_train_epoch_end(self) -> None:
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    return Module
+
+
+# -- logged values -----------------------------------------------------------------------------------------------------
+
+
+def logs(**options: Any) -> Any:
+    """Define a module that logs its loss with these options in training, and by default in validation."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.wrote(self.loss_of(batch))
+                self.log("loss", loss, **options)
+                return loss
+
+        return Module
+
+    return define
+
+
+def validation_logs(**options: Any) -> Any:
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def validation_step(self, batch: Any, batch_idx: int) -> Any:
+                self.log("val_loss", self.loss_of(batch), **options)
+
+        return Module
+
+    return define
+
+
+def logs_in_hooks(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("in_batch_end", float(batch_idx))
+
+        def on_train_epoch_end(self) -> None:
+            self.log("in_epoch_end", float(self.current_epoch))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("in_validation_end", float(self.current_epoch) + 10)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.wrote(self.loss_of(batch))
+            self.log_dict({"a": loss, "b": 2 * loss}, on_step=False, on_epoch=True)
+            return loss
+
+    return Module
+
+
+def metric_objects(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.train_error = MeanSquaredError()
+            self.val_error = MeanSquaredError()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            predicted = self(x)
+            loss = self.wrote(nn.functional.mse_loss(predicted, y))
+            self.train_error.update(predicted.detach(), y)
+            self.log("train_error", self.train_error, on_step=False, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            self.val_error.update(self(x), y)
+            self.log("val_error", self.val_error)
+
+        def on_validation_epoch_end(self) -> None:
+            record.noted.append(("validation", float(self.val_error.compute())))
+
+        def on_train_epoch_end(self) -> None:
+            record.noted.append(("train", float(self.train_error.compute())))
+
+    return Module
+
+
+def metrics_computed_by_hand(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.error = MeanSquaredError()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            self.error.update(self(x), y)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val_error", self.error.compute())
+            self.error.reset()
+
+    return Module
+
+
+def notes_metrics(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    def note(self: Any, place: str) -> None:
+        metrics = self.trainer.callback_metrics
+        record.noted.append((place, sorted(metrics), all(isinstance(v, torch.Tensor) for v in metrics.values())))
+
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.wrote(self.loss_of(batch))
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            note(self, "train batch")
+            record.noted.append(float(self.trainer.callback_metrics["loss_step"]))
+
+        def on_validation_epoch_end(self) -> None:
+            note(self, "validation")
+
+        def on_train_epoch_end(self) -> None:
+            note(self, "train epoch")
+
+    return Module
+
+
+# -- steps, modes, hooks -----------------------------------------------------------------------------------------------
+
+
+def returns_dict(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"loss": self.wrote(self.loss_of(batch)), "size": len(batch[0])}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            record.noted.append((sorted(outputs), outputs["loss"].requires_grad, outputs["size"]))
+
+    return Module
+
+
+def returns_none_at_times(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                return None
+            return super().training_step(batch, batch_idx)
+
+    return Module
+
+
+def skips_the_rest(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if batch_idx == 2 else None
+
+    return Module
+
+
+def frozen_in_eval(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+            self.body.eval()
+            self.body.requires_grad_(False)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            record.noted.append((self.training, self.body.training, self.head.training))
+
+        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            record.noted.append((self.training, self.body.training, self.head.training))
+
+    return Module
+
+
+def stops(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 2:
+                self.trainer.should_stop = True
+
+    return Module
+
+
+def several_loaders(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            record.noted.append((batch_idx, dataloader_idx))
+            self.log("val_loss", self.loss_of(batch))
+
+    return Module
+
+
+def predicts(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0])
+
+    return Module
+
+
+def gradients_seen(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_after_backward(self) -> None:
+            record.noted.append(("after backward", self.head.bias.grad.tolist()))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            record.noted.append(("before step", self.head.bias.grad.tolist()))
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            record.noted.append(("before zero", self.head.bias.grad is None))
+
+    return Module
+
+
+def data_module_of(library: Library, record: Record) -> Any:
+    class Data(library.DataModule):  # type: ignore[misc]
+        def prepare_data(self) -> None:
+            record.noted.append("prepare_data")
+
+        def setup(self, stage: str) -> None:
+            record.noted.append(("setup", stage))
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def val_dataloader(self) -> Any:
+            return loader(seed=8)
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0] + 1, batch[1]]
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [batch[0] * 2, batch[1]]
+
+        def teardown(self, stage: str) -> None:
+            record.noted.append(("teardown", stage))
+
+    return Data()
+
+
+class Stream(IterableDataset[Any]):
+    """Five batches without a length."""
+
+    def __iter__(self) -> Any:
+        yield from loader(15).dataset
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+def fit_with(train: Any, val: Any) -> Any:
+    return lambda trainer, module: trainer.fit(module, train(), val())
+
+
+def predict(trainer: Any, module: Any) -> None:
+    predictions = trainer.predict(module, loader(), return_predictions=True)
+    module.record.noted += [tensor.flatten().tolist() for tensor in predictions]
+
+
+def validate(trainer: Any, module: Any) -> None:
+    trainer.validate(module, loader())
+
+
+def fit_twice(trainer: Any, module: Any) -> None:
+    trainer.fit(module, loader(), loader(seed=8))
+    trainer.fit(module, loader(), loader(seed=8))
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def checkpoint(**options: Any) -> Any:
+    return lambda library, record, folder: [library.ModelCheckpoint(dirpath=folder / "checkpoints", **options)]
+
+
+def early(**options: Any) -> Any:
+    return lambda library, record, folder: [library.EarlyStopping(**options)]
+
+
+def stops_after_validation(library: Library, record: Record, folder: Path) -> list[Any]:
+    class Stop(library.Callback):  # type: ignore[misc]
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if trainer.global_step:
+                trainer.should_stop = True
+
+    return [Stop()]
+
+
+def constant_value(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("val_loss", 1.0)
+
+    return Module
+
+
+def values(*by_epoch: float) -> Any:
+    """Define a module whose validation logs these values, one per epoch."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def validation_step(self, batch: Any, batch_idx: int) -> Any:
+                self.log("val_loss", by_epoch[self.current_epoch])
+
+        return Module
+
+    return define
+
+
+StepLR = torch.optim.lr_scheduler.StepLR
+
+SCENARIOS = [
+    Scenario("plain"),
+    Scenario("max_steps in an epoch", settings={"max_steps": 6, "max_epochs": -1}),
+    Scenario("max_steps at an epoch's end", settings={"max_steps": 8, "max_epochs": -1}),
+    Scenario("min_steps above an epoch", settings={"min_steps": 6, "max_epochs": 1}),
+    Scenario("validation every 2 batches", settings={"val_check_interval": 2}),
+    Scenario("validation every half epoch", settings={"val_check_interval": 0.5}),
+    Scenario("validation every batch", settings={"val_check_interval": 1}),
+    Scenario("validation every second epoch", settings={"check_val_every_n_epoch": 2, "max_epochs": 4}),
+    Scenario(
+        "accumulation",
+        settings={"accumulate_grad_batches": 2},
+        exact=False,
+        differs={"logged": "value of a window", "metrics": "value of a window"},
+    ),
+    Scenario(
+        "accumulation with a short window",
+        settings={"accumulate_grad_batches": 3},
+        exact=False,
+        differs={
+            "losses": "short window",
+            "weights": "short window",
+            "logged": "value of a window",
+            "metrics": "value of a window",
+        },
+    ),
+    Scenario(
+        "accumulation by schedule",
+        callbacks=lambda library, record, folder: [library.GradientAccumulationScheduler({0: 1, 1: 2})],
+        exact=False,
+        differs={"logged": "value of a window", "metrics": "value of a window"},
+    ),
+    Scenario("clipping by norm", settings={"gradient_clip_val": 0.1}),
+    Scenario("clipping by value", settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    Scenario("clipping by an override", clipped_by_hand),
+    Scenario("Adam", with_optimizer(lambda module: torch.optim.Adam(module.parameters(), lr=0.01))),
+    Scenario("LBFGS", closed),
+    Scenario("two groups with schedules by step", with_optimizer(two_groups)),
+    Scenario("schedule by epoch", scheduled(lambda o: StepLR(o, 1, 0.5)), {"max_epochs": 3}),
+    Scenario("schedule by step", scheduled(lambda o: StepLR(o, 2, 0.5), interval="step")),
+    Scenario(
+        "schedule every third step",
+        scheduled(lambda o: StepLR(o, 1, 0.5), interval="step", frequency=3),
+        differs={
+            "losses": "frequency",
+            "rates": "frequency",
+            "logged": "frequency",
+            "metrics": "frequency",
+            "weights": "frequency",
+        },
+    ),
+    Scenario("plateau on a validation", scheduled(plateau, monitor="val_loss"), {"max_epochs": 3}),
+    Scenario("manual, two optimizers", manual),
+    Scenario("manual, with a schedule", manual_with_schedule),
+    Scenario("early stopping", values(1.0, 2.0, 3.0, 4.0), {"max_epochs": 4}, early(monitor="val_loss", patience=2)),
+    Scenario(
+        "early stopping on a training value",
+        logs(on_step=False, on_epoch=True),
+        {"max_epochs": 4},
+        early(monitor="loss", patience=1, min_delta=100.0),
+    ),
+    Scenario(
+        "early stopping before min_epochs",
+        values(1.0, 2.0, 3.0, 0.5),
+        {"max_epochs": 4, "min_epochs": 3},
+        early(monitor="val_loss", patience=1),
+    ),
+    Scenario(
+        "best checkpoint",
+        values(2.0, 1.0, 3.0),
+        {"max_epochs": 3},
+        checkpoint(monitor="val_loss"),
+        differs={"saved": "newest checkpoint"},
+    ),
+    Scenario(
+        "best two checkpoints, the larger the better",
+        values(2.0, 1.0, 3.0, 2.5),
+        {"max_epochs": 4},
+        checkpoint(monitor="val_loss", mode="max", save_top_k=2),
+    ),
+    Scenario(
+        "all checkpoints", values(2.0, 1.0, 3.0), {"max_epochs": 3}, checkpoint(monitor="val_loss", save_top_k=-1)
+    ),
+    Scenario("equal values", constant_value, {"max_epochs": 3}, checkpoint(monitor="val_loss")),
+    Scenario(
+        "newest three steps", callbacks=checkpoint(monitor="step", mode="max", save_top_k=3, every_n_train_steps=1)
+    ),
+    Scenario(
+        "checkpoints every 3 steps",
+        callbacks=checkpoint(every_n_train_steps=3, save_top_k=-1),
+        differs={"saved": "newest checkpoint", "best": "newest checkpoint"},
+    ),
+    Scenario(
+        "checkpoints every second epoch",
+        settings={"max_epochs": 4},
+        callbacks=checkpoint(every_n_epochs=2, save_top_k=-1),
+    ),
+    Scenario(
+        "best of validations in an epoch",
+        settings={"val_check_interval": 2, "max_epochs": 2},
+        callbacks=checkpoint(monitor="val_loss", save_top_k=2),
+    ),
+    Scenario(
+        "several validation loaders",
+        several_loaders,
+        action=lambda trainer, module: trainer.fit(module, loader(), [loader(seed=8), loader(9, seed=9)]),
+        differs={"logged": "several loaders", "metrics": "several loaders"},
+    ),
+    Scenario("limit_train_batches", settings={"limit_train_batches": 3}),
+    Scenario("a share of the training batches", settings={"limit_train_batches": 0.5}),
+    Scenario("limit_val_batches", settings={"limit_val_batches": 2}),
+    Scenario("no validation", settings={"limit_val_batches": 0}),
+    Scenario("no sanity check", settings={"num_sanity_val_steps": 0}),
+    Scenario("fast_dev_run", settings={"fast_dev_run": True}),
+    Scenario(
+        "overfit_batches",
+        settings={"overfit_batches": 2},
+        differs={"logged": "overfit_batches", "metrics": "overfit_batches"},
+    ),
+    Scenario("log every third step", settings={"log_every_n_steps": 3}),
+    Scenario("logged by step and epoch", logs(on_step=True, on_epoch=True)),
+    Scenario("logged by epoch", logs(on_step=False, on_epoch=True)),
+    Scenario("logged sums", logs(on_step=False, on_epoch=True, reduce_fx="sum")),
+    Scenario("logged maxima", logs(on_step=False, on_epoch=True, reduce_fx="max")),
+    Scenario(
+        "validation logged by step and epoch",
+        validation_logs(on_step=True, on_epoch=True),
+        differs={"logged": "evaluation by step"},
+    ),
+    Scenario("logged in hooks", logs_in_hooks),
+    Scenario("metric objects", metric_objects),
+    Scenario("metric objects computed in the hook", metrics_computed_by_hand),
+    Scenario("callback_metrics in hooks", notes_metrics, differs={"noted": "sanity check"}),
+    Scenario("a dict of outputs", returns_dict),
+    Scenario(
+        "None from training_step",
+        returns_none_at_times,
+        differs={"hooks": "skipped batch", "module_hooks": "skipped batch", "logged": "skipped batch"},
+    ),
+    Scenario("the rest of the epoch skipped", skips_the_rest),
+    Scenario("frozen part in eval mode", frozen_in_eval),
+    Scenario("should_stop", stops, {"max_epochs": 3}),
+    Scenario("should_stop after a validation", settings={"max_epochs": 3}, callbacks=stops_after_validation),
+    Scenario("gradients in hooks", gradients_seen),
+    Scenario("validate", action=validate, differs={"logged": "step axis"}),
+    Scenario("test", action=lambda trainer, module: trainer.test(module, loader()), differs={"logged": "step axis"}),
+    Scenario("predict", predicts, action=predict),
+    Scenario(
+        "data module",
+        action=lambda trainer, module: trainer.fit(module, datamodule=data_module_of(OF[type(trainer)], module.record)),
+    ),
+    Scenario("loader without a length", action=fit_with(lambda: DataLoader(Stream(), batch_size=3), loader)),
+    Scenario("no validation loader", action=lambda trainer, module: trainer.fit(module, loader())),
+    Scenario(
+        "a second fit",
+        action=fit_twice,
+        differs={
+            "losses": "a second fit",
+            "rates": "a second fit",
+            "hooks": "a second fit",
+            "module_hooks": "a second fit",
+            "logged": "a second fit",
+            "metrics": "a second fit",
+            "weights": "a second fit",
+        },
+    ),
+    Scenario("bf16-mixed", settings={"precision": "bf16-mixed"}),
+    Scenario("64-true", settings={"precision": "64-true"}),
+]

@@ -1,0 +1,1 @@
+"""Lightning's names, and what became of them here."""
