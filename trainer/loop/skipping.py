@@ -45,6 +45,8 @@ def can_return(function: Any, none: bool) -> bool:
     before = None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("RETURN_VALUE", "RETURN_CONST"):
+            if instruction.is_jump_target:  # of a conditional expression, such as `-1 if done else None`
+                return True
             given = instruction if instruction.opname == "RETURN_CONST" else before
             constant = given is not None and given.opname in ("LOAD_CONST", "RETURN_CONST")
             if (constant and given is not None and given.argval is None) == none:
