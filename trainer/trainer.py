@@ -349,8 +349,12 @@ class Trainer:
                 return
             yield window
 
-    def _train_step(self, run: Run, window: list[Batch]) -> StepOutputs:
-        """Run forward and backward of each micro-batch; afterwards the gradients are complete."""
+    def _train_step(self, run: Run, window: list[Batch], repeated: bool = False) -> StepOutputs:
+        """Run forward and backward of each micro-batch; afterwards the gradients are complete.
+
+        Args:
+            repeated: a closure runs the same step again; the batches have been announced before.
+        """
         module, hooks, strategy, metrics, phase = run.module, run.hooks, run.strategy, run.metrics, run.phase
         metrics.start_window()
         if not module.automatic_optimization:
@@ -363,7 +367,8 @@ class Trainer:
         for position, batch in enumerate(with_loss_divisors(window, module, strategy, run.weights_loss_by_items)):
             data, batch_idx = run.transfer(batch.data, 0), run.progress.batch + position
             metrics.start_batch(data, batch.samples)
-            hooks.on_train_batch_start(data, batch_idx)
+            if not repeated:
+                hooks.on_train_batch_start(data, batch_idx)
             if run.may_end_epochs and ends_epoch(run, position):
                 return None, None, []
             with strategy.gradient_sync(last=position == last):
@@ -387,7 +392,8 @@ class Trainer:
                     del loss
             outputs = outputs_for_hooks(run, outputs)
             if position < last:
-                hooks.on_train_batch_end(outputs, data, batch_idx)
+                if not repeated:
+                    hooks.on_train_batch_end(outputs, data, batch_idx)
                 del outputs, data
         if run.may_skip_batches:
             end_window_with_skipped(run)
@@ -415,8 +421,7 @@ class Trainer:
         evaluations: list[StepOutputs] = []
 
         def closure() -> torch.Tensor:
-            evaluations.clear()
-            evaluations.append(self._train_step(run, window))
+            evaluations[:] = [self._train_step(run, window, repeated=bool(evaluations))]
             self._before_optimizer_step(run, run.optimizers[0])
             return torch.stack(evaluations[0][2]).sum()
 
@@ -674,12 +679,15 @@ class Trainer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run is stopping. To stop it, call `stop(reason)`."""
+        """Whether the run is stopping. To stop it, call `stop(reason)`; `should_stop = True` gives no reason."""
         return self.stop_reason is not None
 
     @should_stop.setter
-    def should_stop(self, value: object) -> None:
-        raise ConfigError("trainer.should_stop cannot be set: call trainer.stop('why'), and give the reason.")
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.stop("trainer.should_stop was set")
+        elif self.should_stop:
+            raise ConfigError("A stop that was requested cannot be taken back: decide before you call trainer.stop.")
 
     @property
     def optimizers(self) -> list[Optimizer]:

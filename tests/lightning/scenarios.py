@@ -426,7 +426,9 @@ StepLR = torch.optim.lr_scheduler.StepLR
 
 SCENARIOS = [
     Scenario("plain"),
-    Scenario("max_steps in an epoch", settings={"max_steps": 6, "max_epochs": -1}),
+    Scenario(
+        "max_steps in an epoch", settings={"max_steps": 6, "max_epochs": -1}, differs={"end": "stop inside an epoch"}
+    ),
     Scenario("max_steps at an epoch's end", settings={"max_steps": 8, "max_epochs": -1}),
     Scenario("min_steps above an epoch", settings={"min_steps": 6, "max_epochs": 1}),
     Scenario("validation every 2 batches", settings={"val_check_interval": 2}),
@@ -476,8 +478,8 @@ SCENARIOS = [
         },
     ),
     Scenario("plateau on a validation", scheduled(plateau, monitor="val_loss"), {"max_epochs": 3}),
-    Scenario("manual, two optimizers", manual),
-    Scenario("manual, with a schedule", manual_with_schedule),
+    Scenario("manual, two optimizers", manual, differs={"end": "steps of several optimizers"}),
+    Scenario("manual, with a schedule", manual_with_schedule, differs={"end": "steps of several optimizers"}),
     Scenario("early stopping", values(1.0, 2.0, 3.0, 4.0), {"max_epochs": 4}, early(monitor="val_loss", patience=2)),
     Scenario(
         "early stopping on a training value",
@@ -507,7 +509,13 @@ SCENARIOS = [
     Scenario(
         "all checkpoints", values(2.0, 1.0, 3.0), {"max_epochs": 3}, checkpoint(monitor="val_loss", save_top_k=-1)
     ),
-    Scenario("equal values", constant_value, {"max_epochs": 3}, checkpoint(monitor="val_loss")),
+    Scenario(
+        "equal values",
+        constant_value,
+        {"max_epochs": 3},
+        checkpoint(monitor="val_loss"),
+        differs={"saved": "newest checkpoint"},
+    ),
     Scenario(
         "newest three steps", callbacks=checkpoint(monitor="step", mode="max", save_top_k=3, every_n_train_steps=1)
     ),
@@ -563,11 +571,20 @@ SCENARIOS = [
         returns_none_at_times,
         differs={"hooks": "skipped batch", "module_hooks": "skipped batch", "logged": "skipped batch"},
     ),
-    Scenario("the rest of the epoch skipped", skips_the_rest),
+    Scenario(
+        "the rest of the epoch skipped",
+        skips_the_rest,
+        differs=dict.fromkeys(("hooks", "module_hooks", "logged", "metrics"), "rest of the epoch skipped"),
+    ),
     Scenario("frozen part in eval mode", frozen_in_eval),
-    Scenario("should_stop", stops, {"max_epochs": 3}),
+    Scenario(
+        "should_stop",
+        stops,
+        {"max_epochs": 3},
+        differs=dict.fromkeys(("hooks", "module_hooks", "logged", "metrics", "end"), "stop inside an epoch"),
+    ),
     Scenario("should_stop after a validation", settings={"max_epochs": 3}, callbacks=stops_after_validation),
-    Scenario("gradients in hooks", gradients_seen),
+    Scenario("gradients in hooks", gradients_seen, differs={"noted": "zero_grad"}),
     Scenario("validate", action=validate, differs={"logged": "step axis"}),
     Scenario("test", action=lambda trainer, module: trainer.test(module, loader()), differs={"logged": "step axis"}),
     Scenario("predict", predicts, action=predict),

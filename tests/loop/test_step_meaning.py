@@ -296,8 +296,12 @@ def test_can_return() -> None:
     def always(x: Any) -> None:
         x.append(1)
 
-    assert [can_return(f, none=True) for f in (both, never, always, len)] == [True, False, True, True]
-    assert [can_return(f, none=False) for f in (both, never, always, len)] == [True, True, False, True]
+    def conditional(x: Any) -> Any:
+        return -1 if x else None
+
+    functions = (both, never, always, conditional, len)
+    assert [can_return(f, none=True) for f in functions] == [True, False, True, True, True]
+    assert [can_return(f, none=False) for f in functions] == [True, True, False, True, True]
 
 
 def test_a_step_without_return_is_still_an_error() -> None:

@@ -32,7 +32,7 @@ DIFFERENCES = (
     Difference(
         "steps of several optimizers",
         "`trainer.global_step` counts every optimizer's step",
-        "one per step, however many optimizers",
+        "one per step, however many optimizers; with manual optimization one per batch",
     ),
     Difference(
         "work per step",

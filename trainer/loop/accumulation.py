@@ -45,7 +45,7 @@ def checked_loss(
 def outputs_for_hooks(run: Run, outputs: Any) -> Any:
     """Return the outputs of `training_step` as `on_train_batch_end` gets them: a dict of detached tensors.
 
-    As Lightning's: a loss is under `"loss"`, also None for a skipped batch. Other objects are returned as they are.
+    As Lightning's: a loss is under `"loss"`, and the dict is empty for a skipped batch. Other objects stay as they are.
     """
     if run.hooks.on_train_batch_end is nothing:
         return None
@@ -54,7 +54,7 @@ def outputs_for_hooks(run: Run, outputs: Any) -> Any:
     if isinstance(outputs, Mapping):
         return {name: move_to(value, _detached) for name, value in outputs.items()}
     if outputs is None:
-        return {"loss": None} if run.module.automatic_optimization else {}
+        return {}
     return outputs
 
 
