@@ -23,6 +23,7 @@ from tests.test_contract import (  # noqa: F401
     test_ten_steps_of_two_optimizers_are_ten_steps,
 )
 
+pytestmark = pytest.mark.timeout(900)  # the first test compiles the device and starts all processes
 TIMEOUT = 240.0
 
 

@@ -27,6 +27,7 @@ from trainer.checkpoint.format import read_checkpoint
 from trainer.data.transfer import make_transfer, move_to
 from trainer.errors import ConfigError
 
+pytestmark = pytest.mark.timeout(900)  # the first test compiles the device
 DEVICE = "emulated:0"
 
 
