@@ -60,15 +60,15 @@ def refuse_meta_tensors(module: nn.Module) -> None:
     """Raise ConfigError if a parameter or buffer is on the meta device, and so has no values to train."""
     names = sorted(name for name, tensor in named_tensors(module).items() if tensor.is_meta)
     if names:
-        raise ConfigError(f"{type(module).__name__}: {_without_values(names)}")
+        raise ConfigError(_without_values(module, names))
 
 
-def _without_values(names: list[str]) -> str:
+def _without_values(module: nn.Module, names: list[str]) -> str:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"{listed}: on the meta device, without values. Build the layers in configure_model, without "
-        "init_empty_weights() or torch.device('meta'). What does not fit into memory: strategies 'fsdp' and "
-        "'deepspeed_stage_3' with init_device='mixed' (pretrained weights) or 'meta' (new ones)."
+        f"{type(module).__name__}: {listed}: on the meta device, without values. Build the layers in configure_model, "
+        "without init_empty_weights() or torch.device('meta'). What does not fit into memory: strategies 'fsdp' "
+        "and 'deepspeed_stage_3' with init_device='mixed' (pretrained weights) or 'meta' (new ones)."
     )
 
 
@@ -139,7 +139,7 @@ def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) 
             f"{', '.join(names)}: no init_weights or reset_parameters gives them values. Define one in the module that "
             "has them, or give init_device='mixed' or 'cpu'."
             if init_device == "meta"
-            else _without_values(names)
+            else _without_values(module, names)
         )
     if names := sorted({name for _, _, plain in found for name in plain}):
         problems.append(
