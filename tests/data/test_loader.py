@@ -164,8 +164,8 @@ def test_options_of_the_loader_are_kept() -> None:
 def test_without_automatic_batching_every_index_is_a_batch() -> None:
     loader = DataLoader(Numbers(5), batch_size=None)
     ranks = [list(loader_of(loader, r, 2).iterate(0)) for r in range(2)]
-    assert ranks[0] == [(0, 1, 2), (2, 1, 2), (4, 0, 1)]
-    assert ranks[1] == [(1, 1, 2), (3, 1, 2), (4, 1, 1)]
+    assert ranks[0] == [Batch(0, 1, 2), Batch(2, 1, 2), Batch(4, 0, 1)]
+    assert ranks[1] == [Batch(1, 1, 2), Batch(3, 1, 2), Batch(4, 1, 1)]
     assert loader_of(loader).batch_size is None
 
 
@@ -197,7 +197,7 @@ def test_a_list_of_batches() -> None:
         batch_loader.one_shot,
     ) == (4, 4, True, None, False)
     assert values(batch_loader.iterate(0)) == values(batch_loader.iterate(1)) == [[0.0], [1.0], [2.0], [3.0]]
-    assert list(batch_loader.iterate(0, 3)) == [(batches[3], None, None)]
+    assert list(batch_loader.iterate(0, 3)) == [Batch(batches[3], None, None)]
     assert list(batch_loader.iterate(0, 4)) == []
     assert "each process iterates the list itself" in (loader_of(batches, 0, 2).note or "")
     assert "split_dataset_by_node" not in (loader_of(batches, 0, 2).note or "")
