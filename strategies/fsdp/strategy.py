@@ -179,6 +179,8 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
         from trainer.strategies.fsdp.dtensors import set_values
 
         self.module = module
@@ -187,6 +189,10 @@ class FSDPStrategy(DistributedStrategy):
         if module._wrapper is not None:
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one
+            # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
+            for unit in self.wrapped.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
             return
         self._refuse(module)
         self.precision.convert_module(module)
