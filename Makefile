@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quick test-xla test-gpu check format lint types clean
+.PHONY: help demo test test-quick test-long test-release test-xla test-gpu check format lint types clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' Makefile | sed 's/: .*##/:/' | column -t -s:
@@ -18,11 +18,22 @@ help:            ## what there is
 demo: .venv/ready  ## train on handwritten digits, about half a minute
 	$(BIN)/trainer fit --config examples/digits/config.yaml
 
-test: .venv/ready  ## every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# The tiers; tests/tiers.py says which test is in which, and CONTRIBUTING.md what for.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+SAMPLE ?= 6
+SEED ?= 1
 
-test-quick: .venv/ready  ## the tests that take less than two minutes together
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+test: .venv/ready  ## every behaviour under every strategy, in 20 minutes on two cores
+	$(PYTEST) -m "not long"
+
+test-quick: .venv/ready  ## what starts few processes, in 3 minutes
+	$(PYTEST) -m "not slow and not long"
+
+test-long: .venv/ready  ## a sample of the big matrices, kills and drawn inputs, in 25 minutes: SAMPLE=6 cases of each, SEED=1
+	$(PYTEST) -v -m "long or drawn" --sample $(SAMPLE) --seed $(SEED) --inputs 200
+
+test-release: .venv/ready  ## by hand before a release: whole matrices, 2000 drawn inputs: SEED=1
+	$(PYTEST) -m "long or drawn" --seed $(SEED) --inputs 2000
 
 # torch_xla needs an older torch, and one process per file: an error in XLA ends the process.
 XLA_PYTHON ?= .venv-xla/bin/python

@@ -22,51 +22,7 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-SLOW = (
-    "callbacks/test_straggler_monitor.py",
-    "callbacks/test_two_processes.py",
-    "cli/test_cli.py",
-    "cli/test_doctor_command.py",
-    "cli/test_init_command.py",
-    "cli/test_launch_command.py",
-    "distributed/test_others_variables.py",
-    "distributed/test_rendezvous",
-    "distributed/test_slurm.py",
-    "emulated/",
-    "examples/",
-    "fault_tolerance/test_collective_check.py",
-    "fault_tolerance/test_process_monitor.py",
-    "fault_tolerance/test_stop.py",
-    "fault_tolerance/test_watchdog.py",
-    "faults/",
-    "launchers/test_launcher.py",
-    "launchers/test_multinode.py",
-    "launchers/test_notebook.py",
-    "launchers/test_ray.py",
-    "loop/test_evaluation.py",
-    "loop/test_messages.py",
-    "loop/test_resume.py",
-    "model/test_compile_slow.py",
-    "model/test_memory_runs.py",
-    "strategies/test_deepspeed_engine.py",
-    "strategies/test_deepspeed_state.py",
-    "strategies/test_portability.py",
-    "strategies/test_resume_sharded.py",
-    "strategies/test_strategy_",
-    "test_benchmarks.py",
-    "test_contract.py",
-    "test_docs.py",
-    "test_gpu_report.py",
-    "test_parity_processes.py",
-)
-"""Files whose tests start many processes: `make test-quick` leaves them out."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.relative_to(here).as_posix().startswith(SLOW):
-            item.add_marker(pytest.mark.slow)
+pytest_plugins = ["tests.tiers"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

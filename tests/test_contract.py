@@ -273,7 +273,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return run_everything(strategy, folder)
 
 
-def run_everything(strategy: str, folder: Path, timeout: float = 120) -> Everything:
+def run_everything(strategy: str, folder: Path, timeout: float = 600) -> Everything:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         first = run_distributed(first_process, PROCESSES[strategy], strategy, str(folder), timeout=timeout)

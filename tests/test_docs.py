@@ -59,7 +59,7 @@ def test_commands_run(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
             continue
         if "max_epochs 2" not in command and "doctor" not in words:
             words += shlex.split(SHORTER)
-        run_python("-m", "trainer", *words, cwd=tmp_path, timeout=120).check()
+        run_python("-m", "trainer", *words, cwd=tmp_path).check()
 
 
 def test_pages_have_commands() -> None:

@@ -69,7 +69,7 @@ from tests.helpers.saving import At, fit, steps
 
 def wait(trainer):
     print("at step", trainer.global_step, flush=True)
-    time.sleep(600)
+    time.sleep(3600)
 
 fit([At(step3=wait), steps()], default_root_dir="runs")
 """

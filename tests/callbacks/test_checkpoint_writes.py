@@ -31,7 +31,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     write = writer.write_plan
 
     def wait_and_write(*args: Any) -> None:
-        assert opened.wait(60)
+        assert opened.wait(600)
         write(*args)
 
     monkeypatch.setattr(writer, "write_plan", wait_and_write)

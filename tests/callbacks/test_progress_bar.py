@@ -53,7 +53,7 @@ class Terminal:
     def text(self) -> str:
         """Close the terminal and return its output."""
         self.stream.close()
-        self._reader.join(10)
+        self._reader.join(600)
         os.close(self._master)
         return self._received.decode(errors="replace")
 
@@ -290,7 +290,7 @@ def test_the_exit_code_does_not_suffer(redirect: str, tmp_path: Path) -> None:
         f"{sys.executable} script.py 2>&1 {redirect}" if "|" in redirect else f"{sys.executable} script.py {redirect}"
     )
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, timeout=100, check=False)
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, timeout=600, check=False)
     assert result.returncode == 0
     assert (tmp_path / "steps").read_text() == "8"
 
@@ -300,11 +300,11 @@ def test_a_batch_costs_next_to_nothing() -> None:
     trainer = quiet(max_epochs=1, callbacks=[bar])
     bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
     bar._next = time.monotonic() + 100
-    best = float("inf")
-    for _ in range(5):
-        began = time.perf_counter()
-        for batch_idx in range(10_000):
-            bar.on_train_batch_end(trainer, None, None, None, batch_idx)  # type: ignore[arg-type]
-        best = min(best, time.perf_counter() - began)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
+    for batch_idx in range(1000):
+        bar.on_train_batch_end(trainer, None, None, None, batch_idx)  # type: ignore[arg-type]
+    sys.setprofile(None)
     bar.teardown(trainer, None, "fit")  # type: ignore[arg-type]
-    assert best / 10_000 < 2e-6
+    # The hook, what it calls, and the clock.
+    assert len([event for event in calls if event.endswith("call")]) <= 3 * 1000 + 1

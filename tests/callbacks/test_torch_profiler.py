@@ -112,6 +112,6 @@ def on_a_process(folder: str) -> list[str]:
 
 
 def test_one_file_for_each_process(tmp_path: Path) -> None:
-    written = run_distributed(on_a_process, 2, str(tmp_path / "traces"), timeout=200)
+    written = run_distributed(on_a_process, 2, str(tmp_path / "traces"))
     assert written == [["rank0.3.pt.trace.json.gz"], ["rank1.3.pt.trace.json.gz"]]
     assert all(named(tmp_path / "traces" / name)[BACKWARD] == 2 for (name,) in written)

@@ -26,7 +26,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(600)
 
 
 def nothing() -> None:
@@ -108,7 +108,7 @@ def test_the_caller_goes_on_while_it_is_written_and_hears_of_it_later(
     for name in ("a", "b"):
         gate = Gate()
         writer.start(tmp_path / name, {"x": torch.ones(10)}, {}, gate)
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(600)
         assert is_committed(tmp_path / name)  # `on_committed` runs after the commit
         assert writer.result() == (None, None)
         threading.Timer(0.1, gate.opened.set).start()

@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.tiers import Inputs
 from trainer.checkpoint.format import find_damage, read_checkpoint, read_manifest, read_metadata, verify_checkpoint
 from trainer.checkpoint.serialization import TensorInfo
 from trainer.checkpoint.writing import write_checkpoint
@@ -23,15 +24,41 @@ Same = Callable[[Any, Any], None]
 FILES = ("model.safetensors", "optimizers.safetensors", "checkpoint.json", "manifest.json")
 
 
-@pytest.mark.parametrize("seed", range(24))
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_random_states_come_back_exactly(
-    seed: int, tmp_path: Path, random_state: Callable[[int], dict[str, Any]], assert_same: Same
+    inputs: Inputs, tmp_path: Path, random_state: Callable[[int], dict[str, Any]], assert_same: Same
 ) -> None:
-    state = random_state(seed)
-    write_checkpoint(tmp_path / "c", state)
-    assert_same(state, read_checkpoint(str(tmp_path / "c")))
-    assert verify_checkpoint(tmp_path / "c") == []
+    for rng in inputs:
+        state = random_state(rng.getrandbits(32))
+        write_checkpoint(tmp_path / "c", state, overwrite=True)
+        assert_same(state, read_checkpoint(str(tmp_path / "c")))
+        assert verify_checkpoint(tmp_path / "c") == [], rng
+
+
+def damaged(rng: random.Random, good: bytes) -> bytes:
+    """Return the content of a file with one to three damages drawn at random."""
+    bad = bytearray(good)
+    for _ in range(rng.randint(1, 3)):
+        begin, length = rng.randrange(len(bad) + 1), rng.choice([1, 8, 64, 512])
+        part = bad[begin : begin + length]
+        bad[begin : begin + length] = rng.choice(
+            [b"", bytes(len(part)), rng.randbytes(len(part)), part + rng.randbytes(length), part[::-1], part + part]
+        )
+    return bytes(bad)
+
+
+def test_damage_drawn_at_random_is_noticed(inputs: Inputs, checkpoint: Path) -> None:
+    for rng in inputs:
+        file = checkpoint / rng.choice(FILES)
+        good = file.read_bytes()
+        bad = damaged(rng, good)
+        file.write_bytes(bad)
+        if bad != good:
+            with pytest.raises(CheckpointError):
+                print(rng, read_checkpoint(checkpoint))
+            assert verify_checkpoint(checkpoint), rng
+        file.write_bytes(good)
+    assert verify_checkpoint(checkpoint) == []
 
 
 def test_a_module_and_its_optimizer_come_back(tmp_path: Path, assert_same: Same) -> None:

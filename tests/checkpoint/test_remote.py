@@ -260,7 +260,7 @@ def test_a_killed_writer_leaves_complete_checkpoints_or_nothing(tmp_path: Path) 
     subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), *FAULTS],
         check=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     fsspec.register_implementation("objects", Objects, clobber=True)

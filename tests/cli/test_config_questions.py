@@ -57,7 +57,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def end(self) -> int:
-        return self.process.wait(60)
+        return self.process.wait(600)
 
     def close(self) -> None:
         if self.process.poll() is None:

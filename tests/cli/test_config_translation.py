@@ -212,7 +212,6 @@ def test_a_precision_that_the_json_turns_off_is_left_out(command: Command) -> No
     assert "precision" not in trainer_section("run.yaml")
 
 
-@pytest.mark.slow
 def test_deepspeed_itself_takes_what_was_translated(command: Command, foreign: Path) -> None:
     pytest.importorskip("deepspeed")
     for name in (*DEEPSPEED, "plugin.yaml", "with_json.yaml"):

@@ -29,7 +29,7 @@ def of(results: Any, subject: str) -> CheckResult:
 def test_this_machine_is_well_and_one_step_of_the_real_module_runs(project: Path) -> None:
     options = ["--module", "mymodel.py:Net", "--data", "mymodel.py:Data", "--trainer.default_root_dir", "out/runs"]
     before = sorted(path.name for path in project.iterdir())
-    result = run_python("-m", "trainer", "doctor", "--json", *options, cwd=project, timeout=300).check(0)
+    result = run_python("-m", "trainer", "doctor", "--json", *options, cwd=project).check(0)
     found = json.loads(result.stdout)
     assert found["ok"]
     said = {check["subject"]: check for check in found["checks"]}
@@ -44,7 +44,7 @@ def test_this_machine_is_well_and_one_step_of_the_real_module_runs(project: Path
 def test_processes_that_are_there_already_take_part_and_one_speaks(project: Path) -> None:
     before = sorted(path.name for path in project.iterdir())
     command = ("-m", "trainer", "launch", "--nproc-per-node", "2", "trainer", "doctor", "--devices", "7")
-    result = run_python(*command, cwd=project, timeout=300).check(0)
+    result = run_python(*command, cwd=project).check(0)
     lines = [line for line in result.stdout.splitlines() if line.startswith(("OK", "WARN", "FAIL"))]
     assert [line.split()[1] for line in lines].count("python") == 1
     assert sum("collectives   2 processes on " in line and "right numbers" in line for line in lines) == 1
@@ -64,7 +64,7 @@ def test_a_module_that_fails_is_reported_with_its_error(project: Path, mistake: 
     broken = (project / "mymodel.py").read_text().replace("loss = self.layer(batch[0])", f"loss = {mistake}")
     (project / "broken.py").write_text(broken)
     options = ["--module", "broken.py:Net", "--data", "broken.py:Data", "--devices", "1"]
-    result = run_python("-m", "trainer", "doctor", *options, cwd=project, timeout=300).check(1)
+    result = run_python("-m", "trainer", "doctor", *options, cwd=project).check(1)
     line = next(line for line in result.stdout.splitlines() if line.startswith("FAIL"))
     assert "one step" in line
     assert words in line

@@ -15,10 +15,9 @@ COMMANDS = [
     *(["checkpoint", name] for name in OF_CHECKPOINT),
 ]
 ALL = f"""\
-import contextlib, io, json, sys, time
+import contextlib, io, json, sys
 for name in ("torch", "numpy", "pydantic", "yaml", "deepspeed", "ray"):
     sys.modules[name] = None  # importing it is an error from now on
-before = time.process_time()
 from trainer.__main__ import main
 texts = []
 for command in {COMMANDS!r}:
@@ -26,13 +25,12 @@ for command in {COMMANDS!r}:
     with contextlib.redirect_stdout(io.StringIO()) as text:
         assert main() == 0, command
     texts.append(text.getvalue())
-print(json.dumps([time.process_time() - before, texts]))
+print(json.dumps(texts))
 """
 
 
 def test_every_command_has_help_with_an_example_and_no_torch() -> None:
-    seconds, texts = json.loads(run_python(ALL).check().stdout)
-    assert seconds < 0.3, "of the processor, for all of them together"
+    texts = json.loads(run_python(ALL).check().stdout)
     for command, text in zip(COMMANDS, texts, strict=True):
         examples = [line.split() for line in text.partition("examples:\n")[2].splitlines()]
         typed = ["trainer", *command]

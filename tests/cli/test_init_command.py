@@ -46,7 +46,6 @@ def test_every_folder_is_a_template() -> None:
     assert sorted(folders) == sorted(TEMPLATES)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) -> None:
     for module in NEEDS.get(name, {}):

@@ -53,24 +53,23 @@ def test_a_trainer_command(project: Path) -> None:
 
 def test_a_failing_process_decides_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(
-        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n"
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(3600)\n"
     )
     run_python("-m", "trainer", "launch", "--nproc-per-node", "2", "fails.py", cwd=tmp_path).check(7)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_processes_of_any_program_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "sleeps.py").write_text("import time\nprint('sleeping', flush=True)\ntime.sleep(600)\n")
+    (tmp_path / "sleeps.py").write_text("import time\nprint('sleeping', flush=True)\ntime.sleep(3600)\n")
     running = start_python("-m", "trainer", "launch", "--nproc-per-node", "2", "sleeps.py", cwd=tmp_path)
-    running.wait_for("sleeping", count=2, timeout=90)
+    running.wait_for("sleeping", count=2)
     workers = descendants(running.pid)
     running.process.kill()
-    running.wait(30)
+    running.wait()
     assert len(workers) == 2
-    wait_until(lambda: not any(alive(pid) for pid in workers), 30)
+    wait_until(lambda: not any(alive(pid) for pid in workers))
 
 
-@pytest.mark.slow
 def test_a_killed_worker_costs_one_interval_and_changes_no_bit(tmp_path: Path) -> None:
     uninterrupted, script = make(tmp_path / "uninterrupted"), make(tmp_path / "broken")
     steps = str(6 * EVERY)
@@ -78,9 +77,9 @@ def test_a_killed_worker_costs_one_interval_and_changes_no_bit(tmp_path: Path) -
     run_python(*launcher, str(uninterrupted), str(uninterrupted.parent / "out"), steps, "0", cwd=tmp_path).check()
     out = script.parent / "out"
     running = start_python(*launcher, "--max-restarts", "1", str(script), str(out), steps, "0.05", cwd=tmp_path)
-    wait_until(lambda: len(steps_of(out)) >= 2 * EVERY + 2, 120, str(running))
+    wait_until(lambda: len(steps_of(out)) >= 2 * EVERY + 2, what=str(running))
     os.kill(rank_of(running.pid, 1), signal.SIGKILL)
-    result = running.wait(180).check()
+    result = running.wait().check()
     assert "rank 1 was ended by SIGKILL" in result.stderr
     assert "starting all processes again (1 of 1)" in result.stderr
     done = steps_of(out)
@@ -96,7 +95,7 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
     commands = [line.split() for line in page if line.startswith(".venv/bin/torchrun")]
     assert len(commands) == 1
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    result = run_python("-m", "torch.distributed.run", "--standalone", *commands[0][1:], cwd=tmp_path, timeout=200)
+    result = run_python("-m", "torch.distributed.run", "--standalone", *commands[0][1:], cwd=tmp_path)
     assert (tmp_path / "runs" / "digits" / "version_0" / "checkpoints").is_dir(), result
     result.check()
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 import tracemalloc
 from collections import Counter
 from typing import Any
@@ -113,16 +112,14 @@ def test_too_few_weights_without_replacement() -> None:
     ],
     ids=["shuffle", "replacement", "few with replacement", "half", "subset", "weighted"],
 )
-def test_a_billion_take_neither_memory_nor_time(sampler: Any) -> None:
+def test_a_billion_take_no_memory(sampler: Any) -> None:
     tracemalloc.start()
-    begun = time.perf_counter()
     indices = draw(sampler, start=10_000_000, stop=10_004_096)
-    seconds, (_, most) = time.perf_counter() - begun, tracemalloc.get_traced_memory()
+    _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(indices) == 4096
-    # A list of a billion numbers would take 8 GB, and minutes.
+    # A list of a billion numbers would take 8 GB.
     assert most < 3e6
-    assert seconds < 5
 
 
 def test_others_are_not_planned() -> None:

@@ -69,6 +69,6 @@ def test_they_join_and_train_together(tmp_path: Path, own: str, variables: Calla
         for rank in (0, 1)
     ]
     for one in started:
-        one.wait(120).check()
+        one.wait().check()
     assert steps_of(script.parent / "out", 0) == steps_of(script.parent / "out", 1) == list(range(1, STEPS + 1))
     assert weights_of(script.parent / "out") == own

@@ -100,7 +100,7 @@ def test_processes_of_a_second_attempt_do_not_meet_the_dead_ones_of_the_first(mo
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
     assert found == {"first 0": "first 1 1", "first 1": "first 0 1", "second 0": "second 1 2", "second 1": "second 0 2"}
 
 
@@ -133,7 +133,7 @@ trainer.fit(Net(), DataLoader(torch.ones(4, 1)))
 def test_a_run_on_a_taken_port_ends_on_all_ranks(taken: int) -> None:
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken)}
     ranks = [start_python(BUSY, env={**place, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in (0, 1)]
-    first, second = (rank.wait(120) for rank in ranks)
+    first, second = (rank.wait() for rank in ranks)
     assert first.returncode == second.returncode == 1
     assert f"port {taken} of {socket.gethostname()}" in first.stderr
     assert f"127.0.0.1:{taken}" in second.stderr
@@ -144,7 +144,7 @@ def test_processes_wait_no_longer_than_asked_for_a_master_that_is_not_there() ->
     port = free_port()
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env = {**place, "RANK": "1", "LOCAL_RANK": "1", "TRAINER_CONNECT_SECONDS": "1"}
-    result = start_python(BUSY, env=env).wait(120).check(1)
+    result = start_python(BUSY, env=env).wait().check(1)
     assert f"127.0.0.1:{port}, where the processes meet" in result.stderr
     assert "nobody listens on this port" in result.stderr
 

@@ -51,7 +51,7 @@ def join(*places: tuple[int, int]) -> list[Result]:
         )
         for rank, size in places
     ]
-    return [one.wait(120).check() for one in started]
+    return [one.wait().check() for one in started]
 
 
 def test_processes_that_agree_join() -> None:
@@ -80,7 +80,7 @@ def test_whoever_comes_late_does_not_stop_those_that_have_met() -> None:
     place = Environment(0, 0, 1, 1, 0, 1, "torchrun", 0, "127.0.0.1", port)
     first = join_store(place, timedelta(seconds=30))
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    late = start_python(JOIN, env={**env, "MASTER_PORT": str(port)}).wait(120).check()
+    late = start_python(JOIN, env={**env, "MASTER_PORT": str(port)}).wait().check()
     assert "refused: rank 0 is there twice" in late.stdout
     assert "If they are of two runs, give one of these another MASTER_PORT" in late.stdout
     again = join_store(place, timedelta(seconds=30))

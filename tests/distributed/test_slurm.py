@@ -94,7 +94,7 @@ def test_tasks_join_save_together_at_the_warning_and_one_of_them_goes_back_into_
     for one in tasks:  # Slurm signals all tasks
         one.send(signal.SIGUSR1)
     for one in tasks:
-        one.wait(60).check(75)
+        one.wait().check(75)
     done = steps_of(out)
     assert done == steps_of(out, 1) == list(range(1, len(done) + 1))
     assert (tmp_path / "called").read_text() == "requeue 74\n"
@@ -103,7 +103,7 @@ def test_tasks_join_save_together_at_the_warning_and_one_of_them_goes_back_into_
         start_python(script, str(out), str(len(done) + 2), "0", "last", env=task(rank, **queue)) for rank in (0, 1)
     ]
     for one in tasks:
-        one.wait(120).check()
+        one.wait().check()
     assert steps_of(out) == list(range(1, len(done) + 3))
 
 
@@ -116,7 +116,7 @@ def test_a_job_that_was_put_back_goes_on_by_itself(tmp_path: Path) -> None:
         env = {**queue, "SLURM_RESTART_COUNT": count}
         tasks = [start_python(script, str(out), str(steps), "0", "None", env=task(rank, **env)) for rank in (0, 1)]
         for one in tasks:
-            one.wait(120).check()
+            one.wait().check()
     assert steps_of(out) == [1, 2, 3, 4, 5]
 
 

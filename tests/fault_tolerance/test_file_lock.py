@@ -26,9 +26,9 @@ assert lock.acquire() is None
 # A data worker, which is forked and outlives a killed parent.
 child = os.fork()
 if child == 0:
-    time.sleep(600)
+    time.sleep(3600)
 print("child", child, flush=True)
-time.sleep(600)
+time.sleep(3600)
 """
 
 

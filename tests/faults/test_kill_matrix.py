@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.processes import ROOT, Result, Running, run_python, start_python, wait_until
+from tests.helpers.processes import ROOT, Result, run_distributed, run_python
 from tests.helpers.trouble import STEPS, TROUBLE, fit
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint
@@ -59,7 +58,9 @@ def command_lines() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("undisturbed")
-    run_python(SCRIPT, *arguments({"root": str(root)}), cwd=root).check(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        run_distributed(fit, 2, str(root))
     return root / "version_0"
 
 
@@ -90,19 +91,17 @@ def test_graceful_stops_on_any_rank_go_on_to_the_same_bits(undisturbed: Path) ->
         assert [d for d in differences if "follows" not in d] == [], name
 
 
-@pytest.mark.parametrize(("how", "code"), [("SIGTERM", 143), pytest.param("SIGUSR1", 75, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("how", "code"), [("SIGTERM", 143), ("SIGUSR1", 75)])
 def test_exit_codes_of_stops(how: str, code: int) -> None:
     result = go({"root": how, "how": how, "who": "1", "max_restarts": 1}).check(code)
     assert "Traceback" not in result.stderr
     assert len(lines(result)) == 1  # and nothing was restarted
 
 
-def check_failure(result: Result, how: str, who: str, root: Path, seconds: float, code: int) -> None:
+def check_failure(result: Result, how: str, who: str, root: Path, code: int) -> None:
+    """Check how a run has ended; its being over at all is far below the group's timeout of half an hour."""
     result.check(code)
     errors = result.stderr
-    print(f"{how} {who}: {seconds:.1f} s")
-    # The bound is far above the usual seconds, and far below the group's timeout of half an hour.
-    assert seconds < 60 + (WATCHDOG_S if how == "hang" else 0), errors
     assert not left_behind(str(root))
     if how == "error":
         assert errors.count("ValueError: deliberate") == 1, errors
@@ -129,40 +128,24 @@ def failing(how: str, who: str, nproc: int | None = None) -> dict[str, Any]:
     return {"root": str(root), "how": how, "who": who, "watchdog_seconds": WATCHDOG_S}
 
 
+@pytest.mark.parametrize("who", WHO)
 @pytest.mark.parametrize("how", CODES)
-def test_failures_end_all_and_leave_a_checkpoint(undisturbed: Path, how: str) -> None:
-    runs = [failing(how, who) for who in WHO]
-    started = [start_python(SCRIPT, *arguments(run)) for run in runs]
-    seconds: dict[int, float] = {}
-    wait_until(lambda: all(ended(one, Path(run["root"]), seconds) for one, run in zip(started, runs, strict=True)), 120)
-    for run, running in zip(runs, started, strict=True):
-        root = Path(run["root"])
-        check_failure(running.wait(), how, run["who"], root, seconds[running.pid], CODES[how])
-    go(*({"root": run["root"]} for run in runs)).check(0)
-    for run in runs:
-        assert compare_runs(undisturbed, Path(run["root"]) / "version_0") == [], run["who"]
+def test_failures_end_all_and_leave_a_checkpoint(undisturbed: Path, how: str, who: str) -> None:
+    run = failing(how, who)
+    root = Path(run["root"])
+    check_failure(go(run), how, who, root, CODES[how])
+    run_distributed(fit, 2, str(root))
+    assert compare_runs(undisturbed, root / "version_0") == []
 
 
-def ended(running: Running, root: Path, seconds: dict[int, float]) -> bool:
-    """Whether the process has ended; records how long after the trouble."""
-    if running.process.poll() is not None:
-        seconds.setdefault(running.pid, seconds_since_trouble(root))
-    return running.pid in seconds
-
-
-def seconds_since_trouble(root: Path) -> float:
-    return time.time() - min(mark.stat().st_mtime for mark in root.glob("trouble*"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", CODES)
 def test_failures_under_torchrun(how: str) -> None:
     run = failing(how, "1")
     result = go(run, nproc=2)
-    check_failure(result, how, "1", Path(run["root"]), seconds_since_trouble(Path(run["root"])), 1)
+    check_failure(result, how, "1", Path(run["root"]), 1)
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("hang", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["SIGKILL", "hang"])
 def test_max_restarts_goes_on_from_the_last_checkpoint_of_this_run(undisturbed: Path, how: str) -> None:
     # Older runs in the same folder must not be resumed instead of this one.
     fit("r", devices=1, max_steps=2)
@@ -174,7 +157,6 @@ def test_max_restarts_goes_on_from_the_last_checkpoint_of_this_run(undisturbed: 
     assert compare_runs(undisturbed, Path("r/version_2")) == []
 
 
-@pytest.mark.slow
 def test_restarts_by_torchrun(undisturbed: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     script = Path("start.py")

@@ -71,7 +71,7 @@ print("CODES " + json.dumps(codes))
 def ended(memory_folder: Path) -> tuple[Path, dict[str, list[int]]]:
     """Run the trainings; return their folder, and the exit codes of each one's processes."""
     faults = {name: next(iter(fault(name, count=count).values())) for name, count in FAULTS.items()}
-    result = run_python(DRIVER, json.dumps(faults), cwd=memory_folder, timeout=280).check()
+    result = run_python(DRIVER, json.dumps(faults), cwd=memory_folder).check()
     codes = re.search("^CODES (.*)", result.stdout, flags=re.MULTILINE)
     assert codes, result.stderr
     return memory_folder, json.loads(codes[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.testing import processes
-from trainer.testing.processes import Result, Running, alive, clean_environment, descendants, wait_until
+from trainer.testing.processes import TIMEOUT, Result, Running, alive, clean_environment, descendants, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 __all__ = [
@@ -35,13 +35,15 @@ def start_python(source_or_path: str | Path, *args: str, env: Mapping[str, str] 
 
 
 def run_python(
-    source_or_path: str | Path, *args: str, env: Mapping[str, str] | None = None, timeout: float = 120, **more: Any
+    source_or_path: str | Path, *args: str, env: Mapping[str, str] | None = None, timeout: float = TIMEOUT, **more: Any
 ) -> Result:
     """Call `trainer.testing.run_python` with this repository on the script's path."""
     return start_python(source_or_path, *args, env=env, **more).wait(timeout)
 
 
-def run_distributed(function: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = 120) -> list[Any]:
+def run_distributed(
+    function: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = TIMEOUT
+) -> list[Any]:
     """Call a top-level function of a test module on `world_size` processes with torchrun's variables set.
 
     The function joins the process group itself, if it wants one. Arguments and results are pickled.

@@ -277,22 +277,24 @@ def differences(uninterrupted: Path, resumed: Path) -> list[str]:
 EVERY_CELL = tuple(Cell(optimizer, workers) for optimizer in ("adamw", "sgd") for workers in (0, 2))
 
 
-def matrix(folder: str, cells: tuple[Cell, ...] = EVERY_CELL) -> dict[str, list[str]]:
-    """Break and resume every cell at every point, as one of the processes of this run."""
-    faulthandler.dump_traceback_later(250, exit=True)
+def places(cell: Cell) -> list[str]:
+    """Return the names of the points at which this cell is broken."""
+    return [*PLACES, *(MORE_PLACES if cell.workers == 0 else {})]
+
+
+def matrix(folder: str, wanted: dict[Cell, list[str]]) -> dict[tuple[Cell, str], list[str]]:
+    """Break and resume each cell at its points, as one of the processes of this run; return what differs."""
+    faulthandler.dump_traceback_later(850, exit=True)
     found = {}
-    for cell in cells:
+    for cell, names in wanted.items():
         uninterrupted = Path(folder) / str(cell)
         train(cell, uninterrupted, [SaveFinal()])
-        for name, place in {**PLACES, **(MORE_PLACES if cell.workers == 0 else {})}.items():
+        for name in names:
+            place = {**PLACES, **MORE_PLACES}[name]
             resumed = Path(folder) / f"{cell}-{name}"
             begun = broken_and_resumed(cell, place, resumed)
             wrong_step = [f"began at step {begun}"] if begun not in place.resumes_at else []
-            found[f"{cell}, {name}"] = wrong_step + differences(uninterrupted, resumed)
-        if cell.workers:
-            found[f"{cell.optimizer}: with and without workers"] = differences(
-                Path(folder) / str(cell._replace(workers=0)), uninterrupted
-            )
+            found[cell, name] = wrong_step + differences(uninterrupted, resumed)
     faulthandler.cancel_dump_traceback_later()
     return found
 

@@ -16,8 +16,6 @@ from trainer.strategies import STRATEGIES
 
 GLOBAL_MICRO_BATCH = 8
 """Samples of a micro-batch over all processes, on any number of them."""
-TIMEOUT = 600.0
-"""Seconds for all ways of one start of processes."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def run_each(function: Callable[..., Any], names: Iterable[str], *args: Any) -> 
         if processes == 1 and engine == "torch":
             ranks = [one_after_the_other(function, together, args)]
         else:
-            ranks = run_distributed(one_after_the_other, processes, function, together, args, timeout=TIMEOUT)
+            ranks = run_distributed(one_after_the_other, processes, function, together, args)
         results.update({name: [rank[name] for rank in ranks] for name in together})
     return results
 

@@ -49,10 +49,10 @@ class Net(TrainModule):
         if self.how == "error":
             raise ValueError("deliberate")
         if self.how == "hang":
-            time.sleep(600)
+            time.sleep(3600)
         if self.how == "locked":  # as a C extension that hangs without releasing the GIL
             time.sleep(1)
-            ctypes.PyDLL(None).sleep(600)
+            ctypes.PyDLL(None).sleep(3600)
         if self.how == "slow":
             time.sleep(2.5)
         if self.how.startswith("SIG"):

@@ -26,7 +26,7 @@ def at_a_prompt(*lines: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env=clean_environment({"PYTHONPATH": str(ROOT)}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -83,7 +83,7 @@ def test_the_error_of_the_first_process_that_fails_is_raised(tmp_path: Path) -> 
         "from trainer import launch",
         "def fail():",
         "    if os.environ['RANK'] == '1': raise ValueError('no such thing')",
-        "    time.sleep(600)",
+        "    time.sleep(3600)",
         "",
         "launch(fail, devices=2)",
         cwd=tmp_path,
@@ -96,7 +96,7 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     done = at_a_prompt(
         "import os, signal, time",
         "from trainer import launch",
-        "def vanish(): os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '0' else time.sleep(600)",
+        "def vanish(): os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '0' else time.sleep(3600)",
         "",
         "launch(vanish, devices=2)",
         "launch(lambda: os._exit(7), devices=1)",
@@ -117,7 +117,7 @@ def sleep(deaf):
     print("sleeping", flush=True)
     while True:
         try:
-            time.sleep(600)
+            time.sleep(3600)
         except KeyboardInterrupt:
             if not deaf:
                 raise
@@ -129,14 +129,14 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("deaf", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("deaf", [False, True])
 def test_an_interrupt_leaves_nothing_running(deaf: bool, tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER.format(deaf=deaf))
     running = Running([sys.executable, "sleeper.py"], tmp_path, clean_environment({"PYTHONPATH": str(ROOT)}))
-    running.wait_for("sleeping", count=2, timeout=90)
+    running.wait_for("sleeping", count=2)
     workers = descendants(running.pid)
     running.send(signal.SIGINT)
-    assert running.wait(60).check().stdout.endswith("interrupted\n")
+    assert running.wait().check().stdout.endswith("interrupted\n")
     assert len(workers) == 2
     assert not any(alive(pid) for pid in workers)
 
@@ -144,11 +144,11 @@ def test_an_interrupt_leaves_nothing_running(deaf: bool, tmp_path: Path) -> None
 def test_killing_the_prompt_leaves_nothing_running(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER.format(deaf=True))
     running = Running([sys.executable, "sleeper.py"], tmp_path, clean_environment({"PYTHONPATH": str(ROOT)}))
-    running.wait_for("sleeping", count=2, timeout=90)
+    running.wait_for("sleeping", count=2)
     workers = descendants(running.pid)
     running.process.kill()
-    running.wait(30)
-    wait_until(lambda: not any(alive(pid) for pid in workers), 30)
+    running.wait()
+    wait_until(lambda: not any(alive(pid) for pid in workers))
 
 
 @pytest.mark.parametrize(("devices", "message"), [(0, "give a number of processes from 1"), ("2", "or 'auto'")])
@@ -250,5 +250,5 @@ def test_a_launch_after_a_fit_in_the_same_process(strategies: tuple[str, str], t
         main()
     """
     lines = [line[8:] for line in source.splitlines()]
-    done = run_python("\n".join(lines), cwd=tmp_path, timeout=200).check()
+    done = run_python("\n".join(lines), cwd=tmp_path).check()
     assert done.stdout.splitlines()[-2:] == ["1 2 1", "True True True"]

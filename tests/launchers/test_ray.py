@@ -116,12 +116,12 @@ def test_killed_workers_in_a_job_of_the_users_and_of_the_command(tmp_path: Path)
     for name, text in (("users.py", USERS), ("run.yaml", CONFIG), ("job.py", JOB)):
         (tmp_path / name).write_text(text)
     fit = ("fit", "--config", "run.yaml")
-    run_python("-m", "trainer", *fit, "--trainer.devices", "2", cwd=tmp_path, timeout=200).check()
+    run_python("-m", "trainer", *fit, "--trainer.devices", "2", cwd=tmp_path).check()
     assert steps_of(tmp_path / "plain") == list(range(1, STEPS + 1))
 
     on_ray = ("--ray", "num_workers=2", "max_failures=1", f"storage_path={tmp_path}/command")
     change = ("--trainer.callbacks.1.folder", "command", "--trainer.callbacks.1.kill", "1")
-    run_python("job.py", str(tmp_path), *fit, *on_ray, *change, cwd=tmp_path, timeout=600).check()
+    run_python("job.py", str(tmp_path), *fit, *on_ray, *change, cwd=tmp_path).check()
     for name, killed in (("own", 0), ("command", 1)):
         check_it_went_on(tmp_path / name, killed, expected=weights_of(tmp_path / "plain"))
 

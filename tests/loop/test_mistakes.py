@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.mistakes import Net, fit, loader, net, net_that, quiet, refused
 from tests.helpers.processes import ROOT, run_python
+from tests.tiers import Inputs
 from trainer import Callback, ConfigError, Trainer
 from trainer.callbacks import (
     CSVLogger,
@@ -21,6 +24,7 @@ from trainer.callbacks import (
     SimpleProfiler,
     TensorBoardLogger,
 )
+from trainer.settings import Settings
 from trainer.strategies import DDPStrategy
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -89,6 +93,30 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_argument_of_the_trainer(name: str) -> None:
     arguments, parts = ARGUMENTS[name]
     refused(lambda: Trainer(**{"accelerator": "cpu", **arguments}), *parts)
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, 2, 3, -1, -2, 2**70, 0.0, 0.5, 1.0, 1.5, -0.5, 1e400, -1e400, float("nan"), 1j),
+    *("", "x", "auto", "cpu", "2", "1.5", "00:00:00:05", "norm", "warn", "bf16-mixed", "32-true", "ddp", b"x"),
+    *([], [0], ["x"], [None], (), {}, {"hours": 1}, {"x": 1}, {1: 1}, set(), timedelta(0), timedelta(days=-1)),
+    *(object(), int, print, Path("runs"), Path("/dev/null/x"), torch.tensor(1), torch.device("cpu"), Callback()),
+)
+"""Right for some arguments, wrong for most."""
+
+
+def test_arguments_drawn_at_random_are_taken_or_refused_by_name(inputs: Inputs) -> None:
+    names = [field.name for field in dataclasses.fields(Settings)]
+    for rng in inputs:
+        arguments = {name: rng.choice(VALUES) for name in rng.sample(names, rng.randint(1, 3))}
+        try:
+            Trainer(**{"accelerator": "cpu", **arguments})
+        except ConfigError as error:
+            refused: str | None = str(error)
+        except Exception as error:
+            raise AssertionError(f"{rng}: Trainer(**{arguments}) raised {error!r}") from error
+        else:
+            refused = None
+        assert refused is None or any(name in refused for name in arguments), (rng, arguments, refused)
 
 
 def test_positional_arguments() -> None:

@@ -15,51 +15,50 @@ from tests.helpers.compare import QUIET, assert_same_bits
 from tests.helpers.processes import run_distributed, start_python
 from tests.helpers.resume_runs import (
     EPOCHS,
-    MORE_PLACES,
-    PLACES,
+    EVERY_CELL,
     SAMPLES,
+    Cell,
     differences,
     matrix,
+    places,
     plain,
     plain_on_two,
     stateful,
 )
+from tests.tiers import selected
 from trainer import Trainer, TrainModule
-
-CELLS = [
-    f"{optimizer}-{workers}workers, {place}"
-    for optimizer in ("adamw", "sgd")
-    for workers in (0, 2)
-    for place in [*PLACES, *(MORE_PLACES if workers == 0 else {})]
-]
 
 
 class Found(NamedTuple):
     world: int
     folder: Path
-    different: dict[str, list[str]]
+    different: dict[tuple[Cell, str], list[str]]
     """By cell and place."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Run the full matrix on one or two processes, in one start."""
+    """Run the matrix on one or two processes, in one start."""
+    wanted: dict[Cell, list[str]] = {cell: [] for cell in EVERY_CELL}
+    for world, cell, place in selected(request, "found", "cell", "place"):
+        if world == request.param:
+            wanted[cell].append(place)
     folder = tmp_path_factory.mktemp("matrix")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        results: list[dict[str, list[str]]] = run_distributed(matrix, request.param, str(folder), timeout=280)
+        results = run_distributed(matrix, request.param, str(folder), wanted)
     return Found(request.param, folder, {key: [line for rank in results for line in rank[key]] for key in results[0]})
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_broken_run_ends_with_the_same_bits(found: Found, cell: str) -> None:
-    different = found.different[cell]
+@pytest.mark.parametrize(("cell", "place"), [(cell, place) for cell in EVERY_CELL for place in places(cell)], ids=str)
+def test_a_broken_run_ends_with_the_same_bits(found: Found, cell: Cell, place: str) -> None:
+    different = found.different[cell, place]
     assert not different, "\n".join(different)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_number_of_workers_changes_nothing(found: Found, optimizer: str) -> None:
-    different = found.different[f"{optimizer}: with and without workers"]
+    different = differences(found.folder / f"{optimizer}-0workers", found.folder / f"{optimizer}-2workers")
     assert not different, "\n".join(different)
 
 
@@ -80,7 +79,7 @@ def test_sigkill(found: Found, tmp_path: Path) -> None:
 
 def test_torchdatas_stateful_loader(tmp_path: Path) -> None:
     pytest.importorskip("torchdata")
-    for result in run_distributed(stateful, 2, str(tmp_path), timeout=280):
+    for result in run_distributed(stateful, 2, str(tmp_path)):
         assert len(result) == 6
         assert not any(result.values()), "\n".join(f"{key}: {line}" for key, lines in result.items() for line in lines)
 

@@ -224,7 +224,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("engine"))
     try:
-        return run_distributed(everything, 2, timeout=280)[0]
+        return run_distributed(everything, 2)[0]
     finally:
         os.chdir(before)
 

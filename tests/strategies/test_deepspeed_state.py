@@ -127,7 +127,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("state"))
     try:
-        return run_distributed(everything, 2, middle_of_one_process()[0], timeout=280)[0]
+        return run_distributed(everything, 2, middle_of_one_process()[0])[0]
     finally:
         os.chdir(before)
 

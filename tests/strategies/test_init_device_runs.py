@@ -187,7 +187,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("built"))
     try:
-        return request.param, run_distributed(on_each_process, 2, request.param, timeout=280)
+        return request.param, run_distributed(on_each_process, 2, request.param)
     finally:
         os.chdir(before)
 

@@ -19,8 +19,6 @@ from tests.portability import SaveAt
 from trainer import TrainModule
 from trainer.callbacks import PredictionWriter, read_predictions
 
-pytestmark = pytest.mark.timeout(1200)  # the first test starts all processes
-
 COMPARED = [name for name in WAYS if name != "FSDP x2, communicating always"]
 SIZES = (46, 33, 3)
 """Samples to evaluate: the last batches of two and of four processes are uneven, and some processes have none."""

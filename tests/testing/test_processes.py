@@ -16,7 +16,7 @@ child = """
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 print('up', flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 ranks = [subprocess.Popen([sys.executable, "-c", child], env={**os.environ, "RANK": str(rank)}) for rank in (0, 1)]
 print("codes", ranks[1].wait(), ranks[0].poll(), flush=True)
@@ -43,7 +43,7 @@ def test_a_signal_reaches_one_rank() -> None:
 
 
 def test_a_rank_that_is_not_there_is_named() -> None:
-    running = start_python("import time\ntime.sleep(60)\n")
+    running = start_python("import time\ntime.sleep(3600)\n")
     with pytest.raises(AssertionError, match=f"process {running.pid} has started no process of rank 3"):
         rank_of(running.pid, 3)
     running.kill()

@@ -64,7 +64,7 @@ def fit(strategy: str, until: int, start: str | None = None, save: str | None = 
 def run(strategy: str, *args: Any) -> dict[str, Any]:
     if strategy in ON_XLA:
         return fit(strategy, *args)
-    return run_distributed(fit, PROCESSES[strategy], strategy, *args, timeout=300)[0]  # type: ignore[no-any-return]
+    return run_distributed(fit, PROCESSES[strategy], strategy, *args)[0]  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")

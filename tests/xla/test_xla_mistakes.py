@@ -48,7 +48,7 @@ else:
 )
 def test_what_ran_before(before: str, said: str) -> None:
     how = 'strategy="xla"' if before else 'accelerator="tpu"'
-    result = run_python(FIT.format(before=before, how=how), timeout=300).check()
+    result = run_python(FIT.format(before=before, how=how)).check()
     assert said in result.stdout
     assert ("ConfigError" in result.stdout) == (said != "trained")
     if not before:  # else torch_xla itself has set up logging
@@ -74,7 +74,7 @@ except Exception as error:
 
 
 def test_a_device_used_after_the_trainer_was_made_is_reported_with_all_that_is_wrong() -> None:
-    output = run_python(AFTER, timeout=300).check().stdout
+    output = run_python(AFTER).check().stdout
     assert "ConfigError" in output
     assert "a device of torch_xla was used before the run" in output
     assert "ckpt_path='nowhere' does not exist" in output

@@ -29,6 +29,10 @@ _DROPPED = (
 )
 
 
+TIMEOUT = 600.0
+"""Seconds after which a wait gives up, unless told otherwise: it only ends what hangs, on a busy machine too."""
+
+
 @dataclass(frozen=True)
 class Result:
     """Exit code and output of a process."""
@@ -76,7 +80,7 @@ class Running:
         """Send a signal to the process itself, or to one rank of the processes that it has started."""
         os.kill(self.pid if rank is None else rank_of(self.pid, rank), number)
 
-    def wait_for(self, text: str, count: int = 1, timeout: float = 60) -> None:
+    def wait_for(self, text: str, count: int = 1, timeout: float = TIMEOUT) -> None:
         """Wait until `text` appears `count` times in stdout.
 
         Raises:
@@ -86,7 +90,7 @@ class Running:
         if self.stdout.count(text) < count:
             raise AssertionError(f"ended without printing {text!r} {count} times\n{self}")
 
-    def wait(self, timeout: float = 120) -> Result:
+    def wait(self, timeout: float = TIMEOUT) -> Result:
         """Wait until the process has ended.
 
         Raises:
@@ -136,7 +140,7 @@ def run_python(
     nproc: int | None = None,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = TIMEOUT,
 ) -> Result:
     """Run a script in a process of its own, and wait for its end.
 
@@ -174,7 +178,7 @@ def kill_at_random(
     early: float = 0.1,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120,
+    timeout: float = TIMEOUT,
 ) -> Storm:
     """Start a script repeatedly, and kill it each time with SIGKILL at a random time; then let it end.
 
@@ -221,7 +225,7 @@ def _sleep_or_end(running: Running, seconds: float) -> None:
         return
 
 
-def wait_until(condition: Callable[[], bool], timeout: float = 60, what: object = "") -> None:
+def wait_until(condition: Callable[[], bool], timeout: float = TIMEOUT, what: object = "") -> None:
     """Poll until `condition` is true; the timeout only ends what would hang.
 
     Raises:

@@ -1,0 +1,152 @@
+"""What runs in which tier: the slow tests, the long ones, samples of their matrices, and how many inputs are drawn.
+
+CONTRIBUTING.md says what each tier is for, and the Makefile with which options it is started.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SLOW = (
+    "callbacks/test_checkpoint_combinations.py",
+    "callbacks/test_straggler_monitor.py",
+    "callbacks/test_two_processes.py",
+    "cli/test_cli.py",
+    "cli/test_config_translation.py::test_deepspeed_itself_takes_what_was_translated",
+    "cli/test_doctor_command.py",
+    "cli/test_init_command.py",
+    "cli/test_launch_command.py",
+    "distributed/test_others_variables.py",
+    "distributed/test_rendezvous.py",
+    "distributed/test_rendezvous_disagreements.py",
+    "distributed/test_slurm.py",
+    "emulated/*",
+    "examples/*",
+    "fault_tolerance/test_collective_check.py",
+    "fault_tolerance/test_process_monitor.py",
+    "fault_tolerance/test_stop.py",
+    "fault_tolerance/test_watchdog.py",
+    "faults/*",
+    "launchers/*",
+    "lightning/*",
+    "loop/test_evaluation.py",
+    "loop/test_messages.py",
+    "loop/test_resume.py",
+    "model/test_compile_slow.py",
+    "model/test_memory_runs.py",
+    "strategies/test_deepspeed_engine.py",
+    "strategies/test_deepspeed_state.py",
+    "strategies/test_portability.py",
+    "strategies/test_resume_sharded.py",
+    "strategies/test_strategy_*",
+    "test_benchmarks.py",
+    "test_contract.py",
+    "test_docs.py",
+    "test_gpu_report.py",
+    "test_parity_processes.py",
+)
+"""Files whose tests start many processes: `make test-quick` leaves them out."""
+
+LONG: dict[str, tuple[str, ...]] = {
+    "examples/test_examples.py::test_*_learns": (),
+    "faults/test_kill_matrix.py::test_exit_codes_of_stops": ("SIGTERM-143",),
+    "faults/test_kill_matrix.py::test_failures_end_all_and_leave_a_checkpoint": ("error-both", "SIGKILL-0", "hang-1"),
+    "faults/test_kill_matrix.py::test_failures_under_torchrun": ("error",),
+    "faults/test_kill_matrix.py::test_max_restarts_goes_on_from_the_last_checkpoint_of_this_run": ("SIGKILL",),
+    "faults/test_kill_matrix.py::test_restarts_by_torchrun": (),
+    "faults/test_sharded_trouble.py::test_an_agreed_stop_is_saved_and_gone_on_from": ("fsdp", "deepspeed_stage_3"),
+    "faults/test_sharded_trouble.py::test_it_goes_on_to_the_same_bits": ("fsdp", "deepspeed_stage_3"),
+    "faults/test_sigkill.py::test_a_training_that_is_killed_at_random_ends_with_the_same_bits": (),
+    "loop/test_resume.py::test_a_broken_run_ends_with_the_same_bits": (
+        "one process-adamw-0workers-*",
+        "one process-sgd-*-inside validation",
+        "one process-adamw-2workers-inside a window",
+        "two processes-adamw-0workers-*",
+        "two processes-sgd-*-mid-epoch",
+    ),
+    "loop/test_resume.py::test_sigkill": ("one process",),
+    "strategies/test_resume_sharded.py::test_a_broken_run_ends_with_the_same_bits": ("fsdp", "deepspeed_stage_3"),
+}
+"""Tests for `make test-long`, and the cases of them that stay in `make test`: one of each behaviour and strategy."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    tiers = parser.getgroup("tiers")
+    tiers.addoption("--sample", type=int, help="of the long cases of a test, run this many, drawn by --seed")
+    tiers.addoption("--seed", type=int, default=0, help="of the sample, and of what tests with `inputs` draw")
+    tiers.addoption("--inputs", type=int, default=20, help="how many inputs each test with `inputs` draws")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    names = ("sample", "seed", "inputs")
+    return "tiers: " + ", ".join(f"{name}={config.getoption(name)}" for name in names)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        test, _, case = f"{file}::{item.nodeid.partition('::')[2]}".partition("[")
+        if any(fnmatchcase(name, pattern) for pattern in SLOW for name in (file, test)):
+            item.add_marker(pytest.mark.slow)
+        kept = next((kept for pattern, kept in LONG.items() if fnmatchcase(test, pattern)), None)
+        if kept is not None and not any(fnmatchcase(case[:-1], pattern) for pattern in kept):
+            item.add_marker(pytest.mark.long)
+        if "inputs" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.drawn)
+            item.add_marker(pytest.mark.timeout(900 + config.getoption("inputs")))
+    if config.getoption("sample") is not None:
+        left_out = set(items) - set(sampled(items, config.getoption("sample"), config.getoption("seed")))
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+
+
+def sampled(items: list[pytest.Item], size: int, seed: int) -> Iterator[pytest.Item]:
+    """Return, of each test's long cases, `size` that depend on nothing but their names and the seed."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("long") is None:
+            yield item
+        else:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for several in cases.values():
+        yield from sorted(several, key=lambda item: random.Random(f"{seed} {item.nodeid}").random())[:size]
+
+
+def selected(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """Return the parameters of these names, of those cases of the module that will run.
+
+    For fixtures that run all cases in one start. One name: a list of values; several: of tuples.
+    """
+    found: dict[Any, None] = {}
+    for item in request.session.items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path == request.path and set(names) <= set(params):
+            found[params[names[0]] if len(names) == 1 else tuple(params[name] for name in names)] = None
+    return list(found)
+
+
+Inputs = Iterator[random.Random]
+
+
+@pytest.fixture
+def inputs(request: pytest.FixtureRequest) -> Inputs:
+    """As many random generators as the tier wants inputs: each draws one, and is named by its seed in a failure."""
+    first = 1_000_000 * request.config.getoption("seed")
+    return (Numbered(first + number) for number in range(request.config.getoption("inputs")))
+
+
+class Numbered(random.Random):
+    """A random generator that shows its seed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.shown = f"random.Random({seed})"
+
+    def __repr__(self) -> str:
+        return self.shown
