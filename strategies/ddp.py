@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -105,12 +106,15 @@ class DDPStrategy(DistributedStrategy):
         super().setup_module(module, for_training, activation_checkpointing)
         if not for_training:
             return
-        self._first_window = True
         if module.automatic_optimization and any(p.requires_grad for p in module.parameters()):
-            self.wrapped = DistributedDataParallel(_DDPForward(module), **self.options)
-            self._register_comm_hook(self.wrapped)
+            self._wrap()
         else:
             self.processes.broadcast([*module.parameters(), *module.buffers()])
+
+    def _wrap(self) -> None:
+        self._first_window = True
+        self.wrapped = DistributedDataParallel(_DDPForward(self.module), **self.options)
+        self._register_comm_hook(self.wrapped)
 
     def _register_comm_hook(self, wrapped: DistributedDataParallel) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -151,6 +155,9 @@ class DDPStrategy(DistributedStrategy):
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()
+        if self.wrapped is not None and self.wrapped.require_backward_grad_sync:
+            # A parameter without a gradient leaves those of this step unsynchronized; torch itself looks a step later.
+            self.wrapped._check_reducer_finalized()
         world_size = self.processes.world_size
         if self.wrapped is None and world_size > 1 and not self._more_follow:
             average_gradients([p for p in self.module.parameters() if p.requires_grad], world_size)
@@ -158,6 +165,17 @@ class DDPStrategy(DistributedStrategy):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
         self._first_window = False
         super().step(optimizer, closure)
+
+    def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
+        """Wrap again: DistributedDataParallel synchronizes what required a gradient when it was made."""
+        for parameter in self.module.parameters():
+            parameter.grad = None  # may be a view of the former buckets
+        if self.wrapped is None:
+            self.processes.broadcast([*self.module.parameters(), *self.module.buffers()])
+        if self.module.automatic_optimization and any(p.requires_grad for p in self.module.parameters()):
+            self.wrapped = None
+            gc.collect()  # the former wrapper's hooks end with it
+            self._wrap()
 
     def teardown(self) -> None:
         self.wrapped = None

@@ -280,6 +280,16 @@ class Strategy:
                 self.scaler.update()
             self._unscaled.clear()
 
+    def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
+        """Adapt to parameters that were frozen, unfrozen or added while training, the same ones on all processes.
+
+        Args:
+            changes: in words, with the names of the parameters.
+
+        Raises:
+            ConfigError: the strategy cannot train them.
+        """
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:

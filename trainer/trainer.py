@@ -371,6 +371,8 @@ class Trainer:
                 hooks.on_train_batch_start(data, batch_idx)
             if run.may_end_epochs and ends_epoch(run, position):
                 return None, None, []
+            if position == 0 and run.trainable is not None:
+                run.trainable.follow()
             with strategy.gradient_sync(last=position == last):
                 with phase(FORWARD):
                     outputs = strategy.call_step("training_step", data, batch_idx)
@@ -403,6 +405,8 @@ class Trainer:
         """Clip and step every optimizer."""
         if not run.module.automatic_optimization or run.skipped_window:
             return
+        if run.trainable is not None:
+            run.trainable.require_unchanged()
         for optimizer in run.optimizers:
             self._before_optimizer_step(run, optimizer)
             with run.phase(OPTIMIZER):

@@ -342,6 +342,15 @@ class DeepSpeedStrategy(DistributedStrategy):
     def end_step(self) -> None:
         pass
 
+    def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            del optimizer.param_groups[len(self.groups) :]  # the engine could not end with groups that it does not know
+        raise ConfigError(
+            f"{changes}, and strategy {self.name!r} flattens the parameters that train at the start. Have all of them "
+            "train from the start, in a group whose lr is 0 until then; or end the run, and begin another from its "
+            "weights (load_from_checkpoint); or use strategy 'ddp' or 'fsdp'."
+        )
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:

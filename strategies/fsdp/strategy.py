@@ -306,6 +306,15 @@ class FSDPStrategy(DistributedStrategy):
         norm = super().clip_gradients(optimizer, value, algorithm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
+        """Sharded parameters may be frozen and unfrozen; those of layers that were added are not sharded."""
+        plain = [name for name, p in self.module.named_parameters() if not hasattr(p, "device_mesh")]
+        if plain:
+            raise ConfigError(
+                f"strategy {self.name!r} shards the module at the start, and {', '.join(plain)} came later: build the "
+                "layers in configure_model, frozen if need be; or use strategy 'ddp'."
+            )
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:

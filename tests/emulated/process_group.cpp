@@ -1,8 +1,8 @@
 // A process group for the emulated device: gloo's collectives, with NCCL's way of ending.
 //
 // A collective is a piece of work on a stream of its own: the host goes on, and the stream that uses the result waits. A
-// lost process is not noticed, and `shutdown` blocks while a collective is outstanding, for ever if need be; only `abort`
-// ends that. After `run_ahead(true)` kernels do not wait for collectives, as if the device were far behind the host: the
+// lost process is not noticed. `shutdown` blocks while a collective is outstanding and until all processes have called it,
+// for ever if need be; only `abort` ends that. After `run_ahead(true)` kernels do not wait for collectives, as if the device were far behind the host: the
 // numbers are then meaningless, and only a host that waits for the device is held up.
 #include "device.h"
 
@@ -74,15 +74,17 @@ std::vector<std::vector<Tensor>> views(const std::vector<std::vector<Tensor>>& l
 
 struct Group final : public c10d::Backend {
   Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : Backend(rank, size), gloo(std::move(gloo)) {}
-  ~Group() override { shutdown(); }
-
   const std::string getBackendName() const override { return "emulated"; }
 
   void shutdown() override {
     WithoutPython released;
-    for (auto& one : pending)
-      while (one->outstanding()) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    auto wait_for = [this](auto&& done) {
+      while (!done() && !*aborted) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    };
+    for (auto& one : pending) wait_for([&] { return !one->outstanding(); });
     pending.clear();
+    auto everybody = *aborted ? WorkPtr() : gloo->barrier();
+    if (everybody) wait_for([&] { return everybody->isCompleted() && everybody->isSuccess(); });
   }
   void abort() override { *aborted = true; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo->setTimeout(timeout); }

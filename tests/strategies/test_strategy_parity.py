@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.strategy_models import GPT, MLP, STEPS, Trained, warm_up_and_cosine
 from tests.helpers.strategy_runs import GLOBAL_MICRO_BATCH, SINGLE, WAYS, StepLosses, run_each, skip_if_missing
 from trainer import seed_everything
+from trainer.callbacks import ReplicaCheck
 
 pytestmark = pytest.mark.timeout(1200)  # the first test starts all processes
 
@@ -104,7 +105,7 @@ def train_one(name: str, case: Case) -> list[float]:
         gradient_clip_val=case.clip,
         precision=case.precision,
         log_every_n_steps=1,
-        callbacks=recorder,
+        callbacks=[recorder, ReplicaCheck(every_n_train_steps=1)],
     )
     module = case.module()
     trainer.fit(module, DataLoader(module.data(SAMPLES), WAYS[name].micro_batch))

@@ -31,6 +31,8 @@ def manual_training_step(run: Run, window: list[Batch]) -> StepOutputs:
     run.hooks.on_train_batch_start(data, batch_idx)
     if run.may_end_epochs and ends_epoch(run, 0):
         return None, None, []
+    if run.trainable is not None:
+        run.trainable.follow()
     steps = run.manual_steps
     with run.phase(FORWARD):
         outputs = run.strategy.call_step("training_step", data, batch_idx)

@@ -36,6 +36,7 @@ from trainer.settings import Settings
 
 if TYPE_CHECKING:
     from trainer.loop.manual import ManualOptimizer
+    from trainer.loop.trainable import TrainableParameters
 
 log = logging.getLogger("trainer")
 
@@ -98,6 +99,8 @@ class Run:
     """The state of `train_loader` at the last step, if it has been asked for a batch beyond."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
+    trainable: TrainableParameters | None = None
+    """Notices a change of the trainable parameters; None on one process, and outside of `fit`."""
 
     def __init__(
         self,

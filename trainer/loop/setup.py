@@ -29,6 +29,7 @@ from trainer.loop.resolved_config import ResolvedConfig, step_config, with_modul
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import choose_run_dir, find_after_restart, find_checkpoint, locked_folders
 from trainer.loop.teardown import detach, end_with_error, exit_if_stopped, finish
+from trainer.loop.trainable import TrainableParameters
 from trainer.loop.training_state import load_training_state, restore_seed, restore_training, restore_weights
 from trainer.metrics.state import check_torchmetrics
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
@@ -218,6 +219,8 @@ def build_optimizers(run: Run) -> None:
         run_dir=None if settings.fast_dev_run else run.session.run_dir,
     )
     run.optimizers = strategy.setup_optimizers(optimizers, steps)
+    if strategy.processes.world_size > 1:
+        run.trainable = TrainableParameters(run)
     run.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in run.optimizers]
     run.clips_gradients = settings.gradient_clip_val is not None or module.overrides("configure_gradient_clipping")
     run.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in run.optimizers)
@@ -234,7 +237,10 @@ def watch_the_clock(run: Run, cleanup: ExitStack) -> None:
     rank, world_size = strategy.processes.rank, strategy.processes.world_size
     if stop.store is not None:
         run.collective_check = CollectiveCheck(
-            stop.store, rank, world_size, lambda: run.metrics.window + 10**9 * run.shutting_down
+            stop.store,
+            rank,
+            world_size,
+            lambda: (run.trainable.windows if run.trainable else 0) + 10**9 * run.shutting_down,
         )
     cleanup.callback(run.watchdog.stop)
     limit, steps = run.settings.watchdog_seconds, lambda: run.progress.step

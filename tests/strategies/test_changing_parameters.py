@@ -1,0 +1,180 @@
+"""Parameters that are frozen, unfrozen or added in a run train as in a hand-written loop, or are refused in words."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+from tests.helpers.processes import run_python
+from tests.helpers.strategy_models import FEATURES, MLP
+from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
+from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
+
+pytestmark = pytest.mark.timeout(600)
+
+NAMES = ("DDP x2", "FSDP x2", "ZeRO-2 x2")
+SAMPLES, GLOBAL_BATCH, EPOCHS, CHANGE_AT = 24, 8, 3, 4
+"""Nine steps; the change comes in the second epoch."""
+
+
+class Changing(MLP):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        if kind == "unfreeze":
+            self.layers[0].requires_grad_(False)
+        self.extra: nn.Linear | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (0 if self.extra is None else self.extra(x)[:, 0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def change(self, kind: str, optimizer: Any, seed: int = 5) -> None:
+        if kind == "unfreeze":
+            self.layers[0].requires_grad_(True)
+        elif kind == "freeze":
+            self.layers[2].requires_grad_(False)
+        elif kind == "add":
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                self.extra = nn.Linear(FEATURES, 1)
+            optimizer.add_param_group({"params": list(self.extra.parameters()), "lr": 0.02})
+
+
+class Change(Callback):
+    """Change the parameters in one of the hooks between two steps, on the ranks given."""
+
+    def __init__(self, kind: str, hook: str, ranks: tuple[int, ...] = (0, 1)) -> None:
+        self.kind, self.hook, self.ranks, self.done = kind, hook, ranks, False
+
+    def _change(self, hook: str, trainer: Trainer, module: Any) -> None:
+        if hook == self.hook and trainer.global_step == CHANGE_AT and trainer.rank in self.ranks and not self.done:
+            self.done = True
+            # New layers differ between the processes, until they are synchronized.
+            module.change(self.kind, trainer.optimizers[0], seed=5 + trainer.rank)
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        self._change("batch start", trainer, module)
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._change("step end", trainer, module)
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
+        self._change("within", trainer, module)
+
+
+CASES = {"unfreeze": "step end", "unfreeze late": "batch start", "freeze": "step end", "add": "batch start"}
+DIFFERENT = ("one rank", "other ranks", "within")
+
+
+def fit(name: str, kind: str, callback: Callback) -> Any:
+    trainer = WAYS[name].trainer(seed=1, max_epochs=EPOCHS, callbacks=callback, watchdog_seconds=60)
+    module = Changing(kind)
+    try:
+        trainer.fit(module, DataLoader(MLP.data(SAMPLES), GLOBAL_BATCH // 2))
+    except ConfigError as error:
+        return str(error)
+    return trainer.full_state_dict(everywhere=True)
+
+
+def train_all(name: str) -> dict[str, Any]:
+    return {case: fit(name, case.split()[0], Change(case.split()[0], hook)) for case, hook in CASES.items()}
+
+
+def by_hand(kind: str) -> dict[str, torch.Tensor]:
+    seed_everything(1)
+    module = Changing(kind)
+    optimizer = module.configure_optimizers()
+    x, y = MLP.data(SAMPLES).tensors
+    for step in range(EPOCHS * SAMPLES // GLOBAL_BATCH):
+        if step == CHANGE_AT:
+            module.change(kind, optimizer)
+        part = slice(step * GLOBAL_BATCH % SAMPLES, step * GLOBAL_BATCH % SAMPLES + GLOBAL_BATCH)
+        optimizer.zero_grad()
+        mse_loss(module(x[part]), y[part]).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("changing"))
+        return run_each(train_all, NAMES)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
+    name: str, case: str, results: Any
+) -> None:
+    skip_if_missing(name)
+    kind = case.split()[0]
+    for rank in results[name]:
+        found = rank[case]
+        if name == "ZeRO-2 x2":
+            assert "flattens the parameters that train at the start" in found
+            assert {"add": "extra.weight", "freeze": "layers.2.weight"}.get(kind, "layers.0.weight") in found
+        elif name == "FSDP x2" and kind == "add":
+            assert "extra.weight, extra.bias came later: build the layers in configure_model" in found
+        else:
+            for key, value in by_hand(kind).items():
+                torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+def said_by_both(call: str, folder: Path) -> str:
+    """Return what two processes print that end with an error."""
+    source = f"from tests.strategies import test_changing_parameters as here\nhere.{call}\n"
+    return run_python(source, nproc=2, cwd=folder, timeout=200).check(1).stderr
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_processes_that_train_different_parameters_are_told(case: str, tmp_path: Path) -> None:
+    said = said_by_both(f"raise_difference({case!r})", tmp_path)
+    if case == "one rank":
+        assert "rank 1 calls for a step in which layers.0.weight, layers.0.bias were unfrozen" in said
+        assert "and rank 0 has gone on without" in said
+    elif case == "other ranks":
+        assert "layers.0.weight, layers.0.bias were unfrozen" in said
+        assert "layers.2.weight, layers.2.bias were frozen" in said
+    else:
+        assert "rank 1 of 2 failed" in said
+        assert "were unfrozen within a step" in said
+
+
+def raise_difference(case: str) -> None:
+    kinds = ("unfreeze", "freeze" if case == "other ranks" else "unfreeze")
+    callback = Change(
+        kinds[int(os.environ["RANK"])],
+        "within" if case == "within" else "step end",
+        (0, 1) if case == "other ranks" else (1,),
+    )
+    trainer = WAYS["DDP x2"].trainer(seed=1, max_epochs=EPOCHS, callbacks=callback, watchdog_seconds=60)
+    trainer.fit(Changing("unfreeze"), DataLoader(MLP.data(SAMPLES), GLOBAL_BATCH // 2))
+
+
+class OnOneRank(MLP):
+    """A module with a layer that one rank uses only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(FEATURES, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (self.extra(x)[:, 0] if self.trainer.rank == 0 else 0)
+
+
+def train_on_one_rank() -> None:
+    WAYS["DDP x2"].trainer(max_steps=1, watchdog_seconds=60).fit(OnOneRank(), DataLoader(MLP.data(8), 4))
+
+
+def test_a_parameter_that_one_rank_uses_is_told_in_the_same_step(tmp_path: Path) -> None:
+    assert "Parameters took no part in the loss of a step" in said_by_both("train_on_one_rank()", tmp_path)
