@@ -690,7 +690,7 @@ class Trainer:
     def should_stop(self, value: bool) -> None:
         if value:
             self.stop("trainer.should_stop was set")
-        elif self.should_stop:
+        elif self._run is not None and (self._run.stop_coordinator.requested or self._run.postponed_stop):
             raise ConfigError("A stop that was requested cannot be taken back: decide before you call trainer.stop.")
 
     @property
