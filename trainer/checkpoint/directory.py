@@ -174,7 +174,10 @@ class CheckpointDirectory:
         """Return the checkpoint committed after `target` by a process that died before it could update the pointer."""
         if target is None:
             return None
-        own = read_manifest(target).info.get("step", -1)
+        try:
+            own = read_manifest(target).info.get("step", -1)
+        except CheckpointError:  # damaged
+            own = -1
         infos = [(path, read_manifest(path).info) for path in self.list() if path.name != target.name]
         # A name can be that of an older checkpoint, too, which was replaced.
         newer = (path for path, info in infos if info.get("follows") == target.name and info.get("step", -1) >= own)
