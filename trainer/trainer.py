@@ -369,8 +369,8 @@ class Trainer:
             metrics.start_batch(data, batch.samples)
             if not repeated:
                 hooks.on_train_batch_start(data, batch_idx)
-            if run.may_end_epochs and ends_epoch(run, position):
-                return None, None, []
+                if run.may_end_epochs and ends_epoch(run, position):
+                    return None, None, []
             if position == 0 and run.trainable is not None:
                 run.trainable.follow()
             with strategy.gradient_sync(last=position == last):

@@ -88,7 +88,7 @@ class Run:
     """True if all processes have skipped all batches of the step: there is no update."""
     epoch_ended_by_module = False
     """True after the module's `on_train_batch_start` has returned -1, until the next epoch."""
-    told_skipping = torn_down = clips_gradients = False
+    reported_skipping = torn_down = clips_gradients = False
     weights_loss_by_items = False
     """True if the module defines `num_items`."""
     saving_hooks = CallbackList([])
@@ -314,7 +314,7 @@ class Run:
             before = measured.get(name)
             if not complete:
                 measured.setdefault(name, Measured(value, -1, "interim"))
-            elif before is None or (before.step, before.kind) != (step, "whole") or values.kinds[name] == "whole":
+            elif before is None or (before.step, before.kind) != (step, "epoch") or values.kinds[name] == "epoch":
                 measured[name] = Measured(value, step, values.kinds[name])
         self.session.callback_metrics.update(values.all)
         self.session.logged_metrics.update(values.logger)
@@ -367,7 +367,7 @@ class Run:
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:
     """Return the methods of the names `TRANSFER_HOOKS`; None: neither module nor data module defines one.
 
-    Each is the data module's if that defines it, else the module's. As in Lightning; both is told.
+    Each is the data module's if that defines it, else the module's, as in Lightning. A warning names what both define.
     """
     of_data = [name for name in TRANSFER_HOOKS if datamodule is not None and datamodule.overrides(name)]
     if not of_data and not module.overrides_any(TRANSFER_HOOKS):

@@ -102,9 +102,9 @@ def skip_batch(run: Run, outputs: SkippedBatch | None, divisor: Divisor, window:
             f"{name} returned None, but there is no 'return None' in its own code, by which the processes know that "
             "they have to agree on skipping a batch: write 'if loss is None: return None' in training_step itself."
         )
-    if not run.told_skipping:
+    if not run.reported_skipping:
         log.warning("%s returned None at step %d: the batch is skipped", name, run.progress.step + 1)
-    run.told_skipping = run.may_skip_batches = True
+    run.reported_skipping = run.may_skip_batches = True
     run.skipped_share += 1.0 if divisor is None else float(1 / divisor)
     if outputs is not None:
         strategy.backward(outputs.loss)

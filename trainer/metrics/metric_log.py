@@ -82,9 +82,9 @@ class ReducedMetrics:
         full_name = with_suffix(name, suffix, loader) if options.on_step and options.on_epoch else name
         self.all[full_name] = value
         self.all[name] = value
-        self.kinds[name] = "whole" if suffix == "epoch" else "interim" if options.on_epoch else "step"
+        self.kinds[name] = "epoch" if suffix == "epoch" else "interim" if options.on_epoch else "step"
         if full_name != name:
-            self.kinds[full_name] = "whole" if suffix == "epoch" else "step"
+            self.kinds[full_name] = "epoch" if suffix == "epoch" else "step"
         if options.logger:
             self.logger[full_name] = value
         if options.prog_bar:

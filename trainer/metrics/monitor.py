@@ -13,8 +13,8 @@ from trainer.errors import ConfigError
 log = logging.getLogger("trainer")
 
 Mode = Literal["min", "max"]
-Kind = Literal["step", "interim", "whole"]
-"""Of a single step; of a single step or a part of an epoch, with the mean of the epoch still to come; of a whole epoch
+Kind = Literal["step", "interim", "epoch"]
+"""Of a single step; of a single step or a part of an epoch, with the mean of the epoch still to come; of a full epoch
 or evaluation."""
 
 

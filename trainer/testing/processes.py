@@ -30,7 +30,7 @@ _DROPPED = (
 
 
 TIMEOUT = 600.0
-"""Seconds after which a wait gives up, unless told otherwise: it only ends what hangs, on a busy machine too."""
+"""Seconds after which a wait gives up by default: it only ends what hangs, on a busy machine too."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ auto_wrap_policy=NO_WRAP         - it would gather all weights at once, and save
                                    found by themselves
 auto_wrap_policy                 - auto_wrap_policy of the strategy: names, a number, or found by itself | {blocks}
 min_num_params=UNREAD_POLICY     - {policy} does not read it | {blocks}
-min_num_params                   = <strategy.auto_wrap_policy: {whole}> | {blocks}
+min_num_params                   = <strategy.auto_wrap_policy: {integer}> | {blocks}
 transformer_layer_cls_to_wrap,transformer_cls_to_wrap=UNREAD_POLICY - {policy} does not read it | {blocks}
 transformer_layer_cls_to_wrap,transformer_cls_to_wrap = <strategy.auto_wrap_policy: {classes}> | {blocks}
 ignored_modules                  ! nothing can be left out of the sharding; strategy: ddp shards nothing | it is off
@@ -105,7 +105,7 @@ zero_stage=1,2,3                     = <strategy: deepspeed_stage_{value}>
 zero_stage                           ! <strategy: deepspeed_stage_2> none of 0, 1, 2, 3; stage 2 is written
 gradient_accumulation_steps=AUTO,NONE - the trainer's own setting says it
 gradient_accumulation_steps=1,1.0    - one batch makes a step, which is the default
-gradient_accumulation_steps=WHOLE    = <accumulate_grad_batches: {whole}>
+gradient_accumulation_steps=INTEGER  = <accumulate_grad_batches: {integer}>
 gradient_accumulation_steps          ! it has to be a whole number from 1; nothing is written
 gradient_clipping=AUTO,NONE          - the trainer's own setting says it
 gradient_clipping=POSITIVE           = <gradient_clip_val: {number}>

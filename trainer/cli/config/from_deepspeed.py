@@ -20,7 +20,7 @@ train_micro_batch_size_per_gpu      @ batch_size of your data, {value}, is per p
                                       with your data at the start
 gradient_accumulation_steps=AUTO    - accumulate_grad_batches of the trainer says it (default: 1)
 gradient_accumulation_steps=1,1.0   - one batch makes a step, which is the default
-gradient_accumulation_steps=WHOLE   = <accumulate_grad_batches: {whole}>
+gradient_accumulation_steps=INTEGER = <accumulate_grad_batches: {integer}>
 gradient_accumulation_steps         ! it has to be a whole number from 1; nothing is written
 gradient_clipping=AUTO              - gradient_clip_val of the trainer says it (default: no clipping)
 gradient_clipping=0,0.0,FALSE,NONE  - gradients are not clipped, which is the default

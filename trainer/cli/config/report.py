@@ -3,7 +3,7 @@
 A row is `KEY[=CASE] MARK <SETTINGS> WORDS | OFF`: one of MARKS; the settings to write, as YAML (`strategy.NAME` is an
 argument of the strategy); the explanation, by default the settings; and that of an empty or false value, for which
 nothing is written. `[SECTION]` stands above the rows of a section, `*` for its other keys. Several keys or cases are
-joined by commas. The case is the value in upper case, WHOLE or POSITIVE for numbers, or what the translator names.
+joined by commas. The case is the value in upper case, INTEGER or POSITIVE for numbers, or what the translator names.
 {NAME} stands for a fact of the file, {line} for the settings.
 """
 
@@ -116,7 +116,7 @@ class MigrationReport:
             kind, text = NOT_NEEDED, off
         facts = {**self.facts, "value": value, "lower": str(value).lower(), "json": json.dumps(value, default=str)}
         facts["number"] = number(value)
-        facts["whole"] = int(facts["number"] or 0)
+        facts["integer"] = int(facts["number"] or 0)
         inner, words = re.fullmatch(r"(?:<(.*?)>\s*)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
         settings = _settings(inner.format_map(facts)) if inner else {}
         problem = self._contradiction(settings)
@@ -157,9 +157,9 @@ class MigrationReport:
 
 
 def _cases(value: Any) -> list[str]:
-    """Return the cases of a value: itself in upper case; of a number also "WHOLE" (from 1) and "POSITIVE"."""
+    """Return the cases of a value: itself in upper case; of a number also "INTEGER" (from 1) and "POSITIVE"."""
     size = number(value) or 0
-    return [str(value).upper(), *(["WHOLE"] if size >= 1 else []), *(["POSITIVE"] if size > 0 else [])]
+    return [str(value).upper(), *(["INTEGER"] if size >= 1 else []), *(["POSITIVE"] if size > 0 else [])]
 
 
 def _settings(text: str) -> dict[str, Any]:
