@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.fork_server import fork_server
 from trainer.testing import processes
 from trainer.testing.processes import TIMEOUT, Result, Running, alive, clean_environment, descendants, wait_until
 
@@ -44,7 +45,7 @@ def run_python(
 def run_distributed(
     function: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = TIMEOUT
 ) -> list[Any]:
-    """Call a top-level function of a test module on `world_size` processes with torchrun's variables set.
+    """Call a top-level function of a test module on `world_size` forked processes with torchrun's variables set.
 
     The function joins the process group itself, if it wants one. Arguments and results are pickled.
 
@@ -71,15 +72,25 @@ def run_distributed(
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
         env = clean_environment({**_path(), **{name: str(value) for name, value in place.items()}})
-        # The test's module is imported by name, from the same folder as by pytest.
-        env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], *filter(None, sys.path)])
-        running.append(Running([sys.executable, "-c", code], Path.cwd(), env))
+        running.append(Forked(rank, code, Path.cwd(), env))
     try:
         _wait_for_all(running, timeout)
     finally:
         for one in running:
             one.kill()
     return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+class Forked(Running):
+    """A process that has imported torch when it starts; see tests/helpers/fork_server.py."""
+
+    def __init__(self, rank: int, code: str, cwd: Path, env: Mapping[str, str]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="output-", dir=cwd))
+        output = {"stdout": self._folder / "stdout", "stderr": self._folder / "stderr"}
+        for path in output.values():
+            path.touch()
+        self.process = fork_server(rank % 2).start(code, cwd, env, **output)  # type: ignore[assignment]
+        self.pid = self.process.pid
 
 
 def _wait_for_all(running: list[Running], timeout: float) -> None:
