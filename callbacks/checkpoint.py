@@ -174,7 +174,7 @@ class ModelCheckpoint(Checkpoint):
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.async_save:
             self._poll_async_save(trainer)
-        due = self._is_up_now(trainer) if self.seconds is not None else self._step_is_due(trainer)
+        due = self._is_up_now(trainer) if self.seconds is not None else self._step_is_due(trainer.global_step)
         if due and not self._waits(trainer):
             self._save(trainer)
 
@@ -183,13 +183,14 @@ class ModelCheckpoint(Checkpoint):
             return
         self._check_names(trainer)
         ends_epoch = trainer.progress.batch == trainer.num_training_batches
-        due = self._step_is_due(trainer) or (self._epoch_is_due(trainer) and trainer.validation_due())
+        due = self._step_is_due(trainer.global_step)
+        due = due or (self._epoch_is_due(trainer.current_epoch) and trainer.validation_due())
         if due and not ends_epoch:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._check_names(trainer)
-        if self._step_is_due(trainer) or self._epoch_is_due(trainer):
+        if self._step_is_due(trainer.global_step) or self._epoch_is_due(trainer.current_epoch):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -216,12 +217,12 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer)
             self._finish_write(trainer)
 
-    def _epoch_is_due(self, trainer: Trainer) -> bool:
-        return self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0
+    def _epoch_is_due(self, epoch: int) -> bool:
+        return self.every_n_epochs is not None and (epoch + 1) % self.every_n_epochs == 0
 
-    def _step_is_due(self, trainer: Trainer) -> bool:
+    def _step_is_due(self, step: int) -> bool:
         if self.every_n_train_steps is not None:
-            return trainer.global_step % self.every_n_train_steps == 0
+            return step % self.every_n_train_steps == 0
         return self._time_is_up
 
     def _waits(self, trainer: Trainer) -> bool:
@@ -274,7 +275,7 @@ class ModelCheckpoint(Checkpoint):
             self._time_is_up = self._time_is_up and value is None  # else the next value decides
             return
         to_delete += replaced
-        name = self._format_name(trainer, metrics, value)
+        name = self._format_name({**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}, value)
         name = trainer.strategy.processes.broadcast_object(
             self._free_name(name, to_delete) if trainer.is_global_zero else ""
         )
@@ -311,9 +312,8 @@ class ModelCheckpoint(Checkpoint):
             return None  # a batch's value is no match for the means of epochs
         return measured.value
 
-    def _format_name(self, trainer: Trainer, metrics: Mapping[str, float], value: float | None) -> str:
-        unknown = dict.fromkeys(self._fields, math.nan)
-        values = {**unknown, **metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
+    def _format_name(self, metrics: Mapping[str, float], value: float | None) -> str:
+        values = {**dict.fromkeys(self._fields, math.nan), **metrics}
         if self.monitor in self._fields:
             values[self.monitor] = math.nan if value is None else value
         return _fill_in(self.filename, values, self.auto_insert_metric_name)

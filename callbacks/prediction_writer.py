@@ -70,6 +70,9 @@ class PredictionWriter(Callback):
         self._kept: list[list[Any]] = []
         self._parts: _Parts | None = None
 
+    def where_to_look(self) -> tuple[str, Path] | None:
+        return None if self._parts is None else ("predictions:", self._parts.folder)
+
     # -- to override ---------------------------------------------------------------------------------------------------
 
     def write_on_batch_end(

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,7 @@ from trainer.errors import raise_problems
 from trainer.profiling import DATA
 
 if TYPE_CHECKING:
+    from trainer.data.loader import BatchLoader
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -129,19 +130,19 @@ class SimpleProfiler(Callback):
         self._running = False
         if trainer.is_global_zero:
             trainer.print(self.table())
-            hint = self._hint(trainer)
+            hint = self._hint(trainer.train_loader)
             if hint is not None:
                 trainer.print(hint)
 
-    def _hint(self, trainer: Trainer) -> str | None:
+    def _hint(self, loader: BatchLoader | None) -> str | None:
         share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
-        if share < self.MUCH or trainer.train_loader is None:
+        if share < self.MUCH or loader is None:
             return None
-        return f"{share:.0%} of the time went into waiting for training data. {_faster_loading(trainer.train_loader)}"
+        return f"{share:.0%} of the time went into waiting for training data. {_faster_loading(loader)}"
 
 
-def _faster_loading(feed: Any) -> str:
-    workers, cores = feed.num_workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+def _faster_loading(loader: BatchLoader) -> str:
+    workers, cores = loader.num_workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     cores = cores or os.cpu_count() or 1
     machine = f"this machine has {cores} core{'' if cores == 1 else 's'}"
     if workers is None:

@@ -114,19 +114,20 @@ class ProgressBar(Callback):
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         # At the end of an epoch its own line comes next, with these results.
         inside = trainer.stage == "fit" and trainer.progress.batch != trainer.num_training_batches
-        self._end_evaluation(trainer, report=not trainer.sanity_checking and (inside or trainer.stage != "fit"))
+        report = not trainer.sanity_checking and (inside or trainer.stage != "fit")
+        self._end_evaluation(trainer.progress_bar_metrics, report)
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._start_evaluation("test", trainer.num_test_batches)
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_evaluation(trainer)
+        self._end_evaluation(trainer.progress_bar_metrics)
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._start_evaluation("predict", trainer.num_predict_batches)
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_evaluation(trainer)
+        self._end_evaluation(trainer.progress_bar_metrics)
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
@@ -136,8 +137,8 @@ class ProgressBar(Callback):
         total = sum(known) if len(known) == len(counts) else None
         self._draw(lambda display: display.start(title, total, 0, keep))
 
-    def _end_evaluation(self, trainer: Trainer, report: bool = True) -> None:
-        self._draw(lambda display: display.finish(self._evaluated, _metrics(trainer.progress_bar_metrics), report))
+    def _end_evaluation(self, metrics: Mapping[str, float], report: bool = True) -> None:
+        self._draw(lambda display: display.finish(self._evaluated, _metrics(metrics), report))
 
     def _update(self, trainer: Trainer, done: int) -> None:
         if time.monotonic() >= self._next and done % self.refresh_rate == 0:

@@ -56,6 +56,9 @@ class TensorBoardLogger(Logger):
             return self.save_dir
         return self._trainer.run_dir
 
+    def where_to_look(self) -> tuple[str, Path] | None:
+        return None if self.log_dir is None else ("TensorBoard:    tensorboard --logdir", self.log_dir)
+
     @property
     def experiment(self) -> SummaryWriter:
         """torch's `SummaryWriter`, for images, histograms and the like. Only on rank 0: ask `trainer.is_global_zero`.

@@ -184,7 +184,7 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_by_name(name: str, dtype: torch.dtype) -> float | None:
-    """As `peak_of`, for a device called `name`. float32 counts as TF32 where torch may use that."""
+    """Return `peak_of` for a device called `name`. float32 counts as TF32 where torch may use that."""
     words = f" {name.lower()} ".replace("-", " ")
     peaks = next((peaks for card, peaks in PEAKS.items() if f" {card} " in words), None)
     if peaks is None:

@@ -117,10 +117,10 @@ class TorchProfiler(Callback):
             running.step()
         self._profile = running
         if self.repeat and len(self.traces) == self.repeat:
-            self._close(trainer)
+            self._close()
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._close(trainer)
+        self._close()
         if not self.traces and not trainer.settings.fast_dev_run:
             log.warning(
                 "TorchProfiler has recorded nothing: a recording takes wait + warmup + active = %d steps, and the run "
@@ -130,9 +130,9 @@ class TorchProfiler(Callback):
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Write what was recorded until the exception."""
-        self._close(trainer)
+        self._close()
 
-    def _close(self, trainer: Trainer) -> None:
+    def _close(self) -> None:
         if self._profile is not None:
             running, self._profile = self._profile, None
             running.stop()

@@ -27,6 +27,7 @@ import trainer.strategies
 from tests.helpers.processes import run_python
 from trainer import Trainer, TrainModule
 from trainer.callback import HOOKS, Callback, CallbackList, parameters_of
+from trainer.callbacks import CALLBACKS
 from trainer.strategies import STRATEGIES
 from trainer.strategy import Strategy
 
@@ -202,6 +203,26 @@ def test_telling_strategies_apart_is_found() -> None:
     assert telling_apart("isinstance(strategy, strategies.DDPStrategy)")
     assert telling_apart("from trainer.strategies.ddp import anything")
     assert not telling_apart('"""Like "ddp" in a docstring."""')
+
+
+def asks_for_a_callback(source: str) -> list[str]:
+    """Return the lines with an `isinstance` on a concrete callback."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            named = {ast.unparse(part).split(".")[-1] for part in ast.walk(node.args[1])}
+            found += [f"line {node.lineno}: {name}" for name in sorted(named & CALLBACKS.keys())]
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_code_asks_for_a_concrete_callback(name: str) -> None:
+    assert asks_for_a_callback(FILES[name].read_text()) == []
+
+
+def test_asking_for_a_concrete_callback_is_found() -> None:
+    assert asks_for_a_callback("isinstance(logger, (Other, csv_logger.CSVLogger))")
+    assert not asks_for_a_callback("isinstance(callback, Logger) and CSVLogger()")
 
 
 # -- one object, complete when made ------------------------------------------------------------------------------------
@@ -438,6 +459,17 @@ def test_a_module_says_its_job_in_one_sentence(name: str) -> None:
     assert text
     first = text.split("\n\n")[0]
     assert first.endswith(".")
+
+
+OPENINGS = {"What", "Who", "Where", "When", "How", "Why", "As"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_docstrings_open_with_a_verb_or_a_noun(name: str) -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, kinds)]
+    texts = [text for node in nodes if (text := ast.get_docstring(node))]
+    assert [text for text in texts if text.split()[0] in OPENINGS] == []
 
 
 def public_names() -> dict[str, Any]:

@@ -131,6 +131,11 @@ class Callback:
         """Print for `trainer.print` on rank 0 and return True if this callback draws on the terminal; else False."""
         return False
 
+    def where_to_look(self) -> tuple[str, Path] | None:
+        """Return a label or command, and the path of what this run wrote, for the last lines of `trainer fit` and
+        `predict`; None: print nothing."""
+        return None
+
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None: ...

@@ -301,7 +301,7 @@ class ResolvedDeepSpeed:
             self.notes.append(f"gradients are clipped by the norm {given}, as the DeepSpeed configuration says")
 
     def _buckets(self) -> None:
-        """As accelerate and transformers have them (accelerate 1.15, accelerator.py, _prepare_deepspeed)."""
+        """Set bucket sizes as accelerate and transformers do (accelerate 1.15, accelerator.py, _prepare_deepspeed)."""
         zero, width = self.config["zero_optimization"], self.settings.hidden_size
         sizes = {
             "reduce_bucket_size": lambda width: width * width,

@@ -121,7 +121,7 @@ def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:
 
     Moving to a device of another kind makes new parameters, one for each place.
     """
-    places = _places(module)
+    places = shared_parameters(module)
     module.to(device)
     for first, *others in places:
         owner, name = first
@@ -130,7 +130,7 @@ def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:
             (other._parameters if isinstance(kept, nn.Parameter) else other._buffers)[other_name] = kept
 
 
-def _places(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]:
+def shared_parameters(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]:
     """Return, for each parameter and buffer in several places, the submodules that hold it and its name there."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for submodule in module.modules():

@@ -299,7 +299,7 @@ class XlaStrategy(Strategy):
 
 
 class XlaFsdpStrategy(XlaStrategy):
-    """As `XlaStrategy`, with weights, gradients and optimizer state sharded over the devices, too (FSDPv2).
+    """`XlaStrategy` with weights, gradients and optimizer state sharded over the devices (FSDPv2).
 
     XLA gathers the weights of a block where they are needed. This is what torch_xla's
     `SpmdFullyShardedDataParallel` does, without a wrapper, so that names stay what they are.

@@ -144,7 +144,7 @@ def test_a_resumed_epoch_logs_the_rate_of_its_start() -> None:
             callbacks=[LearningRateMonitor("epoch"), ModelCheckpoint(every_n_train_steps=2)],
         )
         trainer.fit(Configured(by_step), loader(3), ckpt_path=ckpt_path)
-    # max_steps ends the first run inside its second epoch: on_train_epoch_end comes there, and again where the batches end.
+    # max_steps ends the first run inside its second epoch: on_train_epoch_end comes there and where the batches end.
     assert first.values["lr-AdamW"] == [(3, 1.0), (4, 0.125)]
     assert first.values["lr-AdamW"][:1] + second.values["lr-AdamW"] == uninterrupted.values["lr-AdamW"]
 

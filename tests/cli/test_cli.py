@@ -249,6 +249,8 @@ def test_fit_validate_test_and_predict(project: Path) -> None:
     value = next(line for line in result.stdout.splitlines() if "val_loss" in line).split()[-1]
     assert [line.split() for line in validated.stdout.splitlines()[-2:]] == [["validation:"], ["val_loss", value]]
     predicted = run("predict", *again, "--trainer.limit_predict_batches", "2", cwd=elsewhere).check()
+    assert predicted.stdout.startswith("predictions:    ")
+    assert "CSV log" not in predicted.stdout
     folder = next(line.split()[-1] for line in predicted.stdout.splitlines() if line.startswith("predictions:"))
     assert list((elsewhere / folder).glob("*.safetensors"))
     _predictions_go_where_they_should(project)

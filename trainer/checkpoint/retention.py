@@ -12,7 +12,7 @@ Kept = Mapping[str, "float | None"]
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints to keep.
+    """The rule for which checkpoints are kept.
 
     Args:
         by_value: keep the best, the older of equals, instead of the newest; a missing value or nan is never the best.

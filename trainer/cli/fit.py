@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.cli.run import Job, run_command, table
 
 if TYPE_CHECKING:
-    from trainer.callback import Logger
+    from trainer.callback import Callback
 
 EXAMPLES = """\
   trainer fit --config examples/digits/config.yaml
@@ -46,15 +46,13 @@ def _fit(job: Job) -> None:
 def _say(job: Job) -> None:
     trainer = job.trainer
     if trainer.has_fit and trainer.is_global_zero:
-        words = closing_words(trainer.callback_metrics, trainer.global_step, trainer.run_dir, trainer.loggers)
+        words = closing_words(trainer.callback_metrics, trainer.global_step, trainer.run_dir, trainer.callbacks)
         trainer.print("\n".join(words))
         sys.stdout.flush()
 
 
-def closing_words(metrics: Mapping[str, Any], steps: int, run_dir: Path, loggers: list[Logger]) -> list[str]:
+def closing_words(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbacks: list[Callback]) -> list[str]:
     """Return the last metrics, the paths of the run's files, and the commands that show them."""
-    from trainer.callbacks.csv_logger import CSVLogger
-    from trainer.callbacks.tensorboard import TensorBoardLogger
     from trainer.checkpoint.directory import CheckpointDirectory
 
     lines = []
@@ -70,15 +68,17 @@ def closing_words(metrics: Mapping[str, Any], steps: int, run_dir: Path, loggers
         lines.append(f"configuration:  {shown(config)}")
     if checkpoints.is_dir():
         lines.append(f"checkpoints:    {shown(checkpoints)}")
-    for logger in loggers:
-        if isinstance(logger, CSVLogger) and logger.path is not None:
-            lines.append(f"CSV log:        {shown(logger.path)}")
-        elif isinstance(logger, TensorBoardLogger) and logger.log_dir is not None:
-            lines.append(f"TensorBoard:    tensorboard --logdir {shown(logger.log_dir)}")
+    lines += places(callbacks)
     if config.is_file() and checkpoints.is_dir():
         which = "best" if CheckpointDirectory(checkpoints).pointer("best") is not None else "last"
         lines.append(f"validate it:    trainer validate --config {shown(config)} --ckpt-path {which}")
     return lines
+
+
+def places(callbacks: list[Callback]) -> list[str]:
+    """Return a line for each callback that has written something to look at."""
+    found = [place for callback in callbacks if (place := callback.where_to_look()) is not None]
+    return [f"{label:<15} {shown(path)}" for label, path in found]
 
 
 def shown(path: Path) -> str:

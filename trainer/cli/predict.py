@@ -27,12 +27,8 @@ def _write_predictions(configuration: Configuration) -> None:
 
 
 def _predict(job: Job) -> None:
-    from trainer.callbacks.prediction_writer import PredictionWriter
-    from trainer.cli.fit import shown
+    from trainer.cli.fit import places
 
     job.trainer.predict(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
-    for callback in job.trainer.callbacks:
-        if isinstance(callback, PredictionWriter):
-            folder = callback.dirpath or job.trainer.run_dir / "predictions"
-            job.trainer.print(f"predictions:    {shown(folder)}")
-            job.trainer.print("read them with: trainer.callbacks.prediction_writer.read_predictions(FOLDER)")
+    job.trainer.print("\n".join(places([c for c in job.trainer.callbacks if c not in job.trainer.loggers])))
+    job.trainer.print("read them with: trainer.callbacks.read_predictions(FOLDER)")

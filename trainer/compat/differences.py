@@ -1,4 +1,4 @@
-"""Where a name or setting of Lightning means something else here: the table of `docs/migrating.md`.
+"""Names and settings of Lightning that mean something else here: the table of `docs/migrating.md`.
 
 `python -m trainer.compat.differences` prints the table; the tests compare it with the page, and run scenarios through
 both libraries, whose results are equal or explained by a row.

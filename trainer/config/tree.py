@@ -16,7 +16,7 @@ KeyPath: TypeAlias = "tuple[str | int, ...]"
 
 @dataclass(frozen=True)
 class Source:
-    """Where something was written."""
+    """The place where a value was written."""
 
     name: str
     """The file as the user named it, or "command line"."""

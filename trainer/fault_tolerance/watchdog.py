@@ -1,4 +1,4 @@
-"""When a run of several processes hangs, show where each process stands, and end them all."""
+"""Show where each process of a hanging run stands, and end them all."""
 
 from __future__ import annotations
 

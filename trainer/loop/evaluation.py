@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,64 +38,35 @@ class StageHooks:
     batch_end: Callable[..., None]
 
 
-def validation_hooks(run: Run) -> StageHooks:
-    """Return the hooks of validation."""
-    hooks, module = run.hooks, run.module
+def stage_hooks(run: Run, stage: Literal["validation", "test", "predict"]) -> StageHooks:
+    """Return the hooks of a stage."""
+
+    def hook(name: str) -> Any:
+        return getattr(run.hooks, f"on_{stage}_{name}")
+
     return StageHooks(
-        step="validation_step",
-        model_eval=module.on_validation_model_eval,
-        model_train=module.on_validation_model_train,
-        start=hooks.on_validation_start,
-        end=hooks.on_validation_end,
-        epoch_start=hooks.on_validation_epoch_start,
-        epoch_end=hooks.on_validation_epoch_end,
-        batch_start=hooks.on_validation_batch_start,
-        batch_end=hooks.on_validation_batch_end,
-    )
-
-
-def test_hooks(run: Run) -> StageHooks:
-    """Return the hooks of testing."""
-    hooks, module = run.hooks, run.module
-    return StageHooks(
-        step="test_step",
-        model_eval=module.on_test_model_eval,
-        model_train=module.on_test_model_train,
-        start=hooks.on_test_start,
-        end=hooks.on_test_end,
-        epoch_start=hooks.on_test_epoch_start,
-        epoch_end=hooks.on_test_epoch_end,
-        batch_start=hooks.on_test_batch_start,
-        batch_end=hooks.on_test_batch_end,
-    )
-
-
-def predict_hooks(run: Run) -> StageHooks:
-    """Return the hooks of prediction."""
-    hooks, module = run.hooks, run.module
-    return StageHooks(
-        step="predict_step",
-        model_eval=module.on_predict_model_eval,
-        model_train=module.on_predict_model_train,
-        start=hooks.on_predict_start,
-        end=hooks.on_predict_end,
-        epoch_start=hooks.on_predict_epoch_start,
-        epoch_end=hooks.on_predict_epoch_end,
-        batch_start=hooks.on_predict_batch_start,
-        batch_end=hooks.on_predict_batch_end,
+        step=f"{stage}_step",
+        model_eval=getattr(run.module, f"on_{stage}_model_eval"),
+        model_train=getattr(run.module, f"on_{stage}_model_train"),
+        start=hook("start"),
+        end=hook("end"),
+        epoch_start=hook("epoch_start"),
+        epoch_end=hook("epoch_end"),
+        batch_start=hook("batch_start"),
+        batch_end=hook("batch_end"),
     )
 
 
 def run_validation(run: Run) -> dict[str, float]:
     """Run `Trainer.validate`; return the reductions by name."""
     run.validating = True
-    return evaluate(run, validation_hooks(run), run.val_loaders, no_gradients(run.settings.inference_mode))
+    return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
 
 
 def validate_during_fit(run: Run) -> None:
     """Validate inside `fit`, without an effect on the training that follows."""
     run.validating, run.training = True, False
-    evaluate(run, validation_hooks(run), run.val_loaders, torch.no_grad())
+    evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad())
     run.validating, run.training = False, True
 
 
@@ -108,7 +79,7 @@ def sanity_check(run: Run) -> None:
     with isolated_rng(run.strategy.device):
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
-        hooks = validation_hooks(run)
+        hooks = stage_hooks(run, "validation")
         evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few)
         run.hooks.on_sanity_check_end()
     run.sanity_checking = False
@@ -116,7 +87,7 @@ def sanity_check(run: Run) -> None:
 
 def run_test(run: Run) -> dict[str, float]:
     """Run `Trainer.test`; return the reductions by name."""
-    return evaluate(run, test_hooks(run), run.test_loaders, no_gradients(run.settings.inference_mode))
+    return evaluate(run, stage_hooks(run, "test"), run.test_loaders, no_gradients(run.settings.inference_mode))
 
 
 def evaluate(
@@ -181,7 +152,7 @@ def evaluate(
 
 def run_prediction(run: Run) -> Iterator[Any]:
     """Yield the outputs of `predict_step`, batch by batch, loader by loader."""
-    hooks, loaders = predict_hooks(run), run.predict_loaders
+    hooks, loaders = stage_hooks(run, "predict"), run.predict_loaders
     run.dataloader_names = list(loaders)
     with eval_mode(run.module), no_gradients(run.settings.inference_mode):
         hooks.model_eval()

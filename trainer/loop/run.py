@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -360,8 +360,8 @@ class Run:
         The message names the function that called the method, because another process may call it elsewhere.
         """
         if self.collective_check is not None:
-            code = sys._getframe(2).f_code
-            self.collective_check.wait_for_all(f"{what} (in {Path(code.co_filename).name}, {code.co_name})")
+            caller = traceback.extract_stack(limit=3)[0]
+            self.collective_check.wait_for_all(f"{what} (in {Path(caller.filename).name}, {caller.name})")
 
 
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:

@@ -20,7 +20,7 @@ Tables = dict[int, dict[str, Memory]]
 
 @dataclass
 class Subject:
-    """What is known of the module to train."""
+    """The module to train, as far as it is known."""
 
     name: str
     """Name of its class; "": only the number of parameters is known."""
