@@ -71,6 +71,19 @@ class ModelCheckpoint(Checkpoint):
         ConfigError: the arguments contradict each other.
     """
 
+    agree_on = (
+        "monitor",
+        "mode",
+        "save_top_k",
+        "save_last",
+        "every_n_train_steps",
+        "every_n_epochs",
+        "seconds",
+        "async_save",
+        "on_write_error",
+        "names_in_filename",
+    )
+
     def __init__(
         self,
         dirpath: str | Path | None = None,
@@ -93,7 +106,7 @@ class ModelCheckpoint(Checkpoint):
         raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = dirpath
         self.filename = filename or "{epoch}-{step}"
-        self._fields = [name for name, _ in _FIELD.findall(self.filename) if name not in ("epoch", "step")]
+        self.names_in_filename = [name for name, _ in _FIELD.findall(self.filename) if name not in ("epoch", "step")]
         self.monitor = monitor
         self.mode = resolve_mode(mode, monitor or "", "ModelCheckpoint")
         self._unclear_mode = mode is None
@@ -227,7 +240,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _waits(self, trainer: Trainer) -> bool:
         """Whether values of this step are still to come, of a validation or of the epoch that ends here."""
-        if self.monitor is None and not self._fields:
+        if self.monitor is None and not self.names_in_filename:
             return False
         return trainer.validation_due() or trainer.progress.batch == trainer.num_training_batches
 
@@ -243,7 +256,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _check_names(self, trainer: Trainer) -> None:
         """Raise ConfigError for a name that a validation or an epoch has ended without."""
-        names = [name for name in (self.monitor, *self._fields) if name not in (None, "epoch", "step")]
+        names = [name for name in (self.monitor, *self.names_in_filename) if name not in (None, "epoch", "step")]
         missing = [name for name in names if name not in trainer.run.session.measured]
         if not missing:
             return
@@ -313,8 +326,8 @@ class ModelCheckpoint(Checkpoint):
         return measured.value
 
     def _format_name(self, metrics: Mapping[str, float], value: float | None) -> str:
-        values = {**dict.fromkeys(self._fields, math.nan), **metrics}
-        if self.monitor in self._fields:
+        values = {**dict.fromkeys(self.names_in_filename, math.nan), **metrics}
+        if self.monitor in self.names_in_filename:
             values[self.monitor] = math.nan if value is None else value
         return _fill_in(self.filename, values, self.auto_insert_metric_name)
 

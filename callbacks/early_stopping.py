@@ -41,6 +41,18 @@ class EarlyStopping(Callback):
 
     runs_last: ClassVar[bool] = True
 
+    agree_on = (
+        "monitor",
+        "min_delta",
+        "patience",
+        "mode",
+        "strict",
+        "check_finite",
+        "stopping_threshold",
+        "divergence_threshold",
+        "check_on_train_epoch_end",
+    )
+
     def __init__(
         self,
         monitor: str,

@@ -49,6 +49,8 @@ class PredictionWriter(Callback):
         ConfigError: an argument is something else, or `predict_step` returns what the format cannot hold.
     """
 
+    agree_on = ("write_interval", "format")
+
     def __init__(
         self,
         dirpath: str | Path | None = None,

@@ -27,6 +27,8 @@ class ReplicaCheck(Callback):
         TrainerError: replicas differ; names the parameters, the ranks, and the steps between which it happened.
     """
 
+    agree_on = ("every_n_train_steps",)
+
     def __init__(self, every_n_train_steps: int = 100) -> None:
         if type(every_n_train_steps) is not int or every_n_train_steps < 1:
             raise ConfigError(f"ReplicaCheck(every_n_train_steps={every_n_train_steps!r}): give a whole number from 1.")

@@ -71,6 +71,8 @@ class StragglerMonitor(Callback):
         clock: function that returns the time, in seconds.
     """
 
+    agree_on = ("every_n_steps",)
+
     def __init__(
         self,
         every_n_steps: int = 500,

@@ -51,6 +51,8 @@ class ThroughputMonitor(Callback):
         peak_flops: the peak of one device in FLOP/s. Default: from a table of NVIDIA cards, for the run's precision.
     """
 
+    agree_on = ("items_name",)
+
     def __init__(
         self,
         window_size: int = 100,

@@ -31,6 +31,8 @@ class Timer(Callback):
         ConfigError: `duration` or `interval` is something else.
     """
 
+    agree_on = ("duration", "interval")
+
     def __init__(self, duration: Duration | None = None, interval: str = "step") -> None:
         if interval not in ("step", "epoch"):
             raise unknown_name_error("interval of Timer", interval, ["step", "epoch"])

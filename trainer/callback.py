@@ -114,6 +114,9 @@ class Callback:
 
     runs_last: ClassVar[bool] = False
     """Run after the module's hooks, for callbacks that read logged values."""
+    agree_on: ClassVar[tuple[str, ...] | None] = None
+    """For a callback that communicates, or decides for the run: all processes must have one, with equal values of these
+    attributes. None: some processes may have it and others not."""
 
     @property
     def state_key(self) -> str:
@@ -236,6 +239,8 @@ class Logger(Callback):
 class AccumulationSchedule(Callback):
     """A callback that sets `trainer.accumulate_grad_batches` by epoch."""
 
+    agree_on = ("scheduling",)
+
     scheduling: Mapping[int, int]
     """Epoch -> micro-batches of a window from that epoch on; the trainer's setting before."""
 
@@ -264,6 +269,7 @@ class Checkpoint(Callback):
     """
 
     runs_last: ClassVar[bool] = True
+    agree_on: ClassVar[tuple[str, ...] | None] = ()
 
     dirpath: str | Path | None = None
     """Folder or URL of the checkpoints. None: `checkpoints` in the run directory."""

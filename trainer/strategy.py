@@ -96,6 +96,8 @@ class Strategy:
     module: TrainModule
     scaler: torch.amp.GradScaler | None = None
 
+    _arguments: Mapping[str, Any] = {}
+    """The arguments that the constructor was given, by name; equal on all processes."""
     _keeps_wrapper: bool = False
     """True if a module stays wrapped after the run, for later runs with the same strategy."""
 
@@ -116,7 +118,9 @@ class Strategy:
                 ],
                 cls.__name__,
             )
-        return super().__new__(cls)
+        strategy = super().__new__(cls)
+        strategy._arguments = {**dict(zip([*known][1:], args, strict=False)), **options}
+        return strategy
 
     # -- checks before the processes start -----------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ TOLD = {
     ("ddp", "another call"): (" calls read_metrics (in ", " calls save_checkpoint (in "),
     # Rank 1 answers with a call of the same name by another callback.
     ("ddp", "rank 0 reads"): (" calls read_metrics (in checkpoint.py, ", ", <lambda>)"),
-    ("ddp", "other samples"): ("the training loader has 64 samples in an epoch on rank 0, and 65 on rank 1",),
+    ("ddp", "other samples"): ("the training loader, samples in an epoch: 64 on rank 0, and 65 on rank 1",),
     ("ddp", "at the end"): ("rank 1 calls full_state_dict (in ", "on_fit_end), and rank 0 has gone on without"),
 }
 

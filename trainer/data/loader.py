@@ -84,6 +84,10 @@ class BatchLoader(ABC):
             ConfigError: an iterable without a length yields nothing, or can be iterated only once and is used up.
         """
 
+    def equal_everywhere(self) -> dict[str, object]:
+        """Return what has to be equal on all processes, by name; of an iterable only that it is one."""
+        return {"kind": "iterated by each process"}
+
     def shorten(self, lengths: list[int | None]) -> None:
         """Set the length to the least of all processes' lengths: an epoch of training ends on all at once."""
         known = [length for length in lengths if length is not None]

@@ -103,6 +103,15 @@ class ShardedDataLoader(BatchLoader):
                 "dataset write next(iterator, None)."
             )
 
+    def equal_everywhere(self) -> dict[str, object]:
+        sampler = self.sampler
+        facts = {"kind": "split by the trainer", "sampler": type(sampler.sampler)}
+        if sampler.shards_itself:
+            return facts
+        of_batches = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, "shuffled": sampler.shuffled}
+        numbers = {"samples in an epoch": self.samples_per_epoch, "batches in an epoch": sampler.num_global_batches}
+        return facts | of_batches | numbers
+
     def _batches(self) -> Iterator[Batch]:
         if self._loader.num_workers > 0 or self._loader.pin_memory:
             return iter(self._loader)

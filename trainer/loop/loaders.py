@@ -82,35 +82,6 @@ def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader
     return _evaluation_loaders(run, train if settings.overfit_batches else val, limit)
 
 
-def check_same_everywhere(run: Run) -> None:
-    """Check that the loaders have the same number of samples on all processes, and agree on an epoch's length.
-
-    Collective.
-
-    Raises:
-        ConfigError: the numbers differ, and processes would wait for each other in the middle of an epoch.
-    """
-    loaders = {**run.val_loaders, **run.test_loaders, **run.predict_loaders}
-    counts = {f"evaluation loader {name!r}": loader.samples_per_epoch for name, loader in loaders.items()}
-    if run.train_loader is not None:
-        counts["training loader"] = run.train_loader.samples_per_epoch
-    length = None if run.train_loader is None else run.train_loader.length
-    gathered = run.strategy.processes.all_gather_object((counts, length))
-    by_rank = [theirs for theirs, _ in gathered]
-    rank = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
-    if rank is None:
-        if run.train_loader is not None:
-            run.train_loader.shorten([length for _, length in gathered])
-        return
-    first, other = by_rank[0], by_rank[rank]
-    name = next(name for name in {**first, **other} if first.get(name) != other.get(name))
-    raise ConfigError(
-        f"the {name} has {first.get(name)} samples in an epoch on rank 0, and {other.get(name)} on rank "
-        f"{rank}. Give every process the full dataset: the trainer splits it. Look for files, splits or filters that "
-        "depend on the rank or on a random number without a seed."
-    )
-
-
 def _train_loader(run: Run, loader: Any) -> BatchLoader:
     settings = run.settings
     refuse_data(loader, "fit")

@@ -21,9 +21,10 @@ from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
+from trainer.loop.agreement import check_loaders, check_module, check_optimizers, check_settings
 from trainer.loop.checks import check_call
 from trainer.loop.describe import performance_hints, start_line
-from trainer.loop.loaders import check_same_everywhere, make_loaders
+from trainer.loop.loaders import make_loaders
 from trainer.loop.manual import ManualOptimizer
 from trainer.loop.resolved_config import ResolvedConfig, step_config, with_module_callbacks
 from trainer.loop.run import Run, Session
@@ -79,13 +80,14 @@ def start_run(
         try:
             join_processes(run, cleanup)
             connect_callbacks(run, trainer)
+            check_settings(run)
             listen_for_stops(run, cleanup)
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
             restore_seed(run, checkpoint)
             prepare_data(run)
             build_module(run, checkpoint, cleanup)
             make_loaders(run, data)
-            check_same_everywhere(run)
+            check_loaders(run)
             if stage == "fit":
                 build_optimizers(run)
             restore_training(run, checkpoint)
@@ -188,6 +190,7 @@ def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack
     module, strategy, training = run.module, run.strategy, run.stage == "fit"
     with strategy.init_context(module, will_load_checkpoint=checkpoint is not None):
         module.configure_model()
+        check_module(run)
     if training:
         check_torchmetrics(module)
     if checkpoint is not None:
@@ -206,6 +209,7 @@ def build_optimizers(run: Run) -> None:
     module, strategy, settings = run.module, run.strategy, run.settings
     optimizers, run.scheduler_configs = parse_optimizers(module.configure_optimizers(), type(module).__name__)
     check_parameters(optimizers, module, shared=not module.automatic_optimization)
+    check_optimizers(run, optimizers)
     if settings.max_epochs is None and run.config.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)
     assert run.train_loader is not None

@@ -85,7 +85,7 @@ def initial_values(
         loaded: names whose values come from a checkpoint; these are left out.
 
     Raises:
-        ConfigError: the processes have built different modules, or a tensor would have no values.
+        ConfigError: a tensor would have no values.
     """
     tensors = named_tensors(module)
     wanted = {name: tensor for name, tensor in tensors.items() if name not in loaded}
@@ -120,28 +120,19 @@ def initial_values(
 
 
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
-    """Raise ConfigError, on all processes, if the modules differ or a tensor would have no values. Collective."""
-    tensors = named_tensors(module)
-    shapes = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+    """Raise ConfigError, on all processes, if a tensor would have no values. Collective."""
     plain = _plain_meta_tensors(module) if init_device != "cpu" else []
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (shapes, sorted(without), plain))
+    dist.all_gather_object(found, (sorted(without), plain))
     problems = []
-    for rank, (others, _, _) in enumerate(found):
-        different = sorted(name for name, _ in others.items() ^ found[0][0].items())
-        if different:
-            problems.append(
-                f"configure_model has built another module on rank {rank} than on rank 0: {different[0]} is "
-                f"{others.get(different[0], 'missing')} there and {found[0][0].get(different[0], 'missing')} on rank 0."
-            )
-    if names := sorted({name for _, without, _ in found for name in without}):
+    if names := sorted({name for without, _ in found for name in without}):
         problems.append(
             f"{', '.join(names)}: no init_weights or reset_parameters gives them values. Define one in the module that "
             "has them, or give init_device='mixed' or 'cpu'."
             if init_device == "meta"
             else _without_values(module, names)
         )
-    if names := sorted({name for _, _, plain in found for name in plain}):
+    if names := sorted({name for _, plain in found for name in plain}):
         problems.append(
             f"{', '.join(names)}: a plain tensor gets no values with init_device={init_device!r}. Make it a buffer "
             "(register_buffer), or give init_device='cpu'."

@@ -1,0 +1,325 @@
+"""Processes that disagree are told before the first step, with both values; what may differ goes through."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.processes import run_distributed
+from tests.helpers.strategy_models import FEATURES, MLP
+from tests.helpers.strategy_runs import WAYS, Way, run_each, skip_if_missing
+from trainer import Callback, ConfigError, Trainer, TrainModule
+from trainer.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from trainer.distributed.process_group import TorchProcessGroup
+from trainer.loop.agreement import as_text, compare
+
+pytestmark = pytest.mark.timeout(600)
+
+NAMES = ("DDP x2", "FSDP x2", "ZeRO-2 x2", "ZeRO-3 x2")
+
+
+class Chosen(MLP):
+    """The module of which one thing is another on rank 1."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.other = other
+        if other == "width":
+            self.layers[2], self.layers[4] = nn.Linear(16, 24), nn.Linear(24, 1)
+        elif other == "dtype":
+            self.layers[4].double()
+        elif other == "frozen":
+            self.layers[0].requires_grad_(False)
+        elif other == "layer":
+            self.extra = nn.Linear(FEATURES, 1)
+        elif other == "buffer":
+            self.register_buffer("mean", torch.zeros(3))
+
+    def configure_model(self) -> None:
+        if self.other == "built late":
+            self.late = nn.Linear(2, 2)
+
+    def configure_optimizers(self) -> Any:
+        lr = 0.1 if self.other == "lr" else 0.01
+        kind = torch.optim.SGD if self.other == "optimizer" else torch.optim.AdamW
+        groups: Any = [{"params": [p for p in self.parameters() if p.requires_grad], "weight_decay": 0.0}]
+        if self.other == "weight_decay":
+            groups[0]["weight_decay"] = 0.5
+        optimizer = kind(groups, lr=lr)
+        if self.other == "no scheduler":
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7 if self.other == "step_size" else 5)
+        interval = "epoch" if self.other == "interval" else "step"
+        return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "seed": ({"seed": 1}, {"seed": 2}, "seed: 1 on rank 0, and 2 on rank 1"),
+    "no seed": ({"seed": 1}, {"seed": None}, "seed: 1 on rank 0, and None on rank 1"),
+    "clipping": ({}, {"gradient_clip_val": 0.5}, "gradient_clip_val: None on rank 0, and 0.5 on rank 1"),
+    "window": ({}, {"accumulate_grad_batches": 2}, "accumulate_grad_batches: 1 on rank 0, and 2 on rank 1"),
+    "max_steps": ({"max_steps": 3}, {"max_steps": 4}, "max_steps: 3 on rank 0, and 4 on rank 1"),
+    "max_epochs": ({}, {"max_epochs": 2}, "max_epochs: 1 on rank 0, and 2 on rank 1"),
+    "interval": ({}, {"val_check_interval": 2}, "val_check_interval: 1.0 on rank 0, and 2 on rank 1"),
+    "limit": ({}, {"limit_train_batches": 2}, "limit_train_batches: 1.0 on rank 0, and 2 on rank 1"),
+    "flushes": ({}, {"log_every_n_steps": 7}, "log_every_n_steps: 1 on rank 0, and 7 on rank 1"),
+    "max_time": ({}, {"max_time": "00:00:10:00"}, "max_time: None on rank 0, and '00:00:10:00' on rank 1"),
+    "precision": ({}, {"precision": "bf16-mixed"}, "precision: ['32-true', torch.float32, None] on rank 0, and ['bf16"),
+    "no checkpoints": (
+        {"enable_checkpointing": True},
+        {"enable_checkpointing": False},
+        "enable_checkpointing: True on rank 0, and False on rank 1",
+    ),
+    "callback missing": (
+        {"callbacks": [EarlyStopping("val_loss"), ProgressBar()]},
+        {"callbacks": [ProgressBar()]},
+        "callbacks: [EarlyStopping] on rank 0, and [] on rank 1\nGive",
+    ),
+    "checkpoint missing": (
+        {"callbacks": ModelCheckpoint(), "enable_checkpointing": True},
+        {"callbacks": None, "enable_checkpointing": True, "fast_dev_run": True},
+        "fast_dev_run: False on rank 0, and True on rank 1",
+    ),
+    "patience": (
+        {"callbacks": EarlyStopping("val_loss", patience=3)},
+        {"callbacks": EarlyStopping("val_loss", patience=4)},
+        "EarlyStopping.patience: 3 on rank 0, and 4 on rank 1",
+    ),
+    "second of a class": (
+        {"callbacks": [ModelCheckpoint(), ModelCheckpoint("b")], "enable_checkpointing": True},
+        {"callbacks": [ModelCheckpoint(), ModelCheckpoint("b", every_n_train_steps=2)], "enable_checkpointing": True},
+        "ModelCheckpoint number 2.every_n_train_steps: None on rank 0, and 2 on rank 1",
+    ),
+    "schedule of windows": (
+        {"callbacks": GradientAccumulationScheduler({0: 1, 3: 2})},
+        {"callbacks": GradientAccumulationScheduler({0: 1, 4: 2})},
+        "GradientAccumulationScheduler.scheduling: {0: 1, 3: 2} on rank 0, and {0: 1, 4: 2} on rank 1",
+    ),
+    "timer": ({}, {"callbacks": Timer("00:01:00:00")}, "callbacks: [] on rank 0, and [Timer] on rank 1"),
+}
+MODULES = {
+    "width": "parameter layers.2.weight: '[16, 16] torch.float32, trained' on rank 0, and '[24, 16] torch.float32",
+    "dtype": "parameter layers.4.bias: '[1] torch.float32, trained' on rank 0, and '[1] torch.float64",
+    "frozen": "parameter layers.0.weight: '[16, 6] torch.float32, trained' on rank 0, and '[16, 6] torch.float32, froz",
+    "layer": "parameter extra.weight: missing on rank 0, and '[1, 6] torch.float32, trained' on rank 1",
+    "buffer": "buffer mean: missing on rank 0, and '[3] torch.float32' on rank 1",
+    "built late": "parameter late.weight: missing on rank 0, and '[2, 2] torch.float32, trained' on rank 1",
+    "lr": "AdamW, initial_lr: 0.01 on rank 0, and 0.1 on rank 1",
+    "weight_decay": "AdamW, weight_decay: 0.0 on rank 0, and 0.5 on rank 1",
+    "optimizer": "optimizers: [AdamW] on rank 0, and [SGD] on rank 1",
+    "no scheduler": "schedulers: [StepLR] on rank 0, and [] on rank 1",
+    "step_size": "StepLR, step_size: 5 on rank 0, and 7 on rank 1",
+    "interval": "StepLR, interval: 'step' on rank 0, and 'epoch' on rank 1",
+}
+LOADERS: dict[str, tuple[Any, str]] = {
+    "samples": (lambda: DataLoader(MLP.data(20), 4), "the training loader, samples in an epoch: 16 on rank 0, and 20"),
+    "batch size": (
+        lambda: DataLoader(MLP.data(16), 2),
+        "the training loader, batch_size: 4 on rank 0, and 2",
+    ),
+    "shuffled": (
+        lambda: DataLoader(MLP.data(16), 4, shuffle=True),
+        "the training loader, sampler: SequentialSampler on rank 0, and RandomSampler on rank 1",
+    ),
+    "a list": (
+        lambda: list(DataLoader(MLP.data(16), 4)),
+        "the training loader, kind: 'split by the trainer' on rank 0, and 'iterated by each process' on rank 1",
+    ),
+}
+VALIDATION = "loaders: ['the training loader', \"the evaluation loader ''\"] on rank 0, and ['the training loader'] on"
+
+
+def fit(way: Way, module: TrainModule, train: Any, val: Any, settings: dict[str, Any]) -> str | None:
+    """Return the error of a run, or None."""
+    defaults = {"seed": 1, "max_epochs": 1, "log_every_n_steps": 1, "watchdog_seconds": 60}
+    try:
+        way.trainer(**{**defaults, **settings}).fit(module, train, val)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def data() -> Any:
+    return DataLoader(MLP.data(16), 4)
+
+
+def run_all(name: str) -> dict[str, str | None]:
+    rank, way = int(os.environ["RANK"]), WAYS[name]
+    found = {}
+    for case, (*by_rank, _) in SETTINGS.items():
+        found["settings", case] = fit(way, Chosen(""), data(), data(), by_rank[rank])
+    for case in MODULES:
+        found["module", case] = fit(way, Chosen(case if rank else ""), data(), None, {})
+    for case, (other, _) in LOADERS.items():
+        found["loader", case] = fit(way, Chosen(""), other() if rank else data(), None, {})
+    found["loader", "validation"] = fit(way, Chosen(""), data(), None if rank else data(), {})
+    return {" ".join(key): error for key, error in found.items()}
+
+
+EXPECTED = {
+    **{f"settings {case}": expected for case, (_, _, expected) in SETTINGS.items()},
+    **{f"module {case}": expected for case, expected in MODULES.items()},
+    **{f"loader {case}": expected for case, (_, expected) in LOADERS.items()},
+    "loader validation": VALIDATION,
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("agreement"))
+        return run_each(run_all, NAMES)
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_differs_is_told_on_both_ranks_before_the_first_step(name: str, case: str, told: Any) -> None:
+    skip_if_missing(name)
+    for rank in told[name]:
+        assert rank[case] is not None, "the run went on"
+        assert "the processes do not agree:\n  " in rank[case]
+        assert EXPECTED[case] in rank[case]
+        assert "Look for what depends on the rank, the time, the machine, or random numbers" in rank[case]
+
+
+# -- layers that are sharded as they are built ------------------------------------------------------------------------
+
+
+class BuiltLate(MLP):
+    def configure_model(self) -> None:
+        self.late = nn.Linear(2, 2 + torch.distributed.get_rank())
+
+
+def build_on(name: str) -> dict[str, str | None]:
+    ways = {place: Way(WAYS[name].strategy, 2, (("init_device", place),)) for place in ("cpu", "mixed", "meta")}
+    return {place: fit(way, BuiltLate(), data(), None, {}) for place, way in ways.items()}
+
+
+@pytest.mark.parametrize("name", ["FSDP x2", "ZeRO-3 x2"])
+def test_layers_that_differ_are_told_wherever_they_are_built(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    skip_if_missing(name)
+    monkeypatch.chdir(tmp_path)
+    for rank in run_each(build_on, [name])[name]:
+        for said in rank.values():
+            assert "parameter late.weight: '[2, 2] torch.float32, trained' on rank 0, and '[3, 2]" in said
+
+
+# -- what may differ ---------------------------------------------------------------------------------------------------
+
+
+class Slow(Dataset[Any]):
+    """An own dataset with a place on the disk."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return [tensor[index] for tensor in MLP.data(16).tensors]
+
+
+class OnlyHere(Callback):
+    """A callback that a user gives to one rank."""
+
+
+def legitimate(name: str) -> dict[str, Any]:
+    """Train with all that may differ, and return the weights."""
+    rank = int(os.environ["RANK"])
+    only_here = [OnlyHere(), ProgressBar(), LearningRateMonitor(), ModelSummary()] if rank == 0 else [ModelSummary(2)]
+    folder = "shared" if name != "DDP x2" else f"checkpoints-of-rank-{rank}"
+    trainer = Trainer(
+        strategy=WAYS[name].trainer().strategy,
+        devices=2,
+        accelerator="auto" if rank else "cpu",
+        seed=1,
+        max_epochs=1,
+        default_root_dir=f"runs-of-rank-{rank}",
+        callbacks=[*only_here, ModelCheckpoint(dirpath=folder, every_n_train_steps=1, verbose=rank == 0)],
+        logger=CSVLogger(f"csv-of-rank-{rank}") if rank == 0 else False,
+        profiler="simple" if rank == 0 else None,
+        enable_progress_bar=rank == 0,
+        deadline=datetime.now() + timedelta(hours=1, seconds=rank),
+        watchdog_seconds=60 + rank,
+    )
+    module = Chosen("")
+    module.hparams["rank"] = rank
+    trainer.fit(module, DataLoader(Slow(f"/data/{rank}"), 4, num_workers=rank), data())
+    return {"steps": trainer.global_step, "weights": trainer.full_state_dict(everywhere=True)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_loggers_and_callbacks_of_one_rank_may_differ(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    skip_if_missing(name)
+    monkeypatch.chdir(tmp_path)
+    first, second = run_each(legitimate, [name])[name]
+    assert first["steps"] == second["steps"] == 2
+    for key, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][key])
+
+
+def uneven(name: str) -> int:
+    """Train on iterables of other lengths, from other places."""
+    rank = int(os.environ["RANK"])
+    batches = list(DataLoader(MLP.data(16), 4))[: 3 + rank]
+    trainer = WAYS[name].trainer(seed=1, max_epochs=1, watchdog_seconds=60)
+    trainer.fit(Chosen(""), batches, batches[rank:])
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("name", NAMES[:1])
+def test_iterables_of_other_lengths_are_allowed(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_each(uneven, [name])[name] == [3, 3]
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def compare_on_four() -> str | None:
+    """Compare three values on four processes, of which one and two differ."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    facts = {"lr": 0.1 if rank != 2 else 0.2, "names": {"a", "b"}, "many": [0] * 100 + [1 + rank // 2]}
+    try:
+        compare(TorchProcessGroup(rank, rank, 4), iter(facts.items()), "Give all the same.")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_of_many_ranks_each_value_is_named_once(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = run_distributed(compare_on_four, 4)
+    assert len(set(said)) == 1
+    lines = said[0].splitlines()
+    assert lines[1] == "  lr: 0.1 on ranks 0, 1, 3, and 0.2 on rank 2"
+    assert re.fullmatch(r"  many: \.{3}[0, ]+1\] on ranks 0, 1, and \.{3}[0, ]+2\] on ranks 2, 3", lines[2]), lines[2]
+    assert len(lines[2]) < 300
+    assert lines[3].startswith("Give all the same. Look for")
+
+
+def test_texts_of_values_have_no_addresses_order_of_sets_or_paths() -> None:
+    assert as_text({"b": {3, 1}, "a": (True, None)}) == as_text({"a": [True, None], "b": {1, 3}})
+    assert as_text([Path("/a"), "/b/c", "~/d"]) == "[a path, a path, a path]"
+    assert as_text([object(), as_text, MLP]) == "[object, as_text, MLP]"
+    assert as_text(torch.tensor(0.5)) == as_text(0.5) != as_text(0.25)

@@ -1,0 +1,232 @@
+"""Compare, at the start of a run, what has to be equal on all its processes; name what differs, and on which ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date, timedelta
+from enum import Enum
+from importlib import import_module
+from numbers import Number
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from trainer.data.loader import BatchLoader
+from trainer.distributed.process_group import SingleProcess
+from trainer.errors import ConfigError
+from trainer.loop.run import Run
+from trainer.module import TrainModule
+from trainer.optimizers import SchedulerConfig
+
+MAY_DIFFER = (
+    "accelerator",  # of these three the choices are compared
+    "devices",
+    "num_nodes",
+    "strategy",  # compared with its options
+    "precision",
+    "callbacks",  # those compared that have `agree_on`
+    "profiler",
+    "logger",  # these work on rank 0
+    "enable_progress_bar",
+    "enable_model_summary",
+    "default_root_dir",
+    "deadline",  # the first process to reach it stops all
+    "watchdog_seconds",
+    "max_restarts",
+)
+"""The Trainer's arguments that need not be equal on all processes."""
+
+_MOST_LINES, _MOST_SHOWN, _MOST_SENT = 12, 120, 10_000
+_MISSING = "missing"
+
+
+def compare(processes: SingleProcess, facts: Iterator[tuple[str, object]], fix: str, also: Any = None) -> list[Any]:
+    """Check that `facts`, pairs of a name and a value, are the same on all processes. Collective.
+
+    What is gathered is a hash; only if the hashes differ, the values that are not rank 0's.
+
+    Args:
+        fix: the last sentence of the message.
+        also: gathered in the same call, and not compared.
+
+    Returns:
+        Every process's `also`, in the order of ranks.
+
+    Raises:
+        ConfigError: they differ; raised on all processes.
+    """
+    if processes.world_size == 1:
+        return [also]
+    own = {name: as_text(value) for name, value in facts}
+    digest = hashlib.sha256("\n".join(f"{name}\0{own[name]}" for name in sorted(own)).encode()).hexdigest()
+    gathered = processes.all_gather_object((digest, also))
+    if len({digest for digest, _ in gathered}) == 1:
+        return [also for _, also in gathered]
+    first = processes.broadcast_object(own)
+    differing = [name for name in {**first, **own} if own.get(name) != first.get(name)][:_MOST_LINES]
+    names = [*dict.fromkeys(name for of_rank in processes.all_gather_object(differing) for name in of_rank)]
+    values = processes.all_gather_object([own.get(name, _MISSING)[:_MOST_SENT] for name in names[:_MOST_LINES]])
+    lines = [f"{name}: {_by_rank(of_ranks)}" for name, *of_ranks in zip(names, *values, strict=False)]
+    # What only some have follows from another difference, if there is one: the options of a missing callback.
+    lines = [line for line in lines if _MISSING not in line] or lines
+    more = ["and more"] if len(names) > _MOST_LINES else []
+    raise ConfigError(
+        "\n  ".join(["the processes do not agree:", *lines, *more])
+        + f"\n{fix} Look for what depends on the rank, the time, the machine, or random numbers without a seed."
+    )
+
+
+def _by_rank(values: list[str]) -> str:
+    """Return the values, each with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    place = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
+    return ", and ".join(f"{_short(value, place)} on {_ranks(where)}" for value, where in ranks.items())
+
+
+def _short(value: str, place: int) -> str:
+    """Return a value, or the part of a long one around `place`."""
+    begin = max(0, place - _MOST_SHOWN // 2) if len(value) > _MOST_SHOWN else 0
+    end = begin + _MOST_SHOWN
+    return f"{'...' if begin else ''}{value[begin:end]}{'...' if end < len(value) else ''}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {few}"
+
+
+def as_text(value: object) -> str:
+    """Return a value as a text that is the same on two processes if the value is.
+
+    Paths may differ from machine to machine, so they all have the same text; so have objects of one class.
+    """
+    if isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "~"))):
+        return "a path"
+    if value is None or isinstance(value, (str, bytes, Number, timedelta, date, torch.dtype, Enum)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{as_text(key)}: {as_text(one)}" for key, one in value.items())) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(as_text, value)) + "]"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(as_text, value))) + "}"
+    if isinstance(value, torch.Tensor):
+        return as_text(value.item()) if value.numel() == 1 and not value.is_meta else _tensor(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return f"{type(value).__name__}{as_text(fields)}"
+    return getattr(value, "__qualname__", None) or type(value).__qualname__
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def check_settings(run: Run) -> None:
+    """Check that all processes make the same call with the same settings, callbacks and versions; see `compare`."""
+    fix = "Give Trainer the same arguments on all processes; loggers and progress bars may be on rank 0 only."
+    compare(run.strategy.processes, _settings(run), fix)
+
+
+def check_module(run: Run) -> None:
+    """Check that all processes have the same parameters and buffers, but for their values; see `compare`."""
+    compare(run.strategy.processes, _tensors(run.module), "Build the same module on all processes.")
+
+
+def check_loaders(run: Run) -> None:
+    """Check that the loaders are alike where they have to be, and set the length of a training epoch. Collective.
+
+    Raises:
+        ConfigError: as `compare`.
+    """
+    fix = "Give every process the full dataset: the trainer splits it."
+    length = None if run.train_loader is None else run.train_loader.length
+    lengths = compare(run.strategy.processes, _loaders(run), fix, also=length)
+    if run.train_loader is not None:
+        run.train_loader.shorten(lengths)
+
+
+def check_optimizers(run: Run, optimizers: list[Optimizer]) -> None:
+    """Check that all processes have the same optimizers and schedulers; see `compare`."""
+    facts = _optimizers(run.module, optimizers, run.scheduler_configs)
+    compare(run.strategy.processes, facts, "Give the optimizers the same options on all processes.")
+
+
+def _settings(run: Run) -> Iterator[tuple[str, object]]:
+    config = run.config
+    yield "stage", run.stage
+    for field in dataclasses.fields(config.settings):
+        if field.name not in MAY_DIFFER:
+            yield field.name, getattr(config.settings, field.name)
+    yield "device", config.device_type
+    yield "precision", [config.precision.name, config.precision.weights, config.precision.autocast]
+    yield "strategy", type(config.strategy)
+    for name, value in config.strategy._arguments.items():
+        yield f"{type(config.strategy).__name__}, {name}", value
+    needed = [callback for callback in run.callbacks if callback.agree_on is not None]
+    yield "callbacks", [type(callback) for callback in needed]
+    for where, callback in _named(needed):
+        for name in callback.agree_on or ():
+            yield f"{where}.{name}", getattr(callback, name)
+    yield "torch", torch.__version__
+    yield "python", ".".join(map(str, sys.version_info[:2]))
+    yield "this package", import_module("trainer").__version__
+
+
+def _tensors(module: TrainModule) -> Iterator[tuple[str, object]]:
+    yield "automatic_optimization", module.automatic_optimization
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield f"parameter {name}", f"{_tensor(parameter)}, {'trained' if parameter.requires_grad else 'frozen'}"
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name}", _tensor(buffer)
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    # A parameter that DeepSpeed has partitioned is empty, and keeps its full shape here.
+    shape = None if is_lazy(tensor) else list(getattr(tensor, "ds_shape", tensor.shape))
+    return f"{shape} {tensor.dtype}"
+
+
+def _loaders(run: Run) -> Iterator[tuple[str, object]]:
+    loaders: dict[str, BatchLoader] = {} if run.train_loader is None else {"the training loader": run.train_loader}
+    for by_name in (run.val_loaders, run.test_loaders, run.predict_loaders):
+        loaders |= {f"the evaluation loader {name!r}": loader for name, loader in by_name.items()}
+    yield "loaders", list(loaders)
+    for name, loader in loaders.items():
+        for fact, value in loader.equal_everywhere().items():
+            yield f"{name}, {fact}", value
+
+
+def _optimizers(
+    module: TrainModule, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]
+) -> Iterator[tuple[str, object]]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    yield "optimizers", [type(optimizer) for optimizer in optimizers]
+    for where, optimizer in _named(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            place = f"{where}, group {number}" if len(optimizer.param_groups) > 1 else where
+            yield f"{place}, parameters", [names.get(id(parameter)) for parameter in group["params"]]
+            for option in group.keys() - {"params"}:
+                yield f"{place}, {option}", group[option]
+    yield "schedulers", [type(config.scheduler) for config in schedulers]
+    for (where, scheduler), config in zip(_named([c.scheduler for c in schedulers]), schedulers, strict=True):
+        options = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
+        for option, value in {**getattr(scheduler, "__dict__", {}), **options}.items():
+            yield f"{where}, {option}", value
+
+
+def _named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the objects with the names of their classes, numbered where there are several of one class."""
+    seen: Counter[str] = Counter()
+    for one in objects:
+        kind = type(one).__name__
+        seen[kind] += 1
+        yield kind if seen[kind] == 1 else f"{kind} number {seen[kind]}", one
