@@ -8,15 +8,16 @@ import inspect
 import os
 import pkgutil
 import sys
-import sysconfig
 import traceback
 import zlib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer.config.projects import is_installed, project
 from trainer.config.tree import Source
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
 
@@ -66,7 +67,7 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
         if ":" in name:  # folder:package.module.Class
             folder = Path(place)
             place, _, attribute = attribute.rpartition(".")
-        module, where = _from_package(place, name, folder)
+        module, where = _from_package(place, name, folder, source)
     return ResolvedClass(_require_class(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
 
 
@@ -123,11 +124,15 @@ def _import_file(file: Path) -> ModuleType:
     if parts[-1] == "__init__":
         parts.pop()
     _extend_sys_path(root)
-    name = ".".join(parts)
     top = file if len(parts) == 1 and file.name != "__init__.py" else root / parts[0] / "__init__.py"
-    if _origin(parts[0]) == top:
-        return _import(name, str(file))
-    # Another module has this name already (a standard one, say).
+    with project(root):
+        if _origin(parts[0]) == top:
+            return _import(".".join(parts), str(file))
+        return _import_under_own_name(file)
+
+
+def _import_under_own_name(file: Path) -> ModuleType:
+    """Import a file whose name is that of an installed module."""
     name = f"_file_{zlib.crc32(str(file).encode()):08x}_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
@@ -152,7 +157,7 @@ def _origin(name: str) -> Path | None:
     return Path(os.path.abspath(spec.origin)) if spec is not None and spec.origin else None
 
 
-def _from_package(place: str, name: str, folder: Path | None) -> tuple[ModuleType, str]:
+def _from_package(place: str, name: str, folder: Path | None, source: Source) -> tuple[ModuleType, str]:
     if folder is not None:
         if not folder.is_dir():
             raise ConfigError(
@@ -161,7 +166,11 @@ def _from_package(place: str, name: str, folder: Path | None) -> tuple[ModuleTyp
         _extend_sys_path(folder)
     if not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError(f"{name!r} is no class: write package.module.Class, or file.py:Class.")
-    module = _import(place, name)
+    top = place.partition(".")[0]
+    folders = [source.folder, Path.cwd()] if folder is None else [folder]
+    homes = [home for home in folders if home is not None and ((home / top).is_dir() or (home / f"{top}.py").is_file())]
+    with project(Path(os.path.abspath(homes[0]))) if homes else nullcontext():
+        module = _import(place, name)
     root = folder or _user_folder(module)
     return module, f"{root}:{place}." if root is not None else f"{place}."
 
@@ -197,14 +206,7 @@ def _user_folder(module: ModuleType) -> Path | None:
     if not paths and top.__file__ is not None:
         paths = [Path(top.__file__).parent]
     root = Path(os.path.abspath(paths[0])) if paths else None
-    return None if root is None or _is_installed(root) else root
-
-
-def _is_installed(path: Path) -> bool:
-    """Whether a path is Python's own or an installed package's."""
-    ours = Path(__file__).parent
-    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return any(folder in (path, *path.parents) for folder in [*installed, ours])
+    return None if root is None or is_installed(root) else root
 
 
 # -- the user's own errors --------------------------------------------------------------------------------------------
@@ -225,6 +227,6 @@ def one_line_error(error: BaseException) -> str:
 def user_frame(error: BaseException) -> str:
     """Return `file.py:12` of the innermost frame that is not Python's, an installed package's or ours; or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith("<") and not _is_installed(Path(frame.filename)):
+        if not frame.filename.startswith("<") and not is_installed(Path(frame.filename)):
             return f"{frame.filename}:{frame.lineno}"
     return ""
