@@ -57,9 +57,9 @@ stopping, then checkpoints).
         on_validation_epoch_start
         for each loader, for each batch:
             on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer    module
-            on_validation_batch_start(batch, batch_idx, dataloader_idx)
-            validation_step(batch, batch_idx[, dataloader_idx])    module
-            on_validation_batch_end(outputs, batch, batch_idx, dataloader_idx)
+            on_validation_batch_start(batch, batch_idx[, dataloader_idx])    the index where there are several loaders,
+            validation_step(batch, batch_idx[, dataloader_idx])    module    or where the method has to have it
+            on_validation_batch_end(outputs, batch, batch_idx[, dataloader_idx])
         on_validation_epoch_end                         on_epoch metrics are known
         on_validation_end                               checkpoints by monitored value are written here
         on_validation_model_train                       module; its former mode is restored
@@ -70,7 +70,7 @@ stopping, then checkpoints).
         on_predict_epoch_start
         for each loader, for each batch:
             transfer hooks; on_predict_batch_start; predict_step
-            on_predict_batch_end(outputs, batch, batch_idx, dataloader_idx)
+            on_predict_batch_end(outputs, batch, batch_idx[, dataloader_idx])
         on_predict_epoch_end
         on_predict_end
         on_predict_model_train                          module
@@ -384,20 +384,20 @@ class CallbackList:
     on_validation_end: Callable[[], None]
     on_validation_epoch_start: Callable[[], None]
     on_validation_epoch_end: Callable[[], None]
-    on_validation_batch_start: Callable[[Any, int, int], None]
-    on_validation_batch_end: Callable[[Any, Any, int, int], None]
+    on_validation_batch_start: Callable[..., None]
+    on_validation_batch_end: Callable[..., None]
     on_test_start: Callable[[], None]
     on_test_end: Callable[[], None]
     on_test_epoch_start: Callable[[], None]
     on_test_epoch_end: Callable[[], None]
-    on_test_batch_start: Callable[[Any, int, int], None]
-    on_test_batch_end: Callable[[Any, Any, int, int], None]
+    on_test_batch_start: Callable[..., None]
+    on_test_batch_end: Callable[..., None]
     on_predict_start: Callable[[], None]
     on_predict_end: Callable[[], None]
     on_predict_epoch_start: Callable[[], None]
     on_predict_epoch_end: Callable[[], None]
-    on_predict_batch_start: Callable[[Any, int, int], None]
-    on_predict_batch_end: Callable[[Any, Any, int, int], None]
+    on_predict_batch_start: Callable[..., None]
+    on_predict_batch_end: Callable[..., None]
 
     def __init__(
         self, callbacks: Iterable[Callback], trainer: object = None, module: object = None, phase: Phase = unheard
@@ -415,11 +415,12 @@ class CallbackList:
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
-    return getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook)
+    method = getattr(callback, hook)
+    return method is not None and getattr(method, "__func__", None) is not getattr(Callback, hook)
 
 
 def _with_phase(callback: Callback, hook: str, phase: Phase) -> Callable[..., None]:
-    method: Callable[..., None] = getattr(callback, hook)
+    method = index_optional(getattr(callback, hook), parameters_of(getattr(Callback, hook)))
     if phase is unheard:
         return method
     name = f"{'module' if isinstance(callback, ModuleCallback) else type(callback).__name__}.{hook}"
@@ -429,6 +430,14 @@ def _with_phase(callback: Callback, hook: str, phase: Phase) -> Callable[..., No
             method(*args)
 
     return call
+
+
+def index_optional(method: Callable[..., Any], expected: list[str]) -> Callable[..., Any]:
+    """Return a method that may be called without `dataloader_idx`, as for the only loader of an evaluation: it is 0."""
+    least = len(expected) - 1
+    if expected[-1:] != ["dataloader_idx=0"] or takes(method, least):
+        return method
+    return lambda *args: method(*args, *[0] * (least + 1 - len(args)))
 
 
 def _call_each(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
@@ -459,7 +468,8 @@ class ModuleCallback(Callback):
             return
         for hook in HOOKS:
             if hook not in NOT_ON_MODULES and module.overrides(hook):
-                call = _without_trainer_and_module(getattr(module, hook))
+                expected = parameters_of(getattr(Callback, hook))[2:]
+                call = _without_trainer_and_module(index_optional(getattr(module, hook), expected))
                 setattr(self, hook, self._remembering(call) if hook == "on_train_batch_start" else call)
 
     def _remembering(self, call: Any) -> Any:
@@ -522,17 +532,20 @@ def callback_named(name: str) -> type[Callback]:
     return known[name]
 
 
+EVALUATION_ARGUMENTS = ["batch", "batch_idx", "dataloader_idx=0"]
+"""The arguments of `validation_step`, `test_step` and `predict_step`; the last one where there are several loaders."""
+
+
 def parameters_of(method: Callable[..., Any]) -> list[str]:
     """Return the parameters of a method after `self`, as source: `["batch", "batch_idx"]`, `["dataloader_idx=0"]`."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
 
 
-def check_signature(owner: object, name: str, expected: list[str], least: int | None = None) -> str | None:
+def check_signature(owner: object, name: str, expected: list[str]) -> str | None:
     """Return the problem of calling the method `name` of `owner` with the arguments `expected`, by position; or None.
 
-    Args:
-        least: a call with only this many arguments is allowed, too.
+    It may leave out `dataloader_idx`, which is given where there are several loaders.
     """
     method = getattr(owner, name)
     where = f"{type(owner).__name__}.{name}"
@@ -541,20 +554,21 @@ def check_signature(owner: object, name: str, expected: list[str], least: int | 
             f"{where} is of type {type(method).__name__}, but the trainer calls a method of that name: "
             f"{name}({', '.join(['self', *expected])}). Give yours another name."
         )
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError):
-        return None  # written in C, or the like: the signature is unknown
-    numbers = {len(expected), len(expected) if least is None else least}
-    if any(_binds(signature, number) for number in numbers):
+    least = [one for one in expected if one != "dataloader_idx=0"]
+    if takes(method, len(expected)) or takes(method, len(least)):
         return None
     return (
-        f"{where} takes {signature}, but it is called with ({', '.join(expected)}): "
+        f"{where} takes {inspect.signature(method)}, but it is called with ({', '.join(expected)}): "
         f"define {name}({', '.join(['self', *expected])})."
     )
 
 
-def _binds(signature: inspect.Signature, number: int) -> bool:
+def takes(method: Callable[..., Any], number: int) -> bool:
+    """Whether a method can be called with so many positional arguments; True if its signature is not known."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):
+        return True  # written in C, or the like
     try:
         signature.bind(*[None] * number)
     except TypeError:

@@ -20,6 +20,7 @@ from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hy
 from trainer.metrics.metric_log import LogOptions, reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.weights import load_weights
+from trainer.optional_methods import OptionalMethods
 from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ EXCLUDED_FROM_PICKLE = ("_trainer", "_toggled_parameters", "_wrapper", "_compile
 READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch")
 
 
-class TrainModule(nn.Module):
+class TrainModule(OptionalMethods, nn.Module):
     """Base class of what a `Trainer` trains: subclasses define `training_step` and `configure_optimizers`.
 
     Every other method has a default. The hooks `on_...` that a module may also define, and the order of all calls, are
@@ -70,19 +71,18 @@ class TrainModule(nn.Module):
         """
         raise ConfigError(f"{type(self).__name__} has no training_step: define training_step(self, batch, batch_idx).")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch of validation; log with `self.log`. May take a third argument `dataloader_idx`."""
-        raise ConfigError(
-            f"{type(self).__name__} has no validation_step: define validation_step(self, batch, batch_idx)."
-        )
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch of validation; log with `self.log`.
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """Evaluate one batch of `trainer.test`. May take a third argument `dataloader_idx`."""
-        raise ConfigError(f"{type(self).__name__} has no test_step: define test_step(self, batch, batch_idx).")
+        Define `validation_step(self, batch, batch_idx)`, for several loaders with a third argument `dataloader_idx`.
+        """
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return predictions for one batch, by default `self(batch)`. May take a third argument `dataloader_idx`."""
-        return self(batch)
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch of `trainer.test`; the arguments are those of `validation_step`."""
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return predictions for one batch, by default `self(batch)`; the arguments are those of `validation_step`."""
+        return self(kwargs["batch"] if "batch" in kwargs else args[0])
 
     def configure_optimizers(self) -> Any:
         """Return the optimizers and learning-rate schedulers.
@@ -252,7 +252,10 @@ class TrainModule(nn.Module):
     # -- gradient clipping and schedules, to override ------------------------------------------------------------------
 
     def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None, gradient_clip_algorithm: str
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the gradients before an optimizer step, by default with the trainer's settings."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -261,12 +264,19 @@ class TrainModule(nn.Module):
         self,
         optimizer: Optimizer | ManualOptimizer,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str = "norm",
+        gradient_clip_algorithm: str | None = None,
     ) -> torch.Tensor | None:
-        """Clip the gradients of an optimizer, by the global norm under every strategy; return that norm."""
-        if gradient_clip_val is None:
+        """Clip the gradients of an optimizer, by the global norm under every strategy; return that norm.
+
+        What is None is as the trainer's setting says.
+        """
+        settings = self.trainer.settings
+        value = settings.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        if value is None:
             return None
-        return self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        return self.trainer.clip_gradients(
+            optimizer, value, gradient_clip_algorithm or settings.gradient_clip_algorithm
+        )
 
     def lr_scheduler_step(self, scheduler: Any, metric: float | None) -> None:
         """Step a scheduler; `metric` is the monitored value, if the scheduler has one."""
@@ -327,15 +337,51 @@ class TrainModule(nn.Module):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read data of your own from `checkpoint`, before the weights are loaded."""
 
-    # -- called after the switch to eval mode, and after the switch back -----------------------------------------------
+    # -- hooks; the top of trainer/callback.py shows when each is called -----------------------------------------------
+
+    def setup(self, stage: str) -> None: ...
+    def teardown(self, stage: str) -> None: ...
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_train_start(self) -> None: ...
+    def on_train_end(self) -> None: ...
+    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_train_step_end(self) -> None: ...
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None: ...
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
+    def on_before_backward(self, loss: torch.Tensor) -> None: ...
+    def on_after_backward(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
 
     def on_validation_model_zero_grad(self) -> None: ...
     def on_validation_model_eval(self) -> None: ...
     def on_validation_model_train(self) -> None: ...
+    def on_validation_start(self) -> None: ...
+    def on_validation_end(self) -> None: ...
+    def on_validation_epoch_start(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
     def on_test_model_eval(self) -> None: ...
     def on_test_model_train(self) -> None: ...
+    def on_test_start(self) -> None: ...
+    def on_test_end(self) -> None: ...
+    def on_test_epoch_start(self) -> None: ...
+    def on_test_epoch_end(self) -> None: ...
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
     def on_predict_model_eval(self) -> None: ...
     def on_predict_model_train(self) -> None: ...
+    def on_predict_start(self) -> None: ...
+    def on_predict_end(self) -> None: ...
+    def on_predict_epoch_start(self) -> None: ...
+    def on_predict_epoch_end(self) -> None: ...
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
 
     # -- where it runs -------------------------------------------------------------------------------------------------
 
@@ -387,14 +433,3 @@ class TrainModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key not in EXCLUDED_FROM_PICKLE}
-
-    def overrides(self, name: str) -> bool:
-        """Return True if the subclass (or this instance) defines the method `name`."""
-        if name in self.__dict__:
-            return True
-        mine = getattr(type(self), name, None)
-        return mine is not None and mine is not getattr(TrainModule, name, None)
-
-    def overrides_any(self, names: Collection[str]) -> bool:
-        """Return True if the subclass (or this instance) defines one of these methods."""
-        return any(self.overrides(name) for name in names)

@@ -313,6 +313,122 @@ def predicts(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     return Module
 
 
+def steps_of_any_arguments(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            record.noted.append((len(args), sorted(kwargs)))
+            return self.wrote(self.loss_of(args[0]))
+
+        def validation_step(self, batch: Any, *args: Any) -> Any:
+            record.noted.append(args)
+            self.log("val_loss", self.loss_of(batch))
+
+        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+            record.noted.append(("predict", *args[1:], sorted(kwargs)))
+            return self(args[0][0])
+
+    return Module
+
+
+def hooks_of_any_arguments(library: Library, record: Record, folder: Path) -> list[Any]:
+    def hook(self: Any, trainer: Any, module: Any, *args: Any) -> None:
+        record.noted.append(args[-2:] if isinstance(args[-2], int) else args[-1])
+
+    def without_index(self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int, **kwargs: Any) -> None:
+        record.noted.append((batch_idx, kwargs))
+
+    hooks = {
+        "on_validation_batch_start": hook,
+        "on_validation_batch_end": hook,
+        "on_predict_batch_start": without_index,
+    }
+    return [type("Hooks", (library.Callback,), hooks)()]
+
+
+def third_argument_of_its_own(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int, split: str = "val") -> Any:
+            record.noted.append(split)
+            self.log("val_loss", self.loss_of(batch))
+
+        def test_step(self, batch: Any, batch_idx: int) -> Any:
+            self.validation_step(batch, batch_idx, "test")
+
+    return Module
+
+
+def calls_the_base(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    """Define a module whose methods call those of the library's own class; `hooked` does so in every hook."""
+
+    class Module(Net):
+        def forward(self, batch: Any) -> Any:
+            return super().forward(batch[0] if isinstance(batch, list) else batch)
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            record.noted.append(library.Module.validation_step(self, batch, batch_idx, dataloader_idx))
+            return super().validation_step(batch, batch_idx)
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return super().predict_step(batch, batch_idx, dataloader_idx)
+
+        def setup(self, stage: str) -> None:
+            super().setup(stage)
+
+        def teardown(self, stage: str) -> None:
+            super().teardown(stage)
+
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            super().configure_gradient_clipping(optimizer)
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            super().lr_scheduler_step(scheduler, metric)
+
+        def configure_callbacks(self) -> Any:
+            return super().configure_callbacks()
+
+        def configure_model(self) -> None:
+            super().configure_model()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+        def prepare_data(self) -> None:
+            super().prepare_data()
+
+        def val_dataloader(self) -> Any:
+            return super().val_dataloader()
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return super().on_before_batch_transfer(batch, dataloader_idx)
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return super().on_after_batch_transfer(batch, dataloader_idx)
+
+    return Module
+
+
+NONE = (
+    *("validation_step", "test_step", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_epoch_end", "on_train_end"),
+)
+"""Methods that Lightning takes as not defined when they are None."""
+
+
+def none_in_the_class(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    return type("Module", (Net,), dict.fromkeys(NONE))
+
+
+def fit_with_none_on_the_module(trainer: Any, module: Any) -> None:
+    for name in NONE:
+        setattr(module, name, None)
+    trainer.fit(module, loader(), loader(seed=8))
+
+
 def gradients_seen(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     class Module(Net):
         def on_after_backward(self) -> None:
@@ -544,6 +660,34 @@ SCENARIOS = [
     Scenario("a share of the training batches", settings={"limit_train_batches": 0.5}),
     Scenario("limit_val_batches", settings={"limit_val_batches": 2}),
     Scenario("no validation", settings={"limit_val_batches": 0}),
+    Scenario(
+        "no validation, and an interval beyond the epoch", settings={"limit_val_batches": 0, "val_check_interval": 9}
+    ),
+    Scenario("any arguments", steps_of_any_arguments, callbacks=hooks_of_any_arguments),
+    Scenario(
+        "any arguments, several loaders",
+        steps_of_any_arguments,
+        callbacks=hooks_of_any_arguments,
+        action=lambda trainer, module: trainer.fit(module, loader(), [loader(seed=8), loader(9, seed=9)]),
+        differs={"logged": "several loaders", "metrics": "several loaders"},
+    ),
+    Scenario("any arguments, predict", steps_of_any_arguments, callbacks=hooks_of_any_arguments, action=predict),
+    Scenario(
+        "any arguments, predict with several loaders",
+        steps_of_any_arguments,
+        action=lambda trainer, module: trainer.predict(module, [loader(), loader()]),
+    ),
+    Scenario("a third argument of its own", third_argument_of_its_own),
+    Scenario(
+        "a third argument of its own, test",
+        third_argument_of_its_own,
+        action=lambda trainer, module: trainer.test(module, loader()),
+        differs={"logged": "step axis"},
+    ),
+    Scenario("methods of the base class", calls_the_base, {"gradient_clip_val": 0.05}),
+    Scenario("methods of the base class, predict", calls_the_base, action=predict),
+    Scenario("methods that are None in the class", none_in_the_class),
+    Scenario("methods that are None on the module", action=fit_with_none_on_the_module),
     Scenario("no sanity check", settings={"num_sanity_val_steps": 0}),
     Scenario("fast_dev_run", settings={"fast_dev_run": True}),
     Scenario(

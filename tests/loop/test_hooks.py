@@ -11,7 +11,7 @@ import pytest
 import trainer.callback
 from tests.helpers.journal import Data, Journal, happened, make_module
 from trainer import Callback, Trainer, TrainModule
-from trainer.callback import HOOKS, NOT_ON_MODULES
+from trainer.callback import HOOKS, NOT_ON_MODULES, parameters_of
 from trainer.callbacks import ModelCheckpoint
 from trainer.loop.checks import LIGHTNING_EQUIVALENTS, MODULE_HOOKS
 
@@ -41,9 +41,9 @@ def validation(batches: int) -> str:
     each = [
         f"""
         {TRANSFER}
-        on_validation_batch_start {number} 0
+        on_validation_batch_start {number}
         module: validation_step {number}
-        on_validation_batch_end {number} 0
+        on_validation_batch_end {number}
         """
         for number in range(batches)
     ]
@@ -207,9 +207,9 @@ def test_the_order_of_predict(tmp_path: Path) -> None:
     batches = [
         f"""
         {TRANSFER}
-        on_predict_batch_start {number} 0
+        on_predict_batch_start {number}
         module: predict_step {number}
-        on_predict_batch_end {number} 0
+        on_predict_batch_end {number}
         """
         for number in range(2)
     ]
@@ -337,7 +337,9 @@ def test_every_hook_stands_in_the_pseudocode_and_every_hook_of_the_pseudocode_ex
 
 
 def test_the_two_lists_of_hooks_agree() -> None:
-    """The hooks that a module may define are those that are called on it."""
-    own = {name for name in vars(TrainModule) if name.startswith("on_")}
-    assert set(MODULE_HOOKS) == (set(HOOKS) - set(NOT_ON_MODULES)) | own
-    assert own & set(HOOKS) == {"on_save_checkpoint", "on_load_checkpoint"}
+    """The hooks that a module may define are those that are called on it, with the arguments of a callback's hook."""
+    on_both = set(HOOKS) - set(NOT_ON_MODULES)
+    of_modes = {name for name in MODULE_HOOKS if "_model_" in name or "_batch_transfer" in name}
+    assert set(MODULE_HOOKS) == on_both | of_modes
+    for hook in on_both:
+        assert parameters_of(getattr(TrainModule, hook)) == parameters_of(getattr(Callback, hook))[2:]

@@ -70,6 +70,11 @@ DIFFERENCES = (
         "`val_loss/name` (or its number), and `val_loss` over all loaders",
     ),
     Difference(
+        "index of the loader",
+        "with one loader a step that has `dataloader_idx` is refused, with several one that has not",
+        "both run: the only loader has index 0",
+    ),
+    Difference(
         "skipped batch",
         "`training_step` returns None to skip a batch",
         "the same, and its items count nowhere; on several processes write `return None` in "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, collect_hyperparameters
+from trainer.optional_methods import OptionalMethods
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class DataModule:
+class DataModule(OptionalMethods):
     """Subclass it, define the loaders that you need, and give it to `fit`, `validate`, `test` or `predict`.
 
     Example::
@@ -141,7 +142,3 @@ class DataModule:
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_trainer"}
-
-    def overrides(self, name: str) -> bool:
-        """True if the subclass (or this instance) defines the method `name` itself."""
-        return name in self.__dict__ or getattr(type(self), name, None) is not getattr(DataModule, name, None)

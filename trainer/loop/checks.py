@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.callback import HOOKS, NOT_ON_MODULES, Callback, check_hooks, check_signature, parameters_of
+from trainer.callback import EVALUATION_ARGUMENTS, check_hooks, check_signature, parameters_of
 from trainer.checkpoint.storage import as_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems
@@ -17,31 +17,13 @@ from trainer.hyperparameters import Hyperparameters, check_data
 from trainer.loop.loaders import micro_batch_of
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.module import TrainModule
+from trainer.optional_methods import METHODS
 from trainer.settings import Settings
 from trainer.strategy import wrapping_problems
 
-MODULE_HOOKS = [hook for hook in HOOKS if hook not in NOT_ON_MODULES] + [
-    name for name in vars(TrainModule) if name.startswith("on_")
-]
+MODULE_HOOKS = [name for name in vars(TrainModule) if name.startswith("on_") or name in ("setup", "teardown")]
 
 STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-
-METHODS = (
-    *STEPS.values(),
-    "configure_optimizers",
-    "configure_model",
-    "configure_callbacks",
-    "configure_gradient_clipping",
-    "lr_scheduler_step",
-    "num_items",
-    "prepare_data",
-    "transfer_batch_to_device",
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-    "predict_dataloader",
-)
-"""The methods that the trainer calls, apart from the hooks."""
 
 DATAMODULE_METHODS = (
     "setup",
@@ -189,7 +171,9 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
         f"{name}.{method} is of type {type(value).__name__}, but TrainModule has a method of that name: call yours "
         f"something else, such as self.my_{method}."
         for method, value in vars(module).items()
-        if callable(getattr(TrainModule, method, None)) and not callable(value) and method not in METHODS
+        if callable(getattr(TrainModule, method, None))
+        and not callable(value)
+        and method not in (*METHODS, *MODULE_HOOKS)
     ]
     return problems + _wrong_hyperparameters(module)
 
@@ -248,17 +232,11 @@ def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...
 
 def _check_signatures(module: TrainModule) -> list[str]:
     problems = []
-    for name in MODULE_HOOKS:
+    for name in (*MODULE_HOOKS, *METHODS):
         if module.overrides(name):
-            on_module = name in vars(TrainModule)
-            expected = parameters_of(getattr(TrainModule if on_module else Callback, name))
-            problems.append(check_signature(module, name, expected if on_module else expected[2:]))
-    for name in METHODS:
-        if module.overrides(name):
-            expected, least = parameters_of(getattr(TrainModule, name)), None
-            if name in STEPS.values() and name != "training_step":
-                expected, least = [*expected, "dataloader_idx=0"], len(expected)
-            problems.append(check_signature(module, name, expected, least))
+            evaluates = name in STEPS.values() and name != "training_step"
+            expected = EVALUATION_ARGUMENTS if evaluates else parameters_of(getattr(TrainModule, name))
+            problems.append(check_signature(module, name, expected))
     return [problem for problem in problems if problem is not None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -12,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 
+from trainer.callback import takes
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.state import preserve_torchmetrics
-from trainer.module import TrainModule
 from trainer.profiling import EVALUATION, EVALUATION_DATA, each_wait
 from trainer.seed import isolated_rng
 from trainer.strategy import eval_mode, synchronize_buffers
@@ -170,20 +169,23 @@ def run_batches(
 ) -> Iterator[Any]:
     """Yield the outputs of the step method over one loader."""
     module, metrics = run.module, run.metrics
-    with_idx = takes_dataloader_idx(module, hooks.step)
+    step, several = getattr(module, hooks.step), len(run.dataloader_names) > 1
+    # As in Lightning: without the index of the only loader, unless the step has to have it.
+    index = (dataloader_idx,) if several else ()
+    step_index = (dataloader_idx,) if (takes(step, 3) if several else not takes(step, 2)) else ()
     for batch_idx, batch in enumerate(islice(_batches(run, loader), max_batches)):
         data = run.transfer(batch.data, dataloader_idx)
         metrics.start_batch(data, batch.samples)
-        arguments = (data, batch_idx, dataloader_idx) if with_idx else (data, batch_idx)
+        arguments = (data, batch_idx, *step_index)
         if batch.is_padding:
             with preserve_torchmetrics(metrics):
                 run.strategy.call_step(hooks.step, *arguments)
             continue
-        hooks.batch_start(data, batch_idx, dataloader_idx)
+        hooks.batch_start(data, batch_idx, *index)
         with run.phase(EVALUATION):
             outputs = run.strategy.call_step(hooks.step, *arguments)
         run.watchdog.heartbeats += 1
-        hooks.batch_end(outputs, data, batch_idx, dataloader_idx)
+        hooks.batch_end(outputs, data, batch_idx, *index)
         # Nothing of this batch may stay in memory during the next forward.
         del data, arguments, batch
         metrics.batch = None
@@ -219,10 +221,3 @@ def _batches(run: Run, loader: BatchLoader) -> Iterator[Batch]:
 def no_gradients(inference_mode: bool) -> AbstractContextManager[Any]:
     """Return `torch.inference_mode` or `torch.no_grad`."""
     return torch.inference_mode() if inference_mode else torch.no_grad()
-
-
-def takes_dataloader_idx(module: TrainModule, step: str) -> bool:
-    """Return True if the module's step method has a parameter for the loader's index."""
-    parameters = inspect.signature(getattr(module, step)).parameters
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in positional for p in parameters.values()) > 2

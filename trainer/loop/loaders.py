@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from trainer.callback import EVALUATION_ARGUMENTS, Callback, parameters_of, takes
 from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import is_plain
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, raise_problems
 from trainer.loop.run import Run
+from trainer.module import TrainModule
 from trainer.settings import Settings
 
 log = logging.getLogger("trainer")
@@ -61,6 +64,8 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
         val = given["val"] if given["val"] is not None else source.val_dataloader()
         refuse_data(val, "fit")
         run.val_loaders = _val_loaders_of_fit(run, train, val)
+        if run.val_loaders:
+            _check_intervals(run, run.train_loader)
     elif run.stage == "validate":
         loaders = given["val"] if given["val"] is not None else source.val_dataloader()
         run.val_loaders = _needed(run, loaders, settings.limit_val_batches, "val_dataloader")
@@ -70,16 +75,48 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
     else:
         loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
         run.predict_loaders = _needed(run, loaders, settings.limit_predict_batches, "predict_dataloader")
+    if max(map(len, (run.val_loaders, run.test_loaders, run.predict_loaders))) > 1:
+        _check_loader_index(run)
 
 
 def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader]:
-    settings = run.settings
+    settings, name = run.settings, type(run.module).__name__
     if not run.module.overrides("validation_step"):
-        if val is not None and not settings.overfit_batches:
-            log.warning("%s has no validation_step: the validation loader is not used", type(run.module).__name__)
+        if val is not None and not settings.overfit_batches and run.strategy.processes.is_global_zero:
+            log.warning("%s has no validation_step: the validation loader is not used", name)
         return {}
     limit = _limit(settings, settings.overfit_batches or settings.limit_val_batches)
-    return _evaluation_loaders(run, train if settings.overfit_batches else val, limit)
+    loaders = _evaluation_loaders(run, train if settings.overfit_batches else val, limit)
+    if not loaders and limit and run.strategy.processes.is_global_zero:
+        log.warning("%s has a validation_step, but there is no validation loader: nothing is validated", name)
+    return loaders
+
+
+def _check_loader_index(run: Run) -> None:
+    """Check that the hooks and the step of an evaluation can take the index of one of several loaders.
+
+    A step with just `batch` and `batch_idx` does without.
+
+    Raises:
+        ConfigError: one cannot, such as a step that takes other arguments by keyword only.
+    """
+    name = "validation" if run.stage in ("fit", "validate") else str(run.stage)
+    hooks = [f"on_{name}_batch_start", f"on_{name}_batch_end"]
+    of_callbacks: list[Any] = run.callbacks
+    methods = [(one, hook, parameters_of(getattr(Callback, hook))) for one in of_callbacks for hook in hooks]
+    methods += [(run.module, hook, parameters_of(getattr(TrainModule, hook))) for hook in hooks]
+    step = f"{name}_step"
+    if any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in signature(getattr(run.module, step)).parameters.values()):
+        methods.append((run.module, step, EVALUATION_ARGUMENTS))
+    raise_problems(
+        [
+            f"{type(owner).__name__}.{method} cannot take dataloader_idx by position, and there are several loaders: "
+            f"define {method}({', '.join(['self', *expected])})."
+            for owner, method, expected in methods
+            if getattr(owner, method) is not None and not takes(getattr(owner, method), len(expected))
+        ],
+        f"{run.stage}({type(run.module).__name__})",
+    )
 
 
 def _train_loader(run: Run, loader: Any) -> BatchLoader:
@@ -104,7 +141,6 @@ def _train_loader(run: Run, loader: Any) -> BatchLoader:
             "the training loader can be iterated only once, but max_epochs allows more than one epoch: pass something "
             "that can be iterated again (a list, a DataLoader), or set max_epochs=1."
         )
-    _check_intervals(run, batch_loader)
     return batch_loader
 
 

@@ -216,11 +216,25 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         )
     if run.config.max_epochs is not None and run.progress.epoch >= run.config.max_epochs:
         log.warning("nothing is left to train: max_epochs=%d are done; raise it to go on", run.config.max_epochs)
-    for key, callback in callbacks_by_state_key(run.callbacks).items():
+    _restore_callbacks(run, checkpoint)
+
+
+def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Restore the callbacks and the data module; a warning names those that only the checkpoint has."""
+    callbacks = callbacks_by_state_key(run.callbacks)
+    for key, callback in callbacks.items():
         if key in checkpoint["callbacks"]:
             callback.load_state_dict(checkpoint["callbacks"][key])
     if run.datamodule is not None and checkpoint["data"]:
         run.datamodule.load_state_dict(checkpoint["data"])
+    unused = [f"the callback {key}" for key in checkpoint["callbacks"] if key not in callbacks]
+    unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
+    if unused and run.strategy.processes.is_global_zero and not run.settings.fast_dev_run:
+        log.warning(
+            "the checkpoint has the state of %s, which this run does not have: that state is not used, and later "
+            "checkpoints lack it. To go on with it, give the same callbacks and data module.",
+            ", ".join(unused),
+        )
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,76 @@
+"""Steps and hooks of an evaluation get `dataloader_idx` where there are several loaders, and need not take it else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, ConfigError
+from trainer.callbacks import LambdaCallback
+
+
+def test_a_method_may_need_the_index_of_the_only_loader_or_have_no_place_for_it() -> None:
+    seen: list[Any] = []
+
+    class Module(Toy):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            seen.append(("step", dataloader_idx))
+
+        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+            seen.append(("start", dataloader_idx))
+
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, **more: Any) -> None:  # type: ignore[override]
+            seen.append(("end", more))
+
+    def without(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        seen.append("callback")
+
+    quiet(callbacks=LambdaCallback(on_validation_batch_end=without)).validate(Module(), loader(1))
+    assert seen == [("start", 0), ("step", 0), "callback", ("end", {})]
+
+
+def test_what_cannot_take_the_index_of_one_of_several_loaders_is_told_before_the_first_step() -> None:
+    class Module(Toy):
+        def on_train_start(self) -> None:
+            raise AssertionError("training has begun")
+
+        def validation_step(self, batch: Any, batch_idx: int, **more: Any) -> None: ...
+
+        def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None: ...  # type: ignore[override]
+
+    hook = LambdaCallback(on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: None)
+    with pytest.raises(ConfigError) as error:
+        quiet(max_epochs=1, callbacks=hook).fit(Module(), loader(1), [loader(1), loader(1)])
+    for told in (
+        "LambdaCallback.on_validation_batch_end cannot take dataloader_idx",
+        "Module.on_validation_batch_start cannot take dataloader_idx",
+        "Module.validation_step cannot take dataloader_idx by position",
+        "define validation_step(self, batch, batch_idx, dataloader_idx=0)",
+    ):
+        assert told in str(error.value)
+
+
+def test_a_hook_that_takes_neither_is_told_when_the_trainer_is_made() -> None:
+    class Hooks(Callback):
+        def on_test_batch_start(self, trainer: Any, module: Any, **more: Any) -> None: ...  # type: ignore[override]
+
+    with pytest.raises(ConfigError, match=r"Hooks\.on_test_batch_start takes"):
+        quiet(callbacks=Hooks())
+
+
+@pytest.mark.parametrize("stage", ["test", "predict"])
+def test_an_index_by_keyword_is_told_in_every_evaluation_of_several_loaders(stage: str) -> None:
+    class Module(Toy):
+        def test_step(self, batch: Any, batch_idx: int, *, dataloader_idx: int = 0) -> None: ...
+
+        def predict_step(self, batch: Any, batch_idx: int, *, dataloader_idx: int = 0) -> None: ...
+
+    with pytest.raises(ConfigError, match=f"{stage}_step cannot take dataloader_idx by position"):
+        getattr(quiet(), stage)(Module(), [loader(1), loader(1)])
+    getattr(quiet(), stage)(Module(), loader(1))
+
+
+def test_a_step_without_the_index_evaluates_several_loaders() -> None:
+    assert {"val_loss/0", "val_loss/1", "val_loss"} == set(quiet().validate(Toy(), [loader(1), loader(2)]))

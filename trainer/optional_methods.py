@@ -1,0 +1,69 @@
+"""OptionalMethods: the methods that the trainer calls, of which a module or data module defines those that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+METHODS = (
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "configure_optimizers",
+    "configure_model",
+    "configure_callbacks",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "num_items",
+    "prepare_data",
+    "transfer_batch_to_device",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+)
+"""The methods that the trainer calls, apart from the hooks."""
+
+
+STATE_AND_STAGES = ("setup", "teardown", "state_dict", "load_state_dict")
+
+
+class OptionalMethods:
+    """Base of `TrainModule` and `DataModule`, which have a default of each method.
+
+    A method that is set to None, in a class or on an object, is not defined, as in Lightning: the default is called.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls._base()):
+            if _is_called(name) and getattr(cls, name) is None:
+                setattr(cls, name, vars(cls._base())[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is None and _is_called(name) and name in vars(self._base()):
+            value = partial(vars(self._base())[name], self)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _base(cls) -> type:
+        """Return `TrainModule` or `DataModule`."""
+        return next(kind for kind in cls.__mro__ if OptionalMethods in kind.__bases__)
+
+    def overrides(self, name: str) -> bool:
+        """Return True if the subclass (or this object) defines the method `name`, and not as None."""
+        default, own = getattr(self._base(), name, None), vars(self).get(name)
+        if isinstance(own, partial) and own.func is default:
+            return False
+        mine = own if name in vars(self) else getattr(type(self), name, None)
+        return mine is not None and mine is not default
+
+    def overrides_any(self, names: Collection[str]) -> bool:
+        """Return True if the subclass (or this object) defines one of these methods."""
+        return any(self.overrides(name) for name in names)
+
+
+def _is_called(name: str) -> bool:
+    return name in METHODS or name in STATE_AND_STAGES or name.startswith("on_")
