@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.clock import Clock
 from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Logger
@@ -52,29 +52,37 @@ def test_rates_agree_with_each_other() -> None:
         assert at["mfu"] == pytest.approx(at["flops_per_s"] / 1e6)
 
 
-class Slow(Toy):
-    pauses = (0.01,)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("trainer.callbacks.throughput.time", clock)
+    return clock
+
+
+class Timed(Toy):
+    """A module whose batches take times of a clock."""
+
+    def __init__(self, clock: Clock, *seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(self.pauses[batch_idx % len(self.pauses)])
+        self.clock.advance(self.seconds[batch_idx % len(self.seconds)])
         return self._loss(batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        time.sleep(0.2)
+        self.clock.advance(5.0)
 
 
-def test_validation_does_not_count() -> None:
-    found = rates(Slow(), loader(1), val_check_interval=3)
-    assert 20 < found[12]["batches_per_s"] < 100
+def test_validation_does_not_count(clock: Clock) -> None:
+    found = rates(Timed(clock, 0.01), loader(1), val_check_interval=3)
+    assert found[12]["batches_per_s"] == pytest.approx(100)
 
 
-def test_the_window_forgets_older_steps() -> None:
-    class Faster(Slow):
-        pauses = (0.2,) * 2 + (0.002,) * 10
-
-    found = rates(Faster(), window_size=4)
-    assert found[2]["batches_per_s"] < 5
-    assert found[12]["batches_per_s"] > 50
+def test_the_window_forgets_older_steps(clock: Clock) -> None:
+    found = rates(Timed(clock, 0.2, 0.2, *[0.002] * 10), window_size=4)
+    assert found[2]["batches_per_s"] == pytest.approx(5)
+    assert found[12]["batches_per_s"] == pytest.approx(500)
 
 
 def test_items_and_flops_by_function() -> None:

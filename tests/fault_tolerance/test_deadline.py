@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from datetime import datetime, timedelta, timezone
 
@@ -39,10 +40,11 @@ def test_asks_to_stop_so_much_before() -> None:
 
 def test_stops_no_more_when_it_is_stopped() -> None:
     coordinator = StopCoordinator(None)
-    deadline = Deadline(datetime.now().astimezone() + timedelta(seconds=0.5), margin=0.0)
+    deadline = Deadline(datetime.now().astimezone() + timedelta(hours=1), margin=0.0)
     deadline.start(coordinator)
+    assert any(thread.name == "deadline" for thread in threading.enumerate())
     deadline.stop()
-    time.sleep(0.6)
+    assert not any(thread.name == "deadline" for thread in threading.enumerate())
     assert not coordinator.requested
 
 
