@@ -8,6 +8,6 @@ from trainer.strategy import Strategy
 
 
 class SingleDeviceStrategy(Strategy):
-    """Everything on one device: every verb's default."""
+    """Everything on one device: every method's default."""
 
     name: ClassVar[str] = "single_device"

@@ -28,6 +28,7 @@ from tests.helpers.processes import run_python
 from trainer import Trainer, TrainModule
 from trainer.callback import HOOKS, Callback, CallbackList, parameters_of
 from trainer.callbacks import CALLBACKS
+from trainer.settings import ARGUMENTS
 from trainer.strategies import STRATEGIES
 from trainer.strategy import Strategy
 
@@ -579,6 +580,10 @@ def _insert_import(package: Path, line: str) -> None:
 
 BUDGETS = {"hooks": 39, "methods of Strategy": 24, "class attributes of Strategy": 10, "arguments of Trainer": 48}
 
+OWN_ARGUMENTS = {"activation_checkpointing", "compile", "deadline", "deadline_margin"}
+OWN_ARGUMENTS |= {"max_restarts", "seed", "seed_per_sample", "watchdog_seconds"}
+"""Arguments that Lightning has not. What is new is a callback, or a value of an argument that exists."""
+
 
 def test_the_surface_is_within_its_budget() -> None:
     public = {name: value for name, value in vars(Strategy).items() if not name.startswith("_")}
@@ -591,3 +596,9 @@ def test_the_surface_is_within_its_budget() -> None:
         "arguments of Trainer": len(signature(Trainer.__init__).parameters) - 1,
     }
     assert {name: count for name, count in surface.items() if count > BUDGETS[name]} == {}
+
+
+def test_further_arguments_of_the_trainer_are_lightnings() -> None:
+    lightning = pytest.importorskip("pytorch_lightning")
+    theirs = signature(lightning.Trainer.__init__).parameters
+    assert set(ARGUMENTS) - set(theirs) == OWN_ARGUMENTS

@@ -310,7 +310,7 @@ class Empty(TrainModule):
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if not name.startswith("xla")])
-def test_every_strategy_can_be_rehearsed(name: str) -> None:
+def test_every_strategy_has_a_dry_run(name: str) -> None:
     strategy = STRATEGIES[name]()
     strategy.processes = SingleProcess(world_size=4)
     with fake_process_group(4, 2):

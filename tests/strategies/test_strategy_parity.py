@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(1200)  # the first test starts all processes
 SEED = 3
 SAMPLES = 81
 """Eleven micro-batches an epoch, of which the last has one sample: with windows of three, the last has two, and some
-processes get a filler."""
+processes get a padding batch."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def fit(strategy: str, until: int, start: str | None = None, save: str | None = 
         sharded = {name: trainer.strategy.mesh.is_sharded(p) for name, p in module.named_parameters()}
         for parameter, state in trainer.optimizers[0].state.items():
             assert trainer.strategy.mesh.is_sharded(state["exp_avg"]) == trainer.strategy.mesh.is_sharded(parameter)
-    return {"losses": watch.losses, "weights": trainer.full_state_dict(everywhere=True), "divided": sharded}
+    return {"losses": watch.losses, "weights": trainer.full_state_dict(everywhere=True), "sharded": sharded}
 
 
 def run(strategy: str, *args: Any) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def test_resuming_gives_the_same_bits(strategy: str, uninterrupted: Any, folder:
     resumed = run(strategy, STEPS, str(folder / strategy))
     assert_same_bits(resumed["weights"], uninterrupted[strategy]["weights"])
     assert resumed["losses"] == uninterrupted[strategy]["losses"][SAVED_AT:]
-    assert resumed["divided"] == uninterrupted[strategy]["divided"]
-    assert any(resumed["divided"].values()) == (strategy == "xla_fsdp")
+    assert resumed["sharded"] == uninterrupted[strategy]["sharded"]
+    assert any(resumed["sharded"].values()) == (strategy == "xla_fsdp")
 
 
 @pytest.mark.parametrize("strategy", ON_XLA)

@@ -81,14 +81,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _start(command: list[str], number: int, restarts: int, machines: Machines | None) -> NoReturn:
-    import trainer.launchers.parent_death as with_parent
+    from trainer.launchers import parent_death
 
     with _quiet_torch():
         import torch.distributed  # noqa: F401
     from trainer.launchers.launcher import launch_command
     from trainer.launchers.multinode import launch_on_machine
 
-    dying_with_us = ["-I", "-S", str(Path(with_parent.__file__).resolve()), *command]
+    dying_with_us = ["-I", "-S", str(Path(str(parent_death.__file__)).resolve()), *command]
     if machines is None:
         launch_command(dying_with_us, number, restarts)
     launch_on_machine(dying_with_us, number, restarts, machines)
