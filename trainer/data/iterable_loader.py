@@ -67,14 +67,14 @@ class IterableLoader(BatchLoader):
         restored, self._restored = self._restored, None
         with isolated_rng():
             seed_cpu_generators(mix_seed(self._seed, epoch))
-            batches = self._begin(epoch, restored)
+            batches = self._start_epoch(epoch, restored)
             skipped = islice(batches, start if restored is None else 0)
             for _ in skipped:
                 pass
             head = [next(batches, _END)] if start == 0 else []
             if restored is not None and head and head[0] is _END:
                 # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
-                batches = iter(self._loader)
+                batches = self._begin()
                 head = [next(batches, _END)]
         if head and head[0] is _END:
             self._refuse_nothing()
@@ -98,13 +98,13 @@ class IterableLoader(BatchLoader):
             )
             self.length = given
 
-    def _begin(self, epoch: int, restored: Any) -> Iterator[Any]:
+    def _start_epoch(self, epoch: int, restored: Any) -> Iterator[Any]:
         for one in _parts(self._loader):
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
         if restored is not None:
             self._loader.load_state_dict(restored)
-        return iter(self._loader)
+        return self._begin()
 
     def _refuse_nothing(self) -> None:
         if self.one_shot and self._used:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -49,6 +50,10 @@ class BatchLoader(ABC):
     """Samples of a full micro-batch on one process; None if unknown."""
     note: str | None = None
     """One line that the user should read at the start of the run, or None."""
+    _loader: Any
+    """The loader that is iterated."""
+    _iterator: weakref.ref[Any] | None = None
+    """Its newest iterator, if that may have workers."""
 
     def __init__(
         self,
@@ -101,6 +106,31 @@ class BatchLoader(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the next `iterate` continues there."""
+
+    def close(self) -> None:
+        """End the worker processes; the next `iterate` starts new ones."""
+        _end_workers(None if self._iterator is None else self._iterator())
+        for one in (self._loader, *getattr(self._loader, "__dict__", {}).values()):
+            if isinstance(one, DataLoader):
+                _end_workers(iterator := vars(one).get("_iterator"))
+                one._iterator = None if one.persistent_workers else iterator
+
+    def _begin(self) -> Iterator[Any]:
+        """Return an iterator of the loader, whose worker processes `close` ends."""
+        iterator = iter(self._loader)
+        if hasattr(iterator, "_shutdown_workers"):
+            # A weak one: the workers of an iterator that is dropped before its end go with it.
+            self._iterator = weakref.ref(iterator)
+        return iterator
+
+
+def _end_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator, if it has any.
+
+    Left to the iterator's `__del__`, worker processes forked later would run that too, and complain.
+    """
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 def _batches(limit: int | float | None, length: int | None, label: str) -> int | None:

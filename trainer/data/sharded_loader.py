@@ -114,7 +114,7 @@ class ShardedDataLoader(BatchLoader):
 
     def _batches(self) -> Iterator[Batch]:
         if self._loader.num_workers > 0 or self._loader.pin_memory:
-            return iter(self._loader)
+            return self._begin()
         # What a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
         dataset: Any = self._loader.dataset
         return map(dataset.__getitems__ if self.sampler.automatic_batching else dataset.__getitem__, self.sampler)

@@ -79,6 +79,15 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
         _check_loader_index(run)
 
 
+def close_loaders(run: Run) -> None:
+    """End the worker processes of all loaders."""
+    for evaluation in (run.val_loaders, run.test_loaders, run.predict_loaders):
+        for loader in evaluation.values():
+            loader.close()
+    if run.train_loader is not None:
+        run.train_loader.close()
+
+
 def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader]:
     settings, name = run.settings, type(run.module).__name__
     if not run.module.overrides("validation_step"):

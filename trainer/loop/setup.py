@@ -24,7 +24,7 @@ from trainer.launchers.restarts import RestartRecord, max_restarts
 from trainer.loop.agreement import check_loaders, check_module, check_optimizers, check_settings
 from trainer.loop.checks import check_call
 from trainer.loop.describe import performance_hints, start_line
-from trainer.loop.loaders import make_loaders
+from trainer.loop.loaders import close_loaders, make_loaders
 from trainer.loop.manual import ManualOptimizer
 from trainer.loop.resolved_config import ResolvedConfig, step_config, with_module_callbacks
 from trainer.loop.run import Run, Session
@@ -86,6 +86,7 @@ def start_run(
             restore_seed(run, checkpoint)
             prepare_data(run)
             build_module(run, checkpoint, cleanup)
+            cleanup.callback(close_loaders, run)
             make_loaders(run, data)
             check_loaders(run)
             if stage == "fit":

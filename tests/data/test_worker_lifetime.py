@@ -1,0 +1,133 @@
+"""Worker processes end with the stage that started them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.helpers.toy import Toy, quiet
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, in torchdata
+
+
+class Numbers(Dataset[Any]):
+    """Twelve samples. Loading the first collects garbage, which a worker inherits from the process that forked it."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0:
+            gc.collect()
+        return torch.full((4,), float(index)), torch.zeros(1)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(Numbers().__getitem__, range(12))
+
+
+class OwnLoader(DataLoader[Any]):
+    """A subclass, which is used as it is."""
+
+
+class Both:
+    """Two loaders together, as an iterable of the user's own."""
+
+    def __init__(self, **options: Any) -> None:
+        self.one, self.other = DataLoader(Numbers(), **options), DataLoader(Numbers(), **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(lambda pair: pair[0], zip(self.one, self.other, strict=True))
+
+
+def stateful(**options: Any) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    return module.StatefulDataLoader(Numbers(), **options)
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "plain": lambda **options: DataLoader(Numbers(), **options),
+    "stream": lambda **options: DataLoader(Stream(), **options),
+    "subclass": lambda **options: OwnLoader(Numbers(), **options),
+    "stateful": stateful,
+    "two together": Both,
+}
+
+
+@pytest.fixture(params=LOADERS)
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    return lambda: LOADERS[request.param](batch_size=3, num_workers=1, persistent_workers=True)
+
+
+def workers() -> int:
+    return len(multiprocessing.active_children())
+
+
+class FailsLate(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise ArithmeticError
+        return super().training_step(batch, batch_idx)
+
+
+def test_persistent_workers_end_with_each_stage(make: Callable[[], Any], capfd: pytest.CaptureFixture[str]) -> None:
+    module, train, val = Toy(), make(), make()
+    for _ in range(2):
+        quiet(max_epochs=2, limit_val_batches=2).fit(module, train, val)
+        assert workers() == 0
+    trainer = quiet()
+    assert "val_loss" in trainer.validate(module, val)
+    assert workers() == 0
+    trainer.test(module, val)
+    assert workers() == 0
+    trainer.predict(module, val)
+    assert workers() == 0
+    assert "can only test a child process" not in capfd.readouterr().err
+
+
+def test_they_persist_from_epoch_to_epoch() -> None:
+    seen = []
+
+    class Watched(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append({child.pid for child in multiprocessing.active_children()})
+            return super().training_step(batch, batch_idx)
+
+    loader = LOADERS["plain"](batch_size=3, num_workers=1, persistent_workers=True)
+    quiet(max_epochs=2).fit(Watched(), loader)
+    assert len(seen) == 8
+    assert len(set.union(*seen)) == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "stream", "subclass", "stateful"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_with_an_error_that_is_kept(
+    kind: str, persistent: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"batch_size": 3, "num_workers": 1, "persistent_workers": persistent}
+    with pytest.raises(ArithmeticError) as kept:
+        quiet(max_epochs=1).fit(FailsLate(), LOADERS[kind](**options), LOADERS[kind](**options))
+    assert workers() == 0
+    del kept
+    quiet(max_epochs=1).fit(Toy(), LOADERS[kind](**options), LOADERS[kind](**options))
+    assert workers() == 0
+    assert "can only test a child process" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_with_a_stop(persistent: bool) -> None:
+    class Stops(Toy):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.trainer.stop("enough")
+            return super().training_step(batch, batch_idx)
+
+    options = {"batch_size": 3, "num_workers": 1, "persistent_workers": persistent}
+    quiet(max_epochs=1).fit(Stops(), LOADERS["plain"](**options), LOADERS["plain"](**options))
+    assert workers() == 0
