@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
 from trainer.metrics.metric_log import LogOptions, reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
-from trainer.model.weights import load_weights
+from trainer.model.weights import MapLocation, load_weights, read_map_location
 from trainer.optional_methods import OptionalMethods
 from trainer.seed import isolated_rng
 
@@ -43,6 +43,8 @@ class TrainModule(OptionalMethods, nn.Module):
 
     automatic_optimization: bool = True
     """With False, `training_step` itself calls `manual_backward` and steps the optimizers of `optimizers()`."""
+    strict_loading: bool = True
+    """With False, weights that a checkpoint lacks stay as they are, and weights that the module lacks are left out."""
     _wrapper: nn.Module | None = None
     """The wrapper of a strategy that shards the parameters; kept after the run."""
 
@@ -257,7 +259,10 @@ class TrainModule(OptionalMethods, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients before an optimizer step, by default with the trainer's settings."""
+        """Clip the gradients before an optimizer step, by default with the trainer's settings.
+
+        An override may clip otherwise, whatever the trainer's settings say.
+        """
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
@@ -268,7 +273,7 @@ class TrainModule(OptionalMethods, nn.Module):
     ) -> torch.Tensor | None:
         """Clip the gradients of an optimizer, by the global norm under every strategy; return that norm.
 
-        What is None is as the trainer's setting says.
+        What is None is as the trainer's setting says; other values than the trainer's hold for this call.
         """
         settings = self.trainer.settings
         value = settings.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
@@ -307,29 +312,37 @@ class TrainModule(OptionalMethods, nn.Module):
     def load_from_checkpoint(
         cls,
         path: str | Path,
-        map_location: str | torch.device | None = None,
-        strict: bool = True,
+        map_location: MapLocation = None,
+        strict: bool | None = None,
         **hyperparameters: Any,
     ) -> Self:
         """Build the module from a checkpoint's hyperparameters and load its weights.
 
         Args:
             path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../checkpoints/best`.
-            map_location: device of the module; default: the CPU.
-            strict: refuse missing and unexpected weights.
+            map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
+                tell the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
+            strict: refuse missing and unexpected weights; default: `strict_loading` of the module.
             hyperparameters: override the stored hyperparameters, or pass those that were ignored when saving.
 
         Raises:
+            ConfigError: `map_location` names no device of this machine; or `strict` contradicts `strict_loading`.
             CheckpointError: there is no valid checkpoint at `path`, or its weights do not fit.
         """
+        device = read_map_location(map_location)
         checkpoint = read_checkpoint(locate(path))
         stored = checkpoint.get("hyperparameters", {}).get("module", {})
         check_arguments(cls, stored, hyperparameters)
         with isolated_rng():
             module = cls(**{**stored, **hyperparameters})
             module.configure_model()
-        load_weights(module, checkpoint["model"], strict)
-        return module.to(map_location) if map_location is not None else module
+        if strict is not None and module.overrides("strict_loading") and strict != module.strict_loading:
+            raise ConfigError(
+                f"load_from_checkpoint(strict={strict}) contradicts {cls.__name__}.strict_loading="
+                f"{module.strict_loading}: leave strict out, or set both to the same value."
+            )
+        load_weights(module, checkpoint["model"], module.strict_loading if strict is None else strict)
+        return module.to(device) if device is not None else module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add data of your own to `checkpoint` before it is written."""

@@ -165,7 +165,7 @@ def restore_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
 def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """Load the checkpoint's weights, if there is a checkpoint. Called after `setup_module`."""
     if checkpoint is not None:
-        run.strategy.load_module_state(checkpoint["model"])
+        run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading)
         log.info("restored %s", run.resumed_from)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,38 @@ import torch
 from torch import nn
 
 from trainer.errors import CheckpointError, ConfigError
+
+Place = str | torch.device
+MapLocation = Place | Mapping[Any, Place] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
+"""The forms of `map_location` of `torch.load`."""
+
+
+def read_map_location(map_location: MapLocation) -> torch.device | None:
+    """Return the device for weights read from a checkpoint, which are on the CPU; None for no map_location.
+
+    Raises:
+        ConfigError: `map_location` has another form, or the device is not on this machine.
+    """
+    place: Any = map_location
+    try:
+        if isinstance(map_location, Mapping):
+            devices = {str(torch.device(key)): torch.device(value) for key, value in map_location.items()}
+            place = devices.get("cpu", "cpu")
+        elif callable(map_location):
+            storage = torch.UntypedStorage(0)
+            moved = map_location(storage, "cpu")
+            place = (storage if moved is None else moved).device
+        if place is None:
+            return None
+        if not isinstance(place, (str, torch.device)):
+            raise TypeError(f"it is a {type(place).__name__}")
+        return torch.empty(0, device=place).device
+    except Exception as error:
+        raise ConfigError(
+            f"map_location={map_location!r} gives no device of this machine ({type(error).__name__}: {error}). Give a "
+            "device such as 'cpu' or 'cuda:0', a dict such as {'cpu': 'cuda:0'}, or a function (storage, location) -> "
+            "storage, as for torch.load."
+        ) from error
 
 
 def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
