@@ -162,9 +162,9 @@ class DDPStrategy(DistributedStrategy):
         if self.wrapped is None and world_size > 1 and not self._more_follow:
             average_gradients([p for p in self.module.parameters() if p.requires_grad], world_size)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         self._first_window = False
-        super().step(optimizer, closure)
+        super().step(optimizer, closure, **options)
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
         """Wrap again: DistributedDataParallel synchronizes what required a gradient when it was made."""

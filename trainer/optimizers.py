@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.errors import ConfigError, did_you_mean
+
+log = logging.getLogger("trainer")
 
 
 @dataclass
@@ -36,32 +39,24 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
-        kind = type(self.scheduler).__name__
-        if isinstance(self.scheduler, type) or not hasattr(self.scheduler, "step"):
-            raise ConfigError(
-                f"configure_optimizers gave {_describe(self.scheduler)} as lr_scheduler. "
-                "Give a scheduler, for example torch.optim.lr_scheduler.StepLR(optimizer, 10)."
-            )
-        if self.interval not in ("epoch", "step"):
-            raise ConfigError(f"interval={self.interval!r} for {kind}: allowed are 'epoch' and 'step'.")
-        if type(self.frequency) is not int or self.frequency < 1:
-            raise ConfigError(f"frequency={self.frequency!r} for {kind}: give a whole number from 1.")
-        if self.reduce_on_plateau and self.monitor is None:
-            raise ConfigError(
-                f"{kind} needs the name of a logged value: return "
-                '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}.'
-            )
 
     def is_due(self, interval: str, count: int) -> bool:
         """Whether the scheduler steps after `count` epochs or steps."""
         return self.interval == interval and count % self.frequency == 0
 
 
-def parse_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def parse_optimizers(
+    configured: Any, module_name: str, automatic: bool = True, calls_step: bool = True
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Return the optimizers and schedulers from any form that `configure_optimizers` may return.
 
+    Args:
+        automatic: the trainer steps the schedulers; False: the module does.
+        calls_step: they are stepped by their method `step`; False: by an override of `lr_scheduler_step`.
+
     Raises:
-        ConfigError: the value has another form or an unknown key, or an optimizer has no trainable parameters.
+        ConfigError: the value has another form or an unknown key, an optimizer has no trainable parameters, or a
+            scheduler cannot be stepped or stored.
     """
     optimizers, schedulers = _read(configured, module_name)
     for optimizer in optimizers:
@@ -78,6 +73,7 @@ def parse_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer]
     if not optimizers:
         raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")
     for config in schedulers:
+        _check_scheduler(config, automatic, calls_step)
         # Schedulers of other libraries may have no attribute `optimizer`.
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(owner, Optimizer) and not any(owner is optimizer for optimizer in optimizers):
@@ -86,6 +82,27 @@ def parse_optimizers(configured: Any, module_name: str) -> tuple[list[Optimizer]
                 f"{type(owner).__name__} than the one returned. Make one optimizer, and give the same object to both."
             )
     return optimizers, schedulers
+
+
+def _check_scheduler(config: SchedulerConfig, automatic: bool, calls_step: bool) -> None:
+    scheduler, kind = config.scheduler, type(config.scheduler).__name__
+    if instead := _instead_of_scheduler(scheduler, automatic and calls_step):
+        raise ConfigError(f"configure_optimizers gave {_describe(scheduler)} as lr_scheduler. {instead}")
+    if config.interval not in ("epoch", "step"):
+        raise ConfigError(f"interval={config.interval!r} for {kind}: allowed are 'epoch' and 'step'.")
+    if type(config.frequency) is not int or config.frequency < 1:
+        raise ConfigError(f"frequency={config.frequency!r} for {kind}: give a whole number from 1.")
+    if automatic and config.reduce_on_plateau and config.monitor is None:
+        raise ConfigError(
+            f"{kind} needs the name of a logged value: return "
+            '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}.'
+        )
+    if not automatic and (config.monitor is not None or config.frequency != 1):
+        log.warning(
+            "monitor and frequency of %s have no effect with automatic_optimization = False: call its step in "
+            "training_step or a hook, self.lr_schedulers().step(...)",
+            kind,
+        )
 
 
 def check_parameters(optimizers: list[Optimizer], module: nn.Module, shared: bool) -> None:
@@ -184,6 +201,17 @@ def _describe(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _instead_of_scheduler(value: Any, calls_step: bool) -> str | None:
+    """Return what to give in place of something that cannot be a scheduler."""
+    if isinstance(value, type | Optimizer | None):
+        return "Give a scheduler, for example torch.optim.lr_scheduler.StepLR(optimizer, 10)."
+    if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+        return "Give it state_dict() and load_state_dict(state), by which checkpoints store it."
+    if calls_step and not hasattr(value, "step"):
+        return "Give it a method step(), or step it in lr_scheduler_step(self, scheduler, metric) of the module."
+    return None
 
 
 def _instead(value: Any) -> str:

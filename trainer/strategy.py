@@ -263,19 +263,23 @@ class Strategy:
         nn.utils.clip_grad_value_(parameters, value)
         return None
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Update the weights. With loss scaling a step with gradients that are not finite is skipped."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        """Update the weights. With loss scaling a step with gradients that are not finite is skipped.
+
+        Args:
+            options: further arguments of the optimizer's `step`, with manual optimization.
+        """
         if closure is not None:
-            optimizer.step(closure)
+            optimizer.step(closure, **options)
         elif self.scaler is not None and has_gradients(optimizer):
-            self.scaler.step(optimizer)
+            self.scaler.step(optimizer, **options)
             # With manual optimization it may step again before the scale changes, which torch refuses otherwise.
             states = self.scaler._per_optimizer_states
             state = states.pop(id(optimizer))
             states[id(state)] = state  # `update` looks at the values only
             self._unscaled.discard(id(optimizer))
         else:
-            optimizer.step()
+            optimizer.step(**options)
 
     def end_step(self) -> None:
         """Update the loss scale, if an optimizer used it; called after all optimizers of a step."""

@@ -333,7 +333,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             )
         return None
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         if closure is not None:
             raise ConfigError(f"strategy {self.name!r} cannot evaluate the loss several times a step.")
         self.engine.step()

@@ -238,8 +238,8 @@ class XlaStrategy(Strategy):
         self._run(step)
         return outputs
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        super().step(optimizer, closure)
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        super().step(optimizer, closure, **options)
         if closure is not None:
             self._run("training_step")
 
@@ -339,8 +339,8 @@ class XlaFsdpStrategy(XlaStrategy):
             if isinstance(output, torch.Tensor):
                 self.mesh.shard_rows(output)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        super().step(optimizer, closure)
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        super().step(optimizer, closure, **options)
         # The first step has made the state.
         if id(optimizer) not in self._state_sharded:
             self._place_state(optimizer)

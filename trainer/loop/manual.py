@@ -69,8 +69,8 @@ class ManualOptimizer:
         self.optimizer = optimizer
         self._run = run
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update this optimizer's parameters."""
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        """Update this optimizer's parameters. `options`: further arguments of the torch optimizer's `step`."""
         run = self._run
         if run.manual_backwards == 0 and closure is None:
             self._check_first_step()
@@ -84,7 +84,7 @@ class ManualOptimizer:
             run.strategy.unscale(self.optimizer)
             run.hooks.on_before_optimizer_step(self.optimizer)
         with run.phase(OPTIMIZER):
-            run.strategy.step(self.optimizer, closure and partial(self._evaluate, closure))
+            run.strategy.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
         # Autocast would give later forwards of this training_step the weights from before.
         torch.clear_autocast_cache()
 

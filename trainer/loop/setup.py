@@ -208,8 +208,11 @@ def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack
 def build_optimizers(run: Run) -> None:
     """Get optimizers and schedulers from the module, and pass them to the strategy."""
     module, strategy, settings = run.module, run.strategy, run.settings
-    optimizers, run.scheduler_configs = parse_optimizers(module.configure_optimizers(), type(module).__name__)
-    check_parameters(optimizers, module, shared=not module.automatic_optimization)
+    automatic, calls_step = module.automatic_optimization, not module.overrides("lr_scheduler_step")
+    optimizers, run.scheduler_configs = parse_optimizers(
+        module.configure_optimizers(), type(module).__name__, automatic, calls_step
+    )
+    check_parameters(optimizers, module, shared=not automatic)
     check_optimizers(run, optimizers)
     if settings.max_epochs is None and run.config.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)

@@ -96,7 +96,8 @@ def _configure(module: TrainModule, precision: Precision) -> None:
 
 def _optimizers(module: TrainModule, notes: list[str]) -> list[Optimizer]:
     try:
-        return parse_optimizers(module.configure_optimizers(), type(module).__name__)[0]
+        automatic, calls_step = module.automatic_optimization, not module.overrides("lr_scheduler_step")
+        return parse_optimizers(module.configure_optimizers(), type(module).__name__, automatic, calls_step)[0]
     # The user's method may raise anything outside of a run.
     except Exception as error:
         notes.append(
