@@ -53,8 +53,9 @@ class ModelCheckpoint(Checkpoint):
             (acc, f1, ...) needs "max".
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
         save_last: keep the newest one, whatever its value.
-        every_n_train_steps: write after every so many steps.
-        every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch. Default: 1.
+        every_n_train_steps: write after every so many steps; 0: not by steps.
+        every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch; 0: not by
+            epochs. Default: 1 if nothing else is set, not even to 0.
         train_time_interval: write after so much time, given as `max_time` is; checked every `log_every_n_steps` steps
             on several processes.
         async_save: training waits only until the state is copied in memory (which takes as much memory as the state);
@@ -112,9 +113,9 @@ class ModelCheckpoint(Checkpoint):
         self._unclear_mode = mode is None
         self.save_top_k = save_top_k
         self.save_last = save_last
-        self.every_n_train_steps = every_n_train_steps
-        by_epoch = every_n_train_steps is None and train_time_interval is None
-        self.every_n_epochs = every_n_epochs or (1 if by_epoch else None)
+        self.every_n_train_steps = every_n_train_steps or None
+        nothing_is_set = every_n_train_steps is None and every_n_epochs is None and train_time_interval is None
+        self.every_n_epochs = 1 if nothing_is_set else every_n_epochs or None
         self.seconds = None if train_time_interval is None else read_duration(train_time_interval)
         self.async_save = async_save
         self.on_write_error = on_write_error
@@ -247,7 +248,7 @@ class ModelCheckpoint(Checkpoint):
     def _is_up_now(self, trainer: Trainer) -> bool:
         """Whether the time has run out by rank 0's clock; every `log_every_n_steps` steps, as it is a collective."""
         assert self.seconds is not None
-        if trainer.world_size > 1 and trainer.global_step % trainer.settings.log_every_n_steps:
+        if trainer.world_size > 1 and trainer.global_step % (trainer.settings.log_every_n_steps or 50):
             return False
         up = trainer.strategy.processes.broadcast_object(time.monotonic() - self._last_time >= self.seconds)
         if up:
@@ -439,13 +440,13 @@ def _check_arguments(
     monitor: str | None, mode: str | None, save_top_k: int, steps: int | None, epochs: int | None, interval: Any
 ) -> None:
     problems = []
-    if sum(trigger is not None for trigger in (steps, epochs, interval)) > 1:
+    if sum(trigger not in (None, 0) for trigger in (steps, epochs, interval)) > 1:
         problems.append(
             "give one of every_n_train_steps, every_n_epochs, train_time_interval; for several give several callbacks."
         )
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if value is not None and (type(value) is not int or value < 1):
-            problems.append(f"{name}={value!r}: give a whole number from 1.")
+        if value is not None and (type(value) is not int or value < 0):
+            problems.append(f"{name}={value!r}: give a whole number from 1, or 0 to turn it off.")
     if type(save_top_k) is not int or save_top_k < -1:
         problems.append(f"save_top_k={save_top_k!r}: give a number, 0 for none, or -1 for all.")
     if mode not in (None, "min", "max"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Callback
-from trainer.errors import unknown_name_error
+from trainer.errors import ConfigError, unknown_name_error
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -16,21 +17,27 @@ if TYPE_CHECKING:
     from trainer.optimizers import SchedulerConfig
     from trainer.trainer import Trainer
 
+log = logging.getLogger("trainer")
+
 
 class LearningRateMonitor(Callback):
     """Log the learning rates with which a step or an epoch is made.
 
     A rate is named after its scheduler's `name`, else `lr-<optimizer class>`; several optimizers of one class are
-    numbered (`lr-Adam`, `lr-Adam-1`), and so are several parameter groups (`lr-Adam/pg1`; or the group's own `"name"`).
+    numbered, those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"`
+    (`lr-Adam/body`), or its number if there are several (`lr-Adam/pg1`).
+
+    Without a logger, which is told, the rates are in `trainer.callback_metrics` only.
 
     Args:
         logging_interval: "step": every `log_every_n_steps`; "epoch": every epoch, the rate at its start; None: as often
             as its scheduler steps.
-        log_momentum: log the momentum (beta 1 of Adam) too, as `<name>-momentum`.
+        log_momentum: log the momentum (beta 1 of Adam; 0 without one) too, as `<name>-momentum`.
         log_weight_decay: log the weight decay too, as `<name>-weight_decay`.
 
     Raises:
-        ConfigError: `logging_interval` is something else.
+        ConfigError: `logging_interval` is something else; or, at the start of training, two parameter groups of an
+            optimizer have one name.
     """
 
     def __init__(
@@ -44,11 +51,22 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
 
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
+            log.warning("LearningRateMonitor has no logger: the rates are in trainer.callback_metrics only")
+        for name, optimizer, _ in named_optimizers(trainer.optimizers, trainer.scheduler_configs):
+            twice = [one for one, times in Counter(group_names(optimizer)).items() if times > 1]
+            if twice:
+                raise ConfigError(
+                    f"LearningRateMonitor: several parameter groups of {name.removeprefix('lr-')} have the name "
+                    f"{twice[0]!r}: give each group its own."
+                )
+
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         # Before the step, because after it a scheduler has already set the rate of the next one.
         if batch_idx == 0:
             self._log(trainer, "epoch")
-        if (trainer.global_step + 1) % trainer.settings.log_every_n_steps == 0:
+        if trainer.settings.logs_at(trainer.global_step + 1):
             self._log(trainer, "step")
 
     def _log(self, trainer: Trainer, interval: str) -> None:
@@ -63,14 +81,19 @@ class LearningRateMonitor(Callback):
                 trainer.log(key, value, weight=1, **options)
 
     def _values(self, name: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-        groups = optimizer.param_groups
-        for number, group in enumerate(groups, start=1):
-            suffix = f"/{group.get('name', f'pg{number}')}" if len(groups) > 1 else ""
-            yield f"{name}{suffix}", group["lr"]
-            if self.log_momentum and ("momentum" in group or "betas" in group):
-                yield f"{name}-momentum{suffix}", group["momentum"] if "momentum" in group else group["betas"][0]
+        for group, suffix in zip(optimizer.param_groups, group_names(optimizer), strict=True):
+            full_name = f"{name}/{suffix}" if suffix else name
+            yield full_name, group["lr"]
+            if self.log_momentum:
+                yield f"{full_name}-momentum", group["betas"][0] if "betas" in group else group.get("momentum", 0)
             if self.log_weight_decay and "weight_decay" in group:
-                yield f"{name}-weight_decay{suffix}", group["weight_decay"]
+                yield f"{full_name}-weight_decay", group["weight_decay"]
+
+
+def group_names(optimizer: Optimizer) -> list[str]:
+    """Return the names of the parameter groups; empty for a single one without a name."""
+    groups = optimizer.param_groups
+    return [group.get("name") or (f"pg{n}" if len(groups) > 1 else "") for n, group in enumerate(groups, start=1)]
 
 
 def named_optimizers(
@@ -79,7 +102,9 @@ def named_optimizers(
     """Return (name, optimizer, interval at which its rate changes); "step" for an optimizer without a scheduler."""
     found = []
     used: Counter[str] = Counter()
-    for optimizer in optimizers:
+    scheduled = [getattr(config.scheduler, "optimizer", None) for config in scheduler_configs]
+    places = {id(optimizer): place for place, optimizer in reversed([*enumerate(scheduled)])}
+    for optimizer in sorted(optimizers, key=lambda one: places.get(id(one), len(scheduled))):
         mine = [c for c in scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
         given = next((config.name for config in mine if config.name), None)
         base = given or f"lr-{type(optimizer).__name__}"

@@ -21,7 +21,7 @@ class ModelSummary(Callback):
     """Print a table of the layers at the start of `fit`, on rank 0.
 
     Args:
-        max_depth: how many levels of submodules to show; 0: only the totals; -1: all.
+        max_depth: how many levels of submodules to show; 0: print nothing; -1: all.
     """
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -32,7 +32,7 @@ class ModelSummary(Callback):
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.max_depth:
             trainer.print(summarize(module, self.max_depth))
 
 

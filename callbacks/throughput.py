@@ -106,7 +106,7 @@ class ThroughputMonitor(Callback):
         if trainer.global_step > self._step:
             # The last micro-batch of a step: what is logged now belongs to that step.
             self._mark(trainer)
-            if trainer.global_step % trainer.settings.log_every_n_steps == 0:
+            if trainer.settings.logs_at(trainer.global_step):
                 self._log(trainer)
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:

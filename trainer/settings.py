@@ -65,7 +65,8 @@ class Settings:
     min_steps: int | None = argument(None, "Ignore early stopping before this many steps.")
 
     limit_train_batches: int | float = argument(
-        1.0, "Batches per training epoch and process: a number (int), or a fraction of the loader (float)."
+        1.0,
+        "Batches per training epoch and process: a number (int), or a fraction of the loader (float); 0: no training.",
     )
     limit_val_batches: int | float = argument(1.0, "The same for each validation loader; 0 turns validation off.")
     limit_test_batches: int | float = argument(1.0, "The same for each test loader.")
@@ -93,7 +94,8 @@ class Settings:
     )
 
     log_every_n_steps: int = argument(
-        50, "Steps between two flushes of the log: values are reduced, read and sent to the loggers then."
+        50,
+        "Steps between two flushes of the log: values are reduced, read and sent to loggers. 0: by epoch only.",
     )
     callbacks: Callback | list[Callback] | None = argument(
         None, "Callbacks, which are called at the hooks of a run; see trainer/callback.py."
@@ -145,6 +147,10 @@ class Settings:
     def problems(self) -> list[str]:
         """Return the problems of the values, one sentence each; `loop.resolved_config` checks names and objects."""
         return [*_wrong_types(self), *_wrong_numbers(self), *_wrong_times(self), *_contradictions(self)]
+
+    def logs_at(self, step: int) -> bool:
+        """Return True if the log is flushed after this many steps."""
+        return self.log_every_n_steps > 0 and step % self.log_every_n_steps == 0
 
     @property
     def max_seconds(self) -> float | None:
@@ -201,7 +207,7 @@ _WHOLE_NUMBERS = {  # name: smallest value
     "check_val_every_n_epoch": 1,
     "num_sanity_val_steps": -1,
     "accumulate_grad_batches": 1,
-    "log_every_n_steps": 1,
+    "log_every_n_steps": 0,
     "max_restarts": 0,
     "seed": 0,
 }

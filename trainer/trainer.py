@@ -51,7 +51,7 @@ from trainer.optimizers import SchedulerConfig, zero_grad_fast
 from trainer.precision import Precision
 from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, each_wait
 from trainer.progress import Progress
-from trainer.seed import seed_everything
+from trainer.seed import isolated_rng, seed_everything
 from trainer.settings import ARGUMENTS, Settings, wrong_names
 from trainer.strategy import SkippedBatch, Strategy, full_state_dict
 
@@ -65,7 +65,8 @@ class Trainer:
     """Runs a `TrainModule`: `Trainer(max_epochs=3).fit(module, train_loader, val_loader)`.
 
     `trainer.settings.Settings` and `trainer fit --help` explain the arguments. The loop has no branch on strategy,
-    device or precision; `trainer.describe()` prints the choices and their reasons.
+    device or precision; `trainer.describe()` prints the choices and their reasons. A copy (by `copy` or
+    `pickle`) is a trainer with copies of the same arguments that has run nothing.
 
     Raises:
         ConfigError: the arguments have problems; the message lists all of them.
@@ -128,6 +129,14 @@ class Trainer:
         self._run: Run | None = None
         if settings.seed is not None:
             seed_everything(settings.seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("config", "_session", "_run")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        with isolated_rng():
+            Trainer.__init__(self, **{name: getattr(self.settings, name) for name in ARGUMENTS})
 
     # -- what users call -----------------------------------------------------------------------------------------------
 
@@ -502,7 +511,7 @@ class Trainer:
 
     def _finished(self, run: Run) -> bool:
         """Return True if no epoch is left to train."""
-        if run.stops() or self._out_of_steps(run):
+        if run.stops() or self._out_of_steps(run) or run.num_training_batches == 0:
             return True
         return self.max_epochs is not None and run.progress.epoch >= self.max_epochs
 

@@ -234,7 +234,7 @@ def test_what_was_not_logged_is_named_with_what_was() -> None:
     ("arguments", "message"),
     [
         ({"every_n_epochs": 1, "every_n_train_steps": 1}, "give one of every_n_train_steps, every_n_epochs"),
-        ({"every_n_epochs": 0}, "every_n_epochs=0: give a whole number from 1"),
+        ({"every_n_epochs": -1}, "every_n_epochs=-1: give a whole number from 1, or 0 to turn it off"),
         ({"every_n_train_steps": 1.5}, r"every_n_train_steps=1\.5: give a whole number"),
         ({"train_time_interval": "1h"}, "train_time_interval='1h': give 'DD:HH:MM:SS'"),
         ({"train_time_interval": timedelta(0)}, "give a time above 0"),

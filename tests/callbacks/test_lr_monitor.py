@@ -125,6 +125,23 @@ def test_momentum_and_weight_decay() -> None:
     assert rates(by_step, log_momentum=True)["lr-AdamW-momentum"][0] == (1, 0.9)
 
 
+def test_two_groups_of_one_name_are_refused() -> None:
+    def twice(module: Any) -> Any:
+        groups = [{"params": part.parameters(), "name": "body"} for part in (module.layer, module.second)]
+        return torch.optim.AdamW(groups)
+
+    with pytest.raises(ConfigError, match="several parameter groups of AdamW have the name 'body'"):
+        rates(twice)
+
+
+@pytest.mark.parametrize("settings", [{}, {"logger": Kept()}, {"fast_dev_run": True}], ids=str)
+def test_no_logger_is_told(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    trainer = quiet(max_epochs=1, log_every_n_steps=1, callbacks=[LearningRateMonitor()], **settings)
+    trainer.fit(Configured(by_step), loader(3))
+    assert caplog.text.count("LearningRateMonitor has no logger") == (settings == {})
+    assert float(trainer.callback_metrics["lr-AdamW"]) == (1.0 if "fast_dev_run" in settings else 0.25)
+
+
 def test_accumulation_does_not_change_the_value() -> None:
     kept = Kept()
     trainer = quiet(

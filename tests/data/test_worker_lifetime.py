@@ -44,7 +44,7 @@ class Both:
         self.one, self.other = DataLoader(Numbers(), **options), DataLoader(Numbers(), **options)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from map(lambda pair: pair[0], zip(self.one, self.other, strict=True))
+        yield from (one for one, _ in zip(self.one, self.other, strict=True))
 
 
 def stateful(**options: Any) -> Any:
@@ -108,9 +108,7 @@ def test_they_persist_from_epoch_to_epoch() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "stream", "subclass", "stateful"])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_end_with_an_error_that_is_kept(
-    kind: str, persistent: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_end_with_an_error_that_is_kept(kind: str, persistent: bool, capfd: pytest.CaptureFixture[str]) -> None:
     options = {"batch_size": 3, "num_workers": 1, "persistent_workers": persistent}
     with pytest.raises(ArithmeticError) as kept:
         quiet(max_epochs=1).fit(FailsLate(), LOADERS[kind](**options), LOADERS[kind](**options))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanSquaredError
 
 from tests.lightning.both import LIGHTNING, OURS, Library, Record, Scenario, loader
+from trainer.callbacks import Timer
 
 OF = {library.Trainer: library for library in (LIGHTNING, OURS)}
 """The library of a trainer."""
@@ -540,6 +542,219 @@ def values(*by_epoch: float) -> Any:
 
 StepLR = torch.optim.lr_scheduler.StepLR
 
+
+class OwnSchedule:
+    """A scheduler that is none of torch's; the module steps it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def halve(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def manual_with(schedule: Any, step: Any, **options: Any) -> Any:
+    """Define a module that calls `step(its scheduler, the loss)` after each update."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = False
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                optimizer = self.optimizers()
+                loss = self.wrote(self.loss_of(batch))
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+                step(self.lr_schedulers(), loss.item())
+                self.log("loss", loss)
+
+            def configure_optimizers(self) -> Any:
+                optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), **options}}
+
+        return Module
+
+    return define
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer whose step takes an argument of its own."""
+
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= scale
+        return super().step(closure)
+
+
+def steps_with_options(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.wrote(self.loss_of(batch)))
+            optimizer.step(scale=0.5 + batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return Scaled(self.parameters(), lr=0.1)
+
+    return Module
+
+
+def stepped_by_override(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.halve()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [OwnSchedule(optimizer)]
+
+    return Module
+
+
+def monitored(**options: Any) -> Any:
+    return lambda library, record, folder: [library.LearningRateMonitor(logging_interval="step", **options)]
+
+
+def named_groups(*names: str | None, **options: Any) -> Any:
+    def optimizers(module: Any) -> Any:
+        parts = [module.parameters()] if len(names) == 1 else [module.body.parameters(), module.head.parameters()]
+        groups = [{"params": part, **({"name": name} if name else {})} for part, name in zip(parts, names, strict=True)]
+        return torch.optim.Adagrad(groups, lr=0.1, **options)
+
+    return with_optimizer(optimizers)
+
+
+def three_optimizers(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(manual(library, Net, record)):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            first = torch.optim.SGD(self.body.parameters(), lr=0.1)
+            second = torch.optim.SGD(self.head.parameters(), lr=0.2)
+            return [first, second], [{"scheduler": StepLR(second, 1), "interval": "step"}]
+
+    return Module
+
+
+# -- rows of the table that need a scenario of their own ---------------------------------------------------------------
+
+
+def attempted(action: Any) -> Any:
+    """Return an action that notes an error in place of raising it."""
+
+    def attempt(trainer: Any, module: Any) -> None:
+        try:
+            action(trainer, module)
+        except Exception:
+            module.record.noted.append("refused")
+
+    return attempt
+
+
+def default_fit(trainer: Any, module: Any) -> None:
+    trainer.fit(module, loader(), loader(seed=8))
+
+
+def without_optimizer(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss_of(batch)
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    return Module
+
+
+def without_positive() -> DataLoader[Any]:
+    """Return a loader that gives None in place of some batches."""
+    collate = torch.utils.data.default_collate
+    return DataLoader(loader().dataset, 3, collate_fn=lambda batch: None if batch[0][1] > 0 else collate(batch))
+
+
+def late_schedule(library: Library, record: Record, folder: Path) -> list[Any]:
+    return [library.GradientAccumulationScheduler({1: 4})]
+
+
+def fails_and_tears_down(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ArithmeticError
+
+        def teardown(self, stage: str) -> None:
+            record.noted.append(("teardown", stage))
+
+    return Module
+
+
+def notes_modes(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    def noting(name: str) -> Any:
+        return lambda self: record.noted.append(name)
+
+    names = ("on_predict_model_eval", "on_predict_model_train")
+    return type("Module", (predicts(library, Net, record),), {name: noting(name) for name in names})
+
+
+def counts_calls(trainer: Any, module: Any) -> None:
+    logger = trainer.loggers[0]
+    log_metrics = logger.log_metrics
+
+    def counted(*arguments: Any, **named: Any) -> None:
+        module.record.noted.append("log_metrics")
+        log_metrics(*arguments, **named)
+
+    logger.log_metrics = counted
+    trainer.validate(module, [loader(seed=8), loader(9, seed=9)])
+
+
+def timed(library: Library, record: Record, folder: Path) -> list[Any]:
+    timer = (pytorch_lightning.callbacks.Timer if library.is_lightning else Timer)()
+
+    class Reads(library.Callback):  # type: ignore[misc]
+        def on_sanity_check_end(self, trainer: Any, module: Any) -> None:
+            record.noted.append(timer.time_elapsed("validate") > 0)
+
+    return [timer, Reads()]
+
+
+def takes_index(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+            self.log("val_loss", self.loss_of(batch))
+
+    return Module
+
+
+def clips_otherwise(*arguments: Any, **named: Any) -> Any:
+    """Define a module that overrides the clipping, with these arguments of `clip_gradients`."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def configure_gradient_clipping(
+                self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+            ) -> None:
+                self.clip_gradients(optimizer, *arguments, **named)
+
+        return Module
+
+    return define
+
+
+ALL = ("losses", "rates", "hooks", "module_hooks", "logged", "metrics", "weights", "end", "noted")
+
 SCENARIOS = [
     Scenario("plain"),
     Scenario(
@@ -750,6 +965,133 @@ SCENARIOS = [
             "metrics": "a second fit",
             "weights": "a second fit",
         },
+    ),
+    Scenario("clipping by the trainer's value", clips_otherwise(), {"gradient_clip_val": 0.1}),
+    Scenario(
+        "clipping by the trainer's value and algorithm",
+        clips_otherwise(),
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    Scenario("manual, plateau", manual_with(plateau, lambda schedule, loss: schedule.step(loss))),
+    Scenario(
+        "manual, plateau with a name",
+        manual_with(plateau, lambda schedule, loss: schedule.step(loss), monitor="nothing"),
+    ),
+    Scenario("manual, own schedule", manual_with(OwnSchedule, lambda schedule, loss: schedule.halve())),
+    Scenario("manual, arguments of a step", steps_with_options),
+    Scenario("own schedule, stepped by an override", stepped_by_override, {"max_epochs": 3}),
+    Scenario("rates of a named group", named_groups("body"), callbacks=monitored()),
+    Scenario("rates of a group", named_groups(None), callbacks=monitored()),
+    Scenario("rates of named groups", named_groups("body", None), callbacks=monitored()),
+    Scenario(
+        "momentum and weight decay",
+        with_optimizer(lambda module: torch.optim.Adam(two_groups(module)[0][0].param_groups, weight_decay=0.1)),
+        callbacks=monitored(log_momentum=True, log_weight_decay=True),
+    ),
+    Scenario(
+        "no momentum",
+        named_groups("body", "head", weight_decay=0.1),
+        callbacks=monitored(log_momentum=True, log_weight_decay=True),
+    ),
+    Scenario(
+        "rates of several optimizers",
+        three_optimizers,
+        callbacks=monitored(),
+        differs={"end": "steps of several optimizers"},
+    ),
+    Scenario(
+        "rates of groups of one name",
+        named_groups("body", "body"),
+        callbacks=monitored(),
+        action=attempted(default_fit),
+    ),
+    Scenario("no log by step", settings={"log_every_n_steps": 0}),
+    Scenario(
+        "no training batches",
+        settings={"limit_train_batches": 0},
+        differs=dict.fromkeys(("hooks", "module_hooks"), "nothing to run"),
+    ),
+    Scenario(
+        "no epochs",
+        settings={"max_epochs": 0},
+        differs=dict.fromkeys(("hooks", "module_hooks"), "nothing to run"),
+    ),
+    Scenario(
+        "no test batches",
+        settings={"limit_test_batches": 0},
+        action=lambda t, m: t.test(m, loader()),
+        differs=dict.fromkeys(("hooks", "module_hooks"), "nothing to run"),
+    ),
+    Scenario(
+        "checkpoints every 0 epochs",
+        callbacks=checkpoint(every_n_epochs=0),
+        differs={"saved": "newest checkpoint", "best": "newest checkpoint"},
+    ),
+    Scenario(
+        "checkpoints every 0 steps",
+        callbacks=checkpoint(every_n_train_steps=0),
+        differs={"saved": "newest checkpoint", "best": "newest checkpoint"},
+    ),
+    Scenario(
+        "checkpoints every 0 steps and each epoch",
+        callbacks=checkpoint(every_n_train_steps=0, every_n_epochs=1, save_top_k=-1),
+    ),
+    Scenario(
+        "no checkpoints",
+        values(2.0, 1.0),
+        callbacks=checkpoint(save_top_k=0, monitor="val_loss"),
+        differs={"saved": "newest checkpoint", "best": "newest checkpoint"},
+    ),
+    Scenario(
+        "a schedule of accumulation beside a number",
+        settings={"accumulate_grad_batches": 2},
+        callbacks=late_schedule,
+        action=attempted(default_fit),
+        exact=False,
+        differs=dict.fromkeys(ALL, "accumulation schedule"),
+    ),
+    Scenario(
+        "clipping by another value",
+        clips_otherwise(0.05, "norm"),
+        settings={"gradient_clip_val": 0.1},
+        action=attempted(default_fit),
+        differs=dict.fromkeys(ALL, "clipping by another value"),
+    ),
+    Scenario(
+        "no optimizer",
+        without_optimizer,
+        action=attempted(lambda trainer, module: trainer.fit(module, loader())),
+        differs=dict.fromkeys(("hooks", "module_hooks", "noted", "end"), "no optimizer"),
+    ),
+    Scenario(
+        "a batch that is None",
+        action=attempted(lambda trainer, module: trainer.fit(module, without_positive())),
+        differs=dict.fromkeys(ALL, "batch None"),
+    ),
+    Scenario(
+        "teardown after an error",
+        fails_and_tears_down,
+        action=attempted(default_fit),
+        differs={"noted": "teardown after an error"},
+    ),
+    Scenario(
+        "modes",
+        notes_modes,
+        action=lambda trainer, module: trainer.predict(module, loader()),
+        differs={"noted": "hook after prediction"},
+    ),
+    Scenario(
+        "calls of the logger",
+        several_loaders,
+        action=counts_calls,
+        differs={"noted": "calls of log_metrics", "logged": "several loaders", "metrics": "several loaders"},
+    ),
+    Scenario("time of the sanity check", callbacks=timed, differs={"noted": "time of the sanity check"}),
+    Scenario(
+        "index of the only loader",
+        takes_index,
+        action=attempted(default_fit),
+        differs=dict.fromkeys(ALL, "index of the loader"),
     ),
     Scenario("bf16-mixed", settings={"precision": "bf16-mixed"}),
     Scenario("64-true", settings={"precision": "64-true"}),

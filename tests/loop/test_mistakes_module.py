@@ -293,10 +293,6 @@ DATA: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit(Net(), trainer=quiet(limit_train_batches=0.01)),
         ["0.01 of the 4 batches", "at least 0.25"],
     ),
-    "nothing to train on": (
-        lambda: fit(Net(), trainer=quiet(limit_train_batches=0)),
-        ["limit_train_batches=0", "above 0"],
-    ),
     "a data module as a loader": (lambda: fit(Net(), Data()), ["the data module Data", "datamodule="]),
     "a data module's class": (lambda: quiet().fit(Net(), datamodule=Data), ["the class Data", "Data(...)"]),
     "a loader as a data module": (

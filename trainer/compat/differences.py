@@ -251,6 +251,63 @@ DIFFERENCES = (
         "counts steps through the epochs",
     ),
     Difference(
+        "accumulation schedule",
+        "`accumulate_grad_batches=4` beside a `GradientAccumulationScheduler` is refused",
+        "holds until the first epoch of the schedule, with a warning; refused if the schedule names epoch 0",
+    ),
+    Difference(
+        "clipping by another value",
+        "`self.clip_gradients` in `configure_gradient_clipping` with another value than `gradient_clip_val` is refused",
+        "clips by the value it is given",
+    ),
+    Difference(
+        "no optimizer",
+        "`configure_optimizers` returns None: trains without an optimizer, with a warning",
+        "an error, since a forgotten `return` looks the same; for a run without updates give `SGD(..., lr=0)`",
+    ),
+    Difference(
+        "nothing to run",
+        "`max_epochs=0`, or 0 for a limit of batches: none of the hooks around the missing batches",
+        "those of the start and the end are called",
+    ),
+    Difference(
+        "refused settings",
+        "an unknown key in a scheduler's dict, an empty training loader, `overfit_batches` with "
+        "`limit_train_batches`, `EarlyStopping(patience=0)`: a warning or nothing",
+        "an error before the first step",
+    ),
+    Difference(
+        "batch None",
+        "a training batch that is None is skipped",
+        "an error that names the loader and the batch, in every stage: processes that skip different batches "
+        "would lose each other",
+    ),
+    Difference(
+        "map_location",
+        "`load_from_checkpoint` without `map_location`: the device of the training; functions and dicts see it",
+        "the CPU: a checkpoint does not tell its devices, and functions and dicts see `cpu`",
+    ),
+    Difference(
+        "calls of log_metrics",
+        "one call of `Logger.log_metrics` for an evaluation with several loaders",
+        "one for each loader, and one for the values over all loaders",
+    ),
+    Difference(
+        "teardown after an error",
+        "`teardown` is not called after an error",
+        "is called, also by the error of another callback",
+    ),
+    Difference(
+        "hook after prediction",
+        "`on_predict_model_train` is never called",
+        "after the prediction, as its siblings of validation and test are",
+    ),
+    Difference(
+        "time of the sanity check",
+        '`Timer` counts the sanity check as "validate"',
+        "does not",
+    ),
+    Difference(
         "max_time and Timer",
         "`Trainer(max_time=...)` is ignored beside a `Timer`",
         "both hold: the shorter time ends the run",

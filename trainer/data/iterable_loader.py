@@ -83,8 +83,12 @@ class IterableLoader(BatchLoader):
         given = itertools.count(start)
         # Neither a list nor a variable of a loop, which would keep a batch in memory.
         batches = chain(_popped(head), batches)
-        yield from map(_as_batch, islice(batches, None if limit is None else limit - start), given)
+        yield from map(self._received, islice(batches, None if limit is None else limit - start), given)
         self._learn_length(next(given))
+
+    def _received(self, data: Any, number: int) -> Batch:
+        self._refuse_none(data, number)
+        return Batch(data, None, None)
 
     def _learn_length(self, given: int) -> None:
         """Correct the length after an epoch that had fewer batches than the limit that it was taken from."""
@@ -156,10 +160,6 @@ def _how_to_split(loader: Any) -> str:
 def _popped(items: list[Any]) -> Iterator[Any]:
     while items:
         yield items.pop()
-
-
-def _as_batch(data: Any, number: int) -> Batch:
-    return Batch(data, None, None)
 
 
 def _length(loader: Any) -> int | None:

@@ -107,6 +107,14 @@ class BatchLoader(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the next `iterate` continues there."""
 
+    def _refuse_none(self, data: Any, number: int) -> None:
+        """Raise ConfigError for a batch that is None: processes that skip different batches would lose each other."""
+        if data is None:
+            raise ConfigError(
+                f"{self.label} gave None as batch {number} of the epoch: have the dataset or collate_fn return one, or "
+                "leave those samples out beforehand."
+            )
+
     def close(self) -> None:
         """End the worker processes; the next `iterate` starts new ones."""
         _end_workers(None if self._iterator is None else self._iterator())
@@ -117,7 +125,7 @@ class BatchLoader(ABC):
 
     def _begin(self) -> Iterator[Any]:
         """Return an iterator of the loader, whose worker processes `close` ends."""
-        iterator = iter(self._loader)
+        iterator: Iterator[Any] = iter(self._loader)
         if hasattr(iterator, "_shutdown_workers"):
             # A weak one: the workers of an iterator that is dropped before its end go with it.
             self._iterator = weakref.ref(iterator)

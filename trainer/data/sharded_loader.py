@@ -95,7 +95,7 @@ class ShardedDataLoader(BatchLoader):
         self._generator.manual_seed(mix_seed(self._seed, 0 if self._loader.persistent_workers else epoch) >> 1)
         given = itertools.count(start)
         # Not in a loop with a variable, which would keep the last batch in memory.
-        yield from map(_forget_drawn, self._batches(), given)
+        yield from map(self._received, self._batches(), given)
         if (number := next(given)) < (self.length or 0):
             raise ConfigError(
                 f"{self.label} ended after {number} of {self.length} batches: its sampler has a wrong __len__, or its "
@@ -112,17 +112,17 @@ class ShardedDataLoader(BatchLoader):
         numbers = {"samples in an epoch": self.samples_per_epoch, "batches in an epoch": sampler.num_global_batches}
         return facts | of_batches | numbers
 
+    def _received(self, batch: Batch, number: int) -> Batch:
+        drop_cached_normal()
+        self._refuse_none(batch.data, number)
+        return batch
+
     def _batches(self) -> Iterator[Batch]:
         if self._loader.num_workers > 0 or self._loader.pin_memory:
             return self._begin()
         # What a DataLoader does without workers, less the 15 microseconds that its iterator takes for each batch.
         dataset: Any = self._loader.dataset
         return map(dataset.__getitems__ if self.sampler.automatic_batching else dataset.__getitem__, self.sampler)
-
-
-def _forget_drawn(batch: Batch, number: int) -> Batch:
-    drop_cached_normal()
-    return batch
 
 
 def _batch_size(sampler: DistributedBatchSampler) -> int | None:

@@ -36,7 +36,7 @@ def describe(
         + _global_batch(config, window, micro_batch),
         f"length      {_length(config)}",
         f"clipping    {_clipping(settings)}",
-        f"log         every {settings.log_every_n_steps} steps to {_names(config.loggers) or 'no logger'}",
+        f"log         {_log_interval(settings)} to {_names(config.loggers) or 'no logger'}",
         f"run dir     {run_dir}",
         "",
         "fit",
@@ -91,6 +91,10 @@ def _length(config: ResolvedConfig) -> str:
         f"{config.settings.max_time}" if config.settings.max_time is not None else "",
     ]
     return ", or ".join(limit for limit in limits if limit) or "no limit"
+
+
+def _log_interval(settings: Settings) -> str:
+    return f"every {settings.log_every_n_steps} steps" if settings.log_every_n_steps else "at the end of epochs"
 
 
 def _clipping(settings: Settings) -> str:

@@ -131,8 +131,8 @@ def _check_loader_index(run: Run) -> None:
 def _train_loader(run: Run, loader: Any) -> BatchLoader:
     settings = run.settings
     refuse_data(loader, "fit")
-    if settings.limit_train_batches == 0:
-        raise ConfigError("limit_train_batches=0 leaves fit() nothing to train on: give a number above 0.")
+    if settings.limit_train_batches == 0 and not settings.overfit_batches and not settings.fast_dev_run:
+        log.warning("limit_train_batches=0: nothing is trained")
     batch_loader = make_batch_loader(
         loader,
         rank=run.strategy.processes.rank,
@@ -188,7 +188,7 @@ def _evaluation_loaders(run: Run, loaders: Any, limit: int | float) -> dict[str,
 
 
 def _needed(run: Run, loaders: Any, limit: int | float, method: str) -> dict[str, BatchLoader]:
-    if loaders is None:
+    if loaders is None and limit != 0:
         raise _no_loader(run, "dataloaders", method)
     refuse_data(loaders, str(run.stage))
     return _evaluation_loaders(run, loaders, _limit(run.settings, limit))

@@ -243,7 +243,7 @@ class Run:
     def flush_step(self) -> None:
         """Send the values of the last step to the loggers, once, every `log_every_n_steps`. Collective."""
         step = self.progress.step
-        if step % self.settings.log_every_n_steps == 0 and self.flushed_step != step:
+        if self.settings.logs_at(step) and self.flushed_step != step:
             self.flushed_step = step
             self.log_to_loggers(self.metrics.read_step())
 

@@ -1,0 +1,50 @@
+"""Rows of the table of differences that concern arguments: Lightning takes what is refused here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
+
+import torch
+
+from tests.lightning.both import LIGHTNING, OURS, Library, Record, Scenario, loader, run
+from tests.lightning.scenarios import StepLR, with_optimizer
+from trainer import ConfigError
+
+fit = lambda trainer, module: trainer.fit(module, loader(), loader(seed=8))  # noqa: E731
+
+
+def misspelt(module: Any) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), "intervall": "step"}}
+
+
+REFUSED: dict[str, Callable[[Library], Scenario]] = {
+    "an unknown key of a schedule": lambda library: Scenario("", with_optimizer(misspelt)),
+    "an empty training loader": lambda library: Scenario("", action=lambda t, m: t.fit(m, [], loader())),
+    "two limits": lambda library: Scenario("", settings={"overfit_batches": 2, "limit_train_batches": 2}),
+    "patience": lambda library: Scenario(
+        "", callbacks=lambda *_: [library.EarlyStopping("val_loss", patience=0)], action=fit
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_only_lightning_takes(name: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert isinstance(run(LIGHTNING, REFUSED[name](LIGHTNING), tmp_path), Record)
+    with pytest.raises(ConfigError):
+        run(OURS, REFUSED[name](OURS), tmp_path)
+
+
+def test_a_batch_that_is_none_is_named() -> None:
+    scenario = Scenario("", action=lambda t, m: t.fit(m, [*loader(), None], loader()))
+    with pytest.raises(ConfigError, match="the training loader gave None as batch 4 of the epoch"):
+        run(OURS, scenario, Path("unused"))
