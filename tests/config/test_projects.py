@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ FORMS = {
     "files": ("", "module.py:Net", "data.py:Data"),
     "files of a package": ("net", "net/module.py:Net", "net/data.py:Data"),
     "a package": ("net", "net.module.Net", "net.data.Data"),
+    "a folder": ("net", "net.module.Net", "net.data.Data"),
 }
 
 
@@ -86,7 +88,7 @@ def write(owner: str, form: str) -> str:
     folder = root / package
     folder.mkdir(parents=True)
     dot = "." if package else ""
-    if package:
+    if package and form != "a folder":
         (folder / "__init__.py").write_text("")
     layers = f"from {dot}layers import OWNER\n"
     (folder / "layers.py").write_text(LAYERS.format(owner=owner))
@@ -137,6 +139,19 @@ def test_modules_that_others_have_imported_stay_theirs() -> None:
         load([second])
     assert all(sys.modules[name] is module for name, module in before.items())
     assert [folder for folder in sys.path if folder not in path] == [str(Path(second).parent)]
+
+
+def test_a_folder_of_data_does_not_hide_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("library").mkdir()
+    Path("library/shared.py").write_text("OWNER = 'library'\n")
+    monkeypatch.syspath_prepend(str(Path("library").absolute()))
+    shared = importlib.import_module("shared")
+    first = write("first", "files")
+    (Path(first).parent / "shared").mkdir()
+    (Path(first).parent / "layers.py").write_text("import shared\nfrom shared import OWNER\n")
+    _, module, _ = build(first)
+    assert vars(type(module))["owner"] == "library"
+    assert sys.modules["layers"].shared is shared
 
 
 def test_the_place_of_an_error_is_in_the_users_code() -> None:

@@ -24,7 +24,7 @@ def project(root: Path) -> Iterator[None]:
     """
     prefix = f"_{zlib.crc32(os.fsencode(root)):08x}_"
     own = {name.removeprefix(prefix): module for name, module in sys.modules.items() if name.startswith(prefix)}
-    taken = {name for name in _names_in(root) if _is_of_another_project(name, root)} | {_top(name) for name in own}
+    taken = _names_in_use(root) | {_top(name) for name in own}
     others = _remove_modules(taken)
     sys.modules.update(own)
     sys.path.insert(0, str(root))
@@ -50,18 +50,23 @@ def is_installed(path: Path) -> bool:
     return any(folder in (path, *path.parents) for folder in [*installed, ours])
 
 
-def _names_in(root: Path) -> set[str]:
-    """Return the names under which files and folders of `root` can be imported."""
-    if not root.is_dir():
-        return set()
-    return {path.stem for path in root.iterdir() if path.suffix == ".py" or path.is_dir()} - {"__main__"}
-
-
-def _is_of_another_project(name: str, root: Path) -> bool:
-    module = sys.modules.get(name)
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]  # only packages have a path
-    place = next((Path(os.path.abspath(one)) for one in places if one is not None), None)
-    return place is not None and root not in place.parents and not is_installed(place)
+def _names_in_use(root: Path) -> set[str]:
+    """Return the names of files and folders of `root` under which modules of another project have been imported."""
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    paths = {path.stem: path for path in found if path.suffix == ".py" or path.is_dir()}
+    paths.pop("__main__", None)
+    in_use = set()
+    for name, module in sys.modules.items():
+        path = paths.get(_top(name))
+        if path is None or getattr(module, "__file__", None) is None:
+            continue
+        # A folder without __init__.py is a package only where no other module has its name.
+        is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
+        file = Path(str(module.__file__))
+        others = root.resolve() not in file.resolve().parents and not is_installed(file)
+        if others and (is_module or getattr(sys.modules[path.stem], "__file__", None) is None):
+            in_use.add(path.stem)
+    return in_use
 
 
 def _top(name: str) -> str:
