@@ -47,6 +47,9 @@ class IterableLoader(BatchLoader):
         self.exact = self.stateful or isinstance(loader, (list, tuple))
         length = _length(loader)
         super().__init__(loader, label, limit, length, length)
+        self._promised = None if length is None else self.length
+        # Each worker of a DataLoader over an IterableDataset makes or drops a short batch of its own.
+        self._slack = max(0, loader.num_workers - 1) if isinstance(loader, DataLoader) else 0
         self.note = self._make_note()
         # In evaluation one process may have no batch.
         if limit != 0 and length == 0 and (training or self._single_process):
@@ -83,7 +86,8 @@ class IterableLoader(BatchLoader):
         given = itertools.count(start)
         # Neither a list nor a variable of a loop, which would keep a batch in memory.
         batches = chain(_popped(head), batches)
-        yield from map(self._received, islice(batches, None if limit is None else limit - start), given)
+        batches = map(self._received, islice(batches, None if limit is None else limit - start), given)
+        yield from self.as_promised(batches, self._promised, start, self._kind(), self._slack)
         self._learn_length(next(given))
 
     def _received(self, data: Any, number: int) -> Batch:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +95,32 @@ class BatchLoader(ABC):
         """Return what has to be equal on all processes, by name; of an iterable only that it is one."""
         return {"kind": "iterated by each process"}
 
+    def as_promised(
+        self, batches: Iterator[Batch], length: int | None, start: int, source: str, slack: int = 0
+    ) -> Iterator[Batch]:
+        """Yield the batches from number `start` on; raise ConfigError if in the end there are not `length` of them.
+
+        Args:
+            length: None: unknown, and not checked.
+            source: the object whose length it is, in words.
+            slack: the difference that is allowed.
+        """
+        counted = itertools.count(start)
+        most = None if length is None else max(0, length + slack - start)
+        # Not in a loop with a variable, which would keep the last batch in memory.
+        yield from map(_first, islice(batches, most), counted)
+        if length is None:
+            return
+        given = next(counted)
+        more = given >= length + slack and next(batches, None) is not None
+        if more or given < length - slack:
+            number = f"more than {given}" if more else f"only {given}"
+            raise ConfigError(
+                f"{self.label} gave {number} batches, and its length is {length}: {source} has a wrong __len__. Return "
+                "the number that __iter__ yields, or define no __len__. To end an epoch earlier, give "
+                "Trainer(limit_train_batches=...), limit_val_batches and so on."
+            )
+
     def shorten(self, lengths: list[int | None]) -> None:
         """Set the length to the least of all processes' lengths: an epoch of training ends on all at once."""
         known = [length for length in lengths if length is not None]
@@ -139,6 +167,10 @@ def _end_workers(iterator: Any) -> None:
     """
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
+
+
+def _first(batch: Batch, number: int) -> Batch:
+    return batch
 
 
 def _batches(limit: int | float | None, length: int | None, label: str) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, default_convert, get_worker_info
 
 from trainer.data.loader import Batch
+from trainer.errors import ConfigError
 from trainer.fault_tolerance.stop import ignore_signals_in_worker
 from trainer.seed import mix_seed, seed_cpu_generators
 
@@ -49,11 +50,17 @@ class SeededDataset(Dataset[Batch]):
         return self._load(request, self._fetch_batch)
 
     def _load(self, request: SeededIndices, fetch: Callable[[SeededIndices], Any]) -> Batch:
-        if not self._seeds:
-            data = self._collate(fetch(request))
-        else:
-            with self._isolated:
+        try:
+            if not self._seeds:
                 data = self._collate(fetch(request))
+            else:
+                with self._isolated:
+                    data = self._collate(fetch(request))
+        except StopIteration as error:  # which would end the epoch here, as if there were no more data
+            raise ConfigError(
+                f"{type(self.dataset).__name__} raised StopIteration for the indices {request.indices}, as a bare "
+                "next() does: write next(iterator, None), and return a sample for each index."
+            ) from error
         return Batch(data, request.samples, request.total)
 
     def _fetch_one(self, request: SeededIndices) -> Any:

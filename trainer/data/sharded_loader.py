@@ -69,6 +69,7 @@ class ShardedDataLoader(BatchLoader):
         super().__init__(loader, label, limit, sampler.num_local_batches(), sampler.num_global_batches)
         if self.max_length is not None:
             self.samples_per_epoch = sampler.samples_in(self.max_length)
+        self._promised = self.max_length if sampler.pads else self.length
         self.batch_size = _batch_size(sampler)
         self.note = _note(loader, sampler, label, shuffle)
         self._seed = mix_seed(seed, rank)
@@ -93,15 +94,8 @@ class ShardedDataLoader(BatchLoader):
         self.sampler.seek(epoch, start, self.limit)
         # Persistent workers start once: with the same numbers, whichever epoch a resumed run begins with.
         self._generator.manual_seed(mix_seed(self._seed, 0 if self._loader.persistent_workers else epoch) >> 1)
-        given = itertools.count(start)
-        # Not in a loop with a variable, which would keep the last batch in memory.
-        yield from map(self._received, self._batches(), given)
-        if (number := next(given)) < (self.length or 0):
-            raise ConfigError(
-                f"{self.label} ended after {number} of {self.length} batches: its sampler has a wrong __len__, or its "
-                "dataset raised StopIteration (a bare next() does). Give the sampler the length that it yields; in the "
-                "dataset write next(iterator, None)."
-            )
+        batches = map(self._received, self._batches(), itertools.count(start))
+        yield from self.as_promised(batches, self._promised, start, f"its {type(self.sampler.sampler).__name__}")
 
     def equal_everywhere(self) -> dict[str, object]:
         sampler = self.sampler
