@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Logger
 from trainer.checkpoint.disk import atomic_file
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -90,6 +91,11 @@ class CSVLogger(Logger):
         _replace(folder / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if "step" in metrics:
+            raise ConfigError(
+                "CSVLogger.log_metrics got a value 'step', the name of its first column: give it as step=, or give the "
+                "value another name."
+            )
         if self._file is None:
             self._open(continue_from=None)
         assert self._file is not None

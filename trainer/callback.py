@@ -245,18 +245,38 @@ class AccumulationSchedule(Callback):
     """Epoch -> micro-batches of a window from that epoch on; the trainer's setting before."""
 
 
+class DummyExperiment:
+    """The experiment of a `DummyLogger`: it has every attribute and entry, and a call of it does nothing."""
+
+    def __getattr__(self, name: str) -> DummyExperiment:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getitem__(self, key: Any) -> DummyExperiment:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+
 class DummyLogger(Logger):
     """The logger of a `fast_dev_run`: any of its methods, and of its `experiment`, may be called, and does nothing."""
 
-    @property
-    def experiment(self) -> Any:
-        """The object for the calls of other loggers' experiments, such as `add_image`."""
-        return self
+    name = version = ""
+    save_dir = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: None
+    def __init__(self) -> None:
+        self.experiment = DummyExperiment()
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> DummyExperiment:
+        return getattr(DummyExperiment(), name)  # type: ignore[no-any-return]  # it has every attribute
+
+    def __getitem__(self, key: Any) -> DummyLogger:
+        return self
 
 
 class Checkpoint(Callback):

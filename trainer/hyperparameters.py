@@ -7,7 +7,29 @@ from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
+
+SCALARS = frozenset({type(None), bool, int, float, str})
+NUMPY_NUMBERS: dict[str, type[np.generic]] = {
+    np.dtype(kind).name: kind
+    for kind in (
+        *(np.bool_, np.float64, np.float32, np.float16, np.int64, np.int32, np.int16, np.int8),
+        *(np.uint64, np.uint32, np.uint16, np.uint8),
+    )
+}
+"""numpy's numbers that are data, as Python's are, by the names of their dtypes."""
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a checkpoint and the hyperparameters can hold a value that is no container, with its exact type."""
+    return type(value) in SCALARS or is_numpy_number(value)
+
+
+def is_numpy_number(value: Any) -> bool:
+    """Whether a value is one of `NUMPY_NUMBERS`."""
+    return isinstance(value, np.generic) and value.dtype.name in NUMPY_NUMBERS
 
 
 class Hyperparameters(dict[str, Any]):
@@ -81,12 +103,14 @@ def check_arguments(owner: type, stored: Mapping[str, Any], given: Mapping[str, 
 
 
 def check_data(value: Any, where: str) -> None:
-    """Check that a value is data: None, bool, int, float, str, or a list, tuple or dict (with str keys) of data.
+    """Check that a value is data: None, bool, int, float, str, a number of numpy, or a list, tuple or dict of data.
+
+    The keys of a dict are strings.
 
     Raises:
         ConfigError: the value is not data; the message names its path inside the hyperparameters.
     """
-    if value is None or type(value) in (bool, int, float, str):
+    if is_scalar(value):
         return
     if isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
@@ -102,3 +126,12 @@ def check_data(value: Any, where: str) -> None:
         "(None, bool, int, float, str, lists and dicts of them). "
         f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
     )
+
+
+def with_plain_numbers(value: Any) -> Any:
+    """Return data with Python's numbers in the place of numpy's, for programs that know only those."""
+    if is_numpy_number(value):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: with_plain_numbers(item) for key, item in value.items()}
+    return [with_plain_numbers(item) for item in value] if isinstance(value, (list, tuple)) else value

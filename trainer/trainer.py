@@ -22,6 +22,7 @@ from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import RENAMED, ConfigError, NotRunningError, did_you_mean, raise_problems, unknown_name_error
 from trainer.fault_tolerance.stop import exit_code
+from trainer.hyperparameters import with_plain_numbers
 from trainer.loop.accumulation import (
     StepOutputs,
     checked_loss,
@@ -295,7 +296,7 @@ class Trainer:
     def _start_training(self, run: Run) -> None:
         run.session.has_fit = True
         for logger in run.loggers if self.is_global_zero else ():
-            logger.log_hyperparameters(run.hyperparameters())
+            logger.log_hyperparameters(with_plain_numbers(run.hyperparameters()))
         run.hooks.on_fit_start()
         if run.progress.step == 0:
             sanity_check(run)

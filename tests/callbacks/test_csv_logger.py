@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.toy import Toy, loader, quiet
-from trainer import Callback
+from trainer import Callback, ConfigError
 from trainer.callbacks import CSVLogger, ModelCheckpoint
 
 
@@ -199,3 +199,8 @@ def test_a_second_fit_has_a_file_of_its_own() -> None:
         paths.append(trainer.run_dir / "metrics.csv")
     assert [len(rows(path)) for path in paths] == [2, 2]
     assert paths[0] != paths[1]
+
+
+def test_a_value_of_the_name_of_the_first_column_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a value 'step', the name of its first column"):
+        CSVLogger(tmp_path).log_metrics({"loss": 1.0, "step": 3.0}, 1)

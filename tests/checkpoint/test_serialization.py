@@ -15,6 +15,7 @@ import torch
 
 from trainer.checkpoint.serialization import MAX_DEPTH, deserialize, from_json, serialize, to_json
 from trainer.errors import CheckpointError
+from trainer.hyperparameters import NUMPY_NUMBERS
 
 Same = Callable[[Any, Any], None]
 
@@ -43,6 +44,38 @@ def test_scalars_and_containers_come_back_exactly(assert_same: Same) -> None:
         "counts": Counter({30: 1, 80: 2}),
     }
     assert_same(nested, round_trip(nested))
+
+
+NUMBERS = [
+    *(kind(value) for kind in NUMPY_NUMBERS.values() for value in (0, 1)),
+    *(np.float64(0.1), np.float32(0.1), np.float16(0.1), np.float32("nan"), np.float64("-inf"), np.float64(-0.0)),
+    *(np.int64(-(2**63)), np.uint64(2**64 - 1), np.int8(-128), np.longlong(5)),
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number.dtype.name} {number}")
+def test_numbers_and_arrays_of_numpy_come_back_exactly(number: Any) -> None:
+    arrays = [np.array(number), np.array([number, number]), np.array([[number]]), np.array([], number.dtype)]
+    state = {"number": number, "in": [(number,), {"x": number}], "arrays": arrays, "counts": Counter({number: 2})}
+    back = round_trip(state)
+    found = [back["number"], back["in"][0][0], back["in"][1]["x"], *back["counts"]]
+    for one in found:
+        assert (one.dtype, one.tobytes()) == (number.dtype, number.tobytes())
+        assert isinstance(one, np.generic)
+    for one, expected in zip(back["arrays"], arrays, strict=True):
+        assert (type(one), one.dtype, one.shape) == (np.ndarray, expected.dtype, expected.shape)
+        assert one.tobytes() == expected.tobytes()
+        assert one.flags.writeable
+
+
+def test_arrays_in_other_layouts_come_back_as_plain_ones() -> None:
+    grid = np.arange(6.0).reshape(2, 3)
+    fixed = grid.copy()
+    fixed.flags.writeable = False
+    for value in (grid.T, grid[:, ::2], grid[::-1], grid.astype(">f4"), fixed):
+        back = round_trip({"x": value})["x"]
+        np.testing.assert_array_equal(back, value)
+        assert back.dtype == value.dtype.newbyteorder("=")
 
 
 def test_random_generators_continue_from_the_restored_state() -> None:
@@ -111,9 +144,10 @@ def test_views_that_only_overlap_are_stored_apart(assert_same: Same) -> None:
     [
         (pathlib.Path("x"), "PosixPath", "str(value)"),
         (Color.RED, "Color", "value.name"),
-        (np.float64(1), "numpy.float64", "value.item()"),
-        (np.zeros(2), "numpy.ndarray", "torch.from_numpy(value)"),
-        (np.bool_(True), "numpy.bool", "value.item()"),
+        (np.datetime64("2026-01-01"), "numpy.datetime64", "a text"),
+        (np.array(["a"]), "numpy.ndarray", "its numbers"),
+        (np.longdouble(1), "numpy.longdouble", "float64"),
+        (np.str_("a"), "numpy.str", "a text"),
         (len, "builtin_function_or_method", "name"),
         (Point, "type", "value.__name__"),
         (Point(), "Point", "data"),

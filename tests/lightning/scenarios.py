@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning
 import torch
 from torch import nn
@@ -31,6 +33,11 @@ def with_optimizer(make: Any) -> Any:
         return Module
 
     return define
+
+
+def sgd_with(rate: Any, module: Any) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate)
+    return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 5]), gamma=np.float32(0.3))]
 
 
 def scheduled(make: Any, **options: Any) -> Any:
@@ -877,6 +884,14 @@ SCENARIOS = [
     Scenario("no validation", settings={"limit_val_batches": 0}),
     Scenario(
         "no validation, and an interval beyond the epoch", settings={"limit_val_batches": 0, "val_check_interval": 9}
+    ),
+    *(
+        Scenario(
+            f"a learning rate that is a {type(rate).__name__}",
+            with_optimizer(partial(sgd_with, rate)),
+            callbacks=checkpoint(filename="{epoch}"),
+        )
+        for rate in (np.float64(0.1), np.float32(0.1), np.array(0.1))
     ),
     Scenario("any arguments", steps_of_any_arguments, callbacks=hooks_of_any_arguments),
     Scenario(

@@ -16,7 +16,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.helpers.compare import QUIET, as_floats
 from tests.helpers.processes import run_distributed
-from trainer import Callback, Trainer, TrainModule
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import CSVLogger
 
 CLASSES = 3
@@ -288,3 +289,15 @@ class Fitted(Measured):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["step", "epoch"])
+def test_the_trainers_own_names_are_refused_with_several_loaders_too(name: str) -> None:
+    class Named(Toy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log(name, 1.0)
+
+    with pytest.raises(ConfigError, match=f"such as 'my_{name}'"):
+        quiet().validate(Named(), [loader(1), loader(1)])
+    with pytest.raises(ConfigError, match=f"such as 'my_{name}'"):
+        quiet(fast_dev_run=True).fit(Named(), loader(1), loader(1))

@@ -223,7 +223,7 @@ class Logging:
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         value = batch[0].sum()
         self.log("both", value, on_step=True, on_epoch=True)
-        self.log("step", value)
+        self.log("by_step", value)
         return self.layer(batch[0]).sum()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -283,7 +283,7 @@ def _own_values() -> list[Any]:
 
 def test_a_value_by_step_is_the_processs_own_and_one_of_an_epoch_that_of_all() -> None:
     first, second = run_distributed(_own_values)
-    own = [[metrics["step"] for where, metrics in rank if where == "batch"] for rank in (first, second)]
+    own = [[metrics["by_step"] for where, metrics in rank if where == "batch"] for rank in (first, second)]
     assert sorted(own[0] + own[1]) == [0.0, 1.0, 2.0, 3.0]
     assert set(own[0]).isdisjoint(own[1])
     for rank in (first, second):

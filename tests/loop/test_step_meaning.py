@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Iterator
@@ -370,13 +371,24 @@ def test_fast_dev_run_has_no_sanity_check_and_a_logger_that_takes_everything() -
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             steps.append(self.global_step)
             self.logger.experiment.add_image("x", batch, global_step=1)  # type: ignore[union-attr]
-            self.logger.log_metrics({"a": 1.0}, 1)  # type: ignore[union-attr]
+            logger: Any = self.logger
+            logger.log_metrics({"a": 1.0}, 1)
+            logger.log_metrics({"a": 1.0})
+            logger.log_table("t", [1], columns=["a"])
+            logger.experiment.log_metrics({"a": 1.0}, epoch=1)
+            logger.experiment.config.update({"lr": 0.1})
+            logger.experiment["parameters/lr"] = 0.1
+            logger.experiment["loss"].append(1.0)
+            logger[0].experiment[0].add_scalars("x", {"a": 1.0})
+            assert copy.deepcopy(logger).name == logger.version == ""
+            assert logger.save_dir is None
+            assert self.trainer.loggers == [logger]
 
     steps: list[int] = []
     trainer = quiet(fast_dev_run=True, num_sanity_val_steps=2, logger=True)
     trainer.fit(Draws(), loader(3), loader(3))
     assert steps == [1]
-    assert len(trainer.loggers) == 1
+    assert (len(trainer.loggers), trainer.logger) == (1, trainer.loggers[0])
     assert quiet(fast_dev_run=True, logger=False).loggers == []
 
 

@@ -59,7 +59,7 @@ class Model(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss)
-        self.log("step", float(self.global_step))
+        self.log("count", float(self.global_step))
         self.losses.append(loss.item())
         return loss
 

@@ -7,6 +7,7 @@ A value that JSON lacks is written as an object whose key begins with `$`:
     {"$tuple": [...]}   {"$items": [[key, value], ...]}        a tuple; a dict whose keys are not plain strings
     {"$counter": [[key, value], ...]}                          a collections.Counter, which MultiStepLR keeps
     {"$float": "nan"}   {"$int": "0x..."}                      nan and infinities; integers beyond 64 bits
+    {"$number": ["float32", 0.5]}   {"$array": {"$tensor"...}}    a number and an array of numpy
 
 A user's dict with a key that begins with `$` is written as `$items`, so that it cannot be mistaken for one of these.
 """
@@ -23,10 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 
-from trainer.checkpoint.shards import FlatSlice, Shard
+from trainer.checkpoint.shards import FlatSlice, Shard, StoredTensor, materialize
 from trainer.errors import CheckpointError
+from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
 
 MAX_DEPTH = 100
 """Maximum nesting depth, written and read."""
@@ -44,8 +47,10 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes that can be stored, by their name in the JSON."""
 
-_ALLOWED = "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict and torch.Tensor"
-_SCALARS = frozenset({type(None), bool, int, float, str})
+_ALLOWED = (
+    "A checkpoint holds data only: None, bool, int, float, str, list, tuple, dict, torch.Tensor, and numpy's numbers "
+    "and arrays of numbers"
+)
 _ODD_FLOATS = frozenset({"nan", "-nan", "inf", "-inf"})
 _ADVICE: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (enum.Enum, "store value.name"),
@@ -166,10 +171,15 @@ class _Serializer:
             return value if math.isfinite(value) else {"$float": _odd_float(value)}
         if kind is int:
             return value if value.bit_length() <= 64 else {"$int": hex(value)}
-        if kind in _SCALARS:
+        if kind in SCALARS:
             return value
+        if is_numpy_number(value):
+            return {"$number": [value.dtype.name, self.encode(value.item())]}
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
+        if kind is np.ndarray and value.dtype.name in NUMPY_NUMBERS:
+            # A copy: torch wants an array that may be written to, in the machine's order of bytes.
+            return {"$array": self._tensor(torch.from_numpy(np.array(value, NUMPY_NUMBERS[value.dtype.name])))}
         if kind is Shard:
             return self._shard(value)
         if kind is list:
@@ -290,6 +300,14 @@ class _Deserializer:
         if marker in ("$items", "$counter") and isinstance(content, list):
             items = self._items(content, depth)
             return Counter(items) if marker == "$counter" else items
+        if marker == "$array" and isinstance(content, dict) and content.get("dtype") in NUMPY_NUMBERS:
+            taken = self.decode(content, depth + 1)
+            return materialize(taken).numpy().copy() if isinstance(taken, (torch.Tensor, StoredTensor)) else taken
+        if marker == "$number" and isinstance(content, list) and len(content) == 2 and content[0] in [*NUMPY_NUMBERS]:
+            number, kind = self.decode(content[1], depth + 1), NUMPY_NUMBERS[content[0]]
+            limits = np.iinfo(kind) if issubclass(kind, np.integer) else None
+            if type(number) is type(kind(0).item()) and (limits is None or limits.min <= number <= limits.max):
+                return kind(number)
         if marker == "$float" and isinstance(content, str) and content in _ODD_FLOATS:
             return float(content)
         if marker == "$int" and isinstance(content, str) and re.fullmatch("-?0x[0-9a-f]+", content):
@@ -365,7 +383,7 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
 def _advice(value: Any) -> str:
     module = type(value).__module__
     if module == "numpy":
-        return "store torch.from_numpy(value)" if type(value).__name__ == "ndarray" else "store value.item()"
+        return "store its numbers, as an array of float64 or int64, or a text for each"
     for kinds, advice in _ADVICE:
         if isinstance(value, kinds):
             return advice
@@ -373,7 +391,7 @@ def _advice(value: Any) -> str:
 
 
 def _is_key(key: Any) -> bool:
-    return type(key) in _SCALARS or (type(key) is tuple and all(_is_key(part) for part in key))
+    return is_scalar(key) or (type(key) is tuple and all(_is_key(part) for part in key))
 
 
 def _odd_float(value: float) -> str:

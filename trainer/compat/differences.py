@@ -145,6 +145,16 @@ DIFFERENCES = (
         "they are nowhere",
     ),
     Difference(
+        "names of the trainer",
+        '`self.log("step", ...)` sets the step axis of the loggers, `self.log("epoch", ...)` their epoch',
+        "an error: both are the trainer's own",
+    ),
+    Difference(
+        "hyperparameters and options",
+        "hyperparameters and options of optimizers are what pickle can store",
+        "data, numbers of numpy included; anything else is an error at the start",
+    ),
+    Difference(
         "arguments of self.log",
         "`self.log` of one name with other arguments raises",
         "the arguments of the first call in an epoch count",

@@ -31,7 +31,13 @@ from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import choose_run_dir, find_after_restart, find_checkpoint, locked_folders
 from trainer.loop.teardown import detach, end_with_error, exit_if_stopped, finish
 from trainer.loop.trainable import TrainableParameters
-from trainer.loop.training_state import load_training_state, restore_seed, restore_training, restore_weights
+from trainer.loop.training_state import (
+    check_storable,
+    load_training_state,
+    restore_seed,
+    restore_training,
+    restore_weights,
+)
 from trainer.metrics.state import check_torchmetrics
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
 from trainer.model.compile import start_compiling
@@ -213,6 +219,8 @@ def build_optimizers(run: Run) -> None:
         module.configure_optimizers(), type(module).__name__, automatic, calls_step
     )
     check_parameters(optimizers, module, shared=not automatic)
+    if run.checkpoint_callbacks:
+        check_storable(optimizers, run.scheduler_configs)
     check_optimizers(run, optimizers)
     if settings.max_epochs is None and run.config.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)

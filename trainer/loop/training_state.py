@@ -10,16 +10,19 @@ from dataclasses import asdict, fields
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trainer.callback import Callback
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
+from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.transfer import move_to
 from trainer.errors import CheckpointError
 from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
 from trainer.metrics.state import load_metrics_state, metrics_state
+from trainer.optimizers import SchedulerConfig
 from trainer.progress import Progress
 from trainer.seed import derive_seed, rng_state, seed_everything
 from trainer.strategy import synchronize_buffers
@@ -74,6 +77,17 @@ def training_state(run: Run) -> dict[str, Any]:
         "precision": strategy.precision.name,
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }
+
+
+def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
+    """Check that a checkpoint can hold the optimizers' options and the schedulers' states, before the first step.
+
+    Raises:
+        CheckpointError: it cannot; the message names the field.
+    """
+    groups = [[{**group, "params": []} for group in optimizer.param_groups] for optimizer in optimizers]
+    serialize([{"param_groups": of_one} for of_one in groups], "optimizers")
+    serialize([config.scheduler.state_dict() for config in schedulers], "schedulers")
 
 
 KINDS: dict[str, tuple[type, ...]] = {

@@ -183,6 +183,7 @@ class MetricLog:
         key = f"{name}/{scope.loader}" if scope.loader else name
         entry = scope.entries.get(key)
         if entry is None:
+            check_name(name, self.disabled_reason)
             metric = value if is_torchmetric(value) else None
             entry = scope.entries[key] = self._new_entry(scope, key, metric, options)
             self.names.update((name, key))
@@ -219,7 +220,6 @@ class MetricLog:
 
     def _new_entry(self, scope: MetricScope, key: str, metric: Any, options: LogOptions) -> Entry:
         """Return the entry of a name that is logged for the first time; the options of this call are kept."""
-        check_name(key, self.disabled_reason)
         on_step, on_epoch = options.on_step, options.on_epoch
         if options.reduction not in REDUCTIONS:
             allowed = ", ".join(REDUCTIONS)
@@ -476,14 +476,23 @@ def reject_unknown_options(options: Iterable[str]) -> None:
         raise ConfigError(f"self.log has no option {option!r}. {hint} Options: {', '.join(OPTIONS)}.")
 
 
+RESERVED_NAMES = ("step", "epoch")
+"""Names of the trainer's own values, which every logger has."""
+
+
 def check_name(name: Any, disabled_reason: str | None) -> None:
-    """Raise `ConfigError` if `name` is not a string, or if there is a `disabled_reason`."""
+    """Raise `ConfigError` if `name` is not a string or one of `RESERVED_NAMES`, or if there is a `disabled_reason`."""
     if not isinstance(name, str):
         raise ConfigError(
             f"self.log got a {type(name).__name__} as the name: write self.log('loss', value), the name first."
         )
     if disabled_reason is not None:
         raise ConfigError(f"self.log({name!r}): {disabled_reason}")
+    if name in RESERVED_NAMES:
+        raise ConfigError(
+            f"self.log({name!r}): loggers, filenames and monitor= know {name!r} as the trainer's count of {name}s. "
+            f"Leave the call out, or give the value another name, such as 'my_{name}'."
+        )
 
 
 def as_number(name: str, value: Any) -> float:

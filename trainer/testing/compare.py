@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.checkpoint.directory import CheckpointDirectory
@@ -70,6 +71,10 @@ def _differences(where: str, one: Any, other: Any, ignore: tuple[str, ...]) -> I
             yield from _differences(f"{where}.{index}", *pair, ignore)
     elif isinstance(one, torch.Tensor):
         yield from _tensor_differences(where, one, other)
+    elif isinstance(one, np.ndarray):
+        yield from _tensor_differences(where, torch.from_numpy(one), torch.from_numpy(other))
+    elif isinstance(one, np.generic):
+        yield from _differences(where, one.item(), other.item(), ignore)
     elif isinstance(one, float):
         if struct.pack("<d", one) != struct.pack("<d", other):
             yield f"{where}: {one!r} and {other!r}"

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from trainer.hyperparameters import is_numpy_number, is_scalar
+
 if TYPE_CHECKING:
     from trainer.checkpoint.format import Manifest
     from trainer.checkpoint.serialization import TensorInfo
@@ -122,9 +124,11 @@ def json_ready(value: Any) -> Any:
         return {key if isinstance(key, str) else str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_ready(item) for item in value]
+    if is_numpy_number(value):
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if is_scalar(value):
         return value
     return {"tensor": value.name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
@@ -137,7 +141,7 @@ def tensors_in(value: Any) -> Iterator[TensorInfo]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
-    elif value is not None and not isinstance(value, (bool, int, float, str)):
+    elif not is_scalar(value):
         yield value
 
 
