@@ -139,6 +139,15 @@ def test_no_file_imports_itself_through_others() -> None:
         raise AssertionError(" -> ".join(error.args[1])) from None
 
 
+BY_NAME = {"", "callback", "strategy", "cli.main", "config.classes", "strategies.xla.strategy"}
+"""Files that import modules by name: tables of public names, callbacks, strategies and commands; others' modules."""
+
+
+def test_no_other_file_hides_an_import_behind_a_name() -> None:
+    words = ("import_module(", "__import__(", 'sys.modules["trainer')
+    assert {name for name, path in FILES.items() if any(word in path.read_text() for word in words)} == BY_NAME
+
+
 def test_every_room_exists() -> None:
     assert {room for row in ROOMS for room in row} == {room_of(name) for name in FILES if name}
 

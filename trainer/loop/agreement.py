@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, timedelta
 from enum import Enum
-from importlib import import_module
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainer import __version__
 from trainer.data.loader import BatchLoader
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError
@@ -178,7 +178,7 @@ def _settings(run: Run) -> Iterator[tuple[str, object]]:
             yield f"{where}.{name}", getattr(callback, name)
     yield "torch", torch.__version__
     yield "python", ".".join(map(str, sys.version_info[:2]))
-    yield "this package", import_module("trainer").__version__
+    yield "this package", __version__
 
 
 def _tensors(module: TrainModule) -> Iterator[tuple[str, object]]:
