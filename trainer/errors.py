@@ -104,8 +104,7 @@ TORCH_ERRORS = {
     ),
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter was used outside of the forward of the layer that gathers it. Call that layer, instead of "
-        "using its weight. With automatic_optimization = False, name in auto_wrap_policy all layers used after "
-        "a manual_backward of the same step; or use strategy 'ddp'."
+        "using its weight; or use strategy 'ddp'."
     ),
     "must have the same dtype": (
         "Weights and data differ in dtype. Give the data as float32 (batch.float()), or choose the dtype of both with "

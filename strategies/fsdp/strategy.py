@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -284,10 +284,37 @@ class FSDPStrategy(DistributedStrategy):
     def call_step(self, step: str, *args: Any) -> Any:
         with self.precision.forward_context(self.device):
             if not torch.is_inference_mode_enabled():
-                return self.wrapped(step, *args)
+                outputs = self.wrapped(step, *args)
+                if self._steps_by_hand and step == "training_step":
+                    self.wrapped.reshard()
+                return outputs
             # Weights that are gathered in inference mode could not be used for training afterwards.
             with torch.inference_mode(False), torch.no_grad():
                 return self.wrapped(step, *args)
+
+    @property
+    def _steps_by_hand(self) -> bool:
+        return not self.module.automatic_optimization
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # Not through super(): from fit to backward there are four frames.
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        if not self._steps_by_hand:
+            loss.backward()
+            return
+        # FSDP2 expects one backward, after the step method: what is in no block has its hook on the outputs, and is
+        # sharded after the backward, although this step may use it again.
+        if loss.requires_grad:
+            loss.register_hook(self.wrapped._get_fsdp_state()._pre_backward)
+        loss.backward()
+        self.wrapped.unshard()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
+        super().step(optimizer, closure, **options)
+        if self._steps_by_hand:  # gather the new values
+            self.wrapped.reshard()
+            self.wrapped.unshard()
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         return self._communicating(last or not self.accumulate_unsharded)

@@ -1,0 +1,99 @@
+"""With manual optimization fsdp trains what is in no block as a hand-written loop does, however often it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.strategy_runs import WAYS, run_each
+from trainer import TrainModule, seed_everything
+
+WIDTH, SAMPLES, GLOBAL_BATCH = 6, 24, 8
+NAMES = ("FSDP x2", "FSDP x2, SHARD_GRAD_OP", "FSDP x2, CPU offload")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Adversarial(TrainModule):
+    """Two networks of blocks with heads outside of the blocks, weights that are tied, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+        self.judge = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, 1))
+        self.inwards, self.outwards = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.outwards.weight = self.inwards.weight
+        self.temperature = nn.Parameter(torch.ones(2))
+
+    def losses(self, x: torch.Tensor) -> Any:
+        """Yield the loss for each of the three optimizers in turn, computed when it is asked for."""
+        made = self.generator(x)
+        yield (self.judge(made.detach()) - 1).square().mean() + self.judge(x).square().mean()
+        yield self.judge(made).square().mean() + self.outwards(self.inwards(made)).square().mean()
+        yield (self.temperature.exp() * x.mean()).sum() + self.temperature.square().sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for loss, optimizer in zip(self.losses(batch[0]), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = [self.judge.parameters(), [*self.generator.parameters(), *self.inwards.parameters()]]
+        parts[1] += [self.outwards.bias]  # type: ignore[operator]
+        return [torch.optim.AdamW(part, lr=0.01) for part in (*parts, [self.temperature])]
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2)))
+
+
+def train(name: str) -> Any:
+    trainer = WAYS[name].trainer(seed=1, max_epochs=2, watchdog_seconds=100)
+    seed_everything(1)
+    module = Adversarial().double()
+    trainer.fit(module, DataLoader([(x.double(),) for (x,) in data()], GLOBAL_BATCH // 2))  # type: ignore[arg-type]
+    return trainer.full_state_dict(everywhere=True)
+
+
+def by_hand() -> dict[str, torch.Tensor]:
+    seed_everything(1)
+    module = Adversarial().double()
+    optimizers = module.configure_optimizers()
+    (x,) = data().tensors
+    for start in [*range(0, SAMPLES, GLOBAL_BATCH)] * 2:
+        for loss, optimizer in zip(module.losses(x[start : start + GLOBAL_BATCH].double()), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return module.state_dict()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("manual"))
+        return run_each(train, NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_outside_of_the_blocks_are_used_again_after_a_backward_and_a_step(name: str, results: Any) -> None:
+    expected = by_hand()
+    for rank in results[name]:
+        assert rank.keys() == expected.keys()
+        for key, value in rank.items():
+            torch.testing.assert_close(
+                value, expected[key], rtol=0, atol=1e-6, msg=lambda said, key=key: f"{key}: {said}"
+            )
