@@ -257,7 +257,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         """Return the optimizer.
 
         Raises:
-            ConfigError: there is not one, or it is none whose state DeepSpeed can shard.
+            ConfigError: there are several, or DeepSpeed cannot shard the optimizer's state.
         """
         raise_problems(optimizer_problems(optimizers, self.cpu_adam), f"strategy {self.name!r}")
         return optimizers[0]

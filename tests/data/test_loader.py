@@ -342,9 +342,7 @@ def test_an_empty_stream_is_refused_when_it_is_read() -> None:
 
 
 def test_a_fraction_needs_a_length_and_at_least_one_batch() -> None:
-    with pytest.raises(
-        ConfigError, match=r"limit 0\.5 is a fraction, but the training loader does not tell its length"
-    ):
+    with pytest.raises(ConfigError, match=r"limit 0\.5 is a fraction, but the training loader has no length"):
         loader_of(DataLoader(Stream(5)), limit=0.5)
     with pytest.raises(ConfigError, match=r"limit 0\.1 of the 4 batches of the training loader is less than one"):
         loader_of(DataLoader(Numbers(4)), limit=0.1)

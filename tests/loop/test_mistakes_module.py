@@ -287,7 +287,7 @@ DATA: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "fraction of something endless": (
         lambda: fit(Net(), (batch for batch in loader()), trainer=quiet(limit_train_batches=0.5)),
-        ["0.5 is a fraction", "does not tell its length", "int"],
+        ["0.5 is a fraction", "has no length", "int"],
     ),
     "less than a batch": (
         lambda: fit(Net(), trainer=quiet(limit_train_batches=0.01)),

@@ -270,13 +270,13 @@ def steps(loader: BatchLoader, window: int, world: int) -> Iterator[CheckResult]
     """Report the global batch, and how full the last step of an epoch is."""
     size, samples, batches = loader.batch_size, loader.samples_per_epoch, loader.length
     if size is None:
-        yield CheckResult("WARN", "global batch", "not known: the loader does not tell its batch size.")
+        yield CheckResult("WARN", "global batch", "not known: the loader has no batch size.")
         return
     global_batch = size * window * world
     factors = f"{size} samples x {window} micro-batch{'es' if window > 1 else ''} x {world} processes"
     yield CheckResult("OK", "global batch", f"{factors} = {global_batch:,} samples")
     if samples is None or not batches:
-        yield CheckResult("WARN", "epoch", "not known: the loader does not tell its length.")
+        yield CheckResult("WARN", "epoch", "not known: the loader has no length.")
         return
     number = math.ceil(batches / window)
     last_window, last = batches - (number - 1) * window, samples - (number - 1) * global_batch

@@ -142,7 +142,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     if found["problem"]:
         lines.append(f"  error: {found['problem']}")
     elif place["source"] == "single process":
-        lines.append("  nobody who tells: a single process (Trainer(devices=...) starts more by itself)")
+        lines.append("  no launcher: a single process (Trainer(devices=...) starts more)")
     else:
         lines.append(
             f"  {place['source']}: rank {place['rank']} of {place['world_size']}, on this machine "

@@ -117,7 +117,7 @@ def _run(act: Callable[[Job], None], job: Job) -> int:
 def _in_named_run(configuration: Configuration, file: Path) -> None:
     """Work in the run whose own configuration was given, wherever its directory was moved to.
 
-    `last` and `best` are that run's, not those of the newest one; its `default_root_dir` is the folder it lies in.
+    `last` and `best` are that run's, not those of the newest one; `default_root_dir` is its parent folder.
     """
     checkpoints = file.parent / "checkpoints"
     if file.name != "config.yaml" or not checkpoints.is_dir():

@@ -295,7 +295,7 @@ DIFFERENCES = (
     Difference(
         "map_location",
         "`load_from_checkpoint` without `map_location`: the device of the training; functions and dicts see it",
-        "the CPU: a checkpoint does not tell its devices, and functions and dicts see `cpu`",
+        "the CPU: a checkpoint does not record its devices, and functions and dicts see `cpu`",
     ),
     Difference(
         "calls of log_metrics",

@@ -181,7 +181,7 @@ def _batches(limit: int | float | None, length: int | None, label: str) -> int |
         return int(limit)
     if length is None:
         raise ConfigError(
-            f"limit {limit} is a fraction, but {label} does not tell its length. "
+            f"limit {limit} is a fraction, but {label} has no length. "
             "Give a number of batches (an int), 1.0, or a loader with __len__."
         )
     # Rounded first: 0.29 * 100 is 28.999999999999996.

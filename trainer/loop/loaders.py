@@ -157,8 +157,8 @@ def _check_intervals(run: Run, batch_loader: BatchLoader) -> None:
     interval, length = run.config.val_check_interval, batch_loader.length
     if length is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
-            f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not tell its "
-            "length: give a number of batches (an int)."
+            f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length: give "
+            "a number of batches (an int)."
         )
     if length is not None and isinstance(interval, int) and interval > length > 0:
         raise ConfigError(

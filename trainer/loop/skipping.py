@@ -130,7 +130,7 @@ def end_window_with_skipped(run: Run) -> None:
 
 
 def is_exhausted(run: Run, windows: Iterator[list[Batch]]) -> bool:
-    """Whether the epoch has no further window; a loader that does not tell its length is asked for one. Collective.
+    """Whether the epoch has no further window; a loader that has no length is asked for one. Collective.
 
     The state of the loader and the random numbers in a checkpoint stay those before the question.
     """

@@ -77,7 +77,7 @@ class MigrationReport:
     """Settings of the DeepSpeed JSON that the file names."""
 
     def number(self, key: str, default: float) -> int:
-        """Return a key's value as a whole number; the default where it is none, 0 or not given."""
+        """Return a key's value as a whole number; the default if it is no number, 0 or not given."""
         return int(number(self.given.get(key)) or default)
 
     def translate(
