@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -189,6 +189,13 @@ def zero_grad_fast(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def copy_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Copy gradients whose memory the next forward may overwrite, as CUDA graphs do with the results of a backward."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -48,7 +48,7 @@ from trainer.loop.training_state import save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig, zero_grad_fast
+from trainer.optimizers import SchedulerConfig, copy_gradients, zero_grad_fast
 from trainer.precision import Precision
 from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, each_wait
 from trainer.progress import Progress
@@ -404,6 +404,8 @@ class Trainer:
                     del loss
             outputs = outputs_for_hooks(run, outputs)
             if position < last:
+                if run.reuses_memory:
+                    copy_gradients(module.parameters())
                 if not repeated:
                     hooks.on_train_batch_end(outputs, data, batch_idx)
                 del outputs, data

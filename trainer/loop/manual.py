@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.loop.accumulation import StepOutputs, checked_loss, outputs_for_hooks, with_loss_divisors
 from trainer.loop.run import Run
 from trainer.loop.skipping import ends_epoch
-from trainer.optimizers import needs_closure
+from trainer.optimizers import copy_gradients, needs_closure
 from trainer.profiling import BACKWARD, FORWARD, OPTIMIZER
 
 
@@ -56,6 +56,8 @@ def manual_backward(run: Run, loss: torch.Tensor) -> None:
     run.hooks.on_before_backward(loss)
     with run.phase(BACKWARD):
         run.strategy.backward(loss)
+    if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
+        copy_gradients(run.module.parameters())
     run.hooks.on_after_backward()
 
 

@@ -89,6 +89,8 @@ class Run:
     epoch_ended_by_module = False
     """True after the module's `on_train_batch_start` has returned -1, until the next epoch."""
     reported_skipping = torn_down = clips_gradients = False
+    reuses_memory = False
+    """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
     weights_loss_by_items = False
     """True if the module defines `num_items`."""
     saving_hooks = CallbackList([])

@@ -205,7 +205,7 @@ def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack
     disable_activation_checkpointing(module)
     strategy.setup_module(module, training, run.settings.activation_checkpointing if training else None)
     if run.config.compilation is not None:
-        run.metrics.copies_losses = run.config.compilation.reuses_memory
+        run.metrics.copies_losses = run.reuses_memory = run.config.compilation.reuses_memory
         trained = (lambda: run.progress.step) if training else None
         cleanup.callback(start_compiling(module, run.config.compilation, trained))
     restore_weights(run, checkpoint)
