@@ -18,6 +18,7 @@ from trainer.distributed.environment import Environment, detect_environment
 from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
 from trainer.distributed.rendezvous import join_store
 from trainer.errors import ConfigError
+from trainer.fault_tolerance import flight_recorder
 from trainer.fault_tolerance.failure import leaving_process_group
 from trainer.launchers.restarts import exit_barrier
 from trainer.module import TrainModule
@@ -49,6 +50,7 @@ class DistributedStrategy(Strategy):
         own = "tpu" if device_type == "tpu" else dist.Backend.default_device_backend_map.get(device_type, "gloo")
         backend = "gloo" if own == "gloo" else f"cpu:gloo,{device_type}:{own}"
         here.export()
+        flight_recorder.switch_on()
         store = HashStore() if here.world_size == 1 else join_store(here, self.timeout)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=self.timeout)
         atexit.register(_leave)

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.helpers.processes import run_python
-from tests.helpers.toy import quiet
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, Trainer, TrainModule
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.watchdog import Watchdog, stacks
 
@@ -54,6 +58,35 @@ def test_shows_all_stacks_and_who_is_behind() -> None:
         shown = errors[errors.index(f"rank {rank} of 2, ") :]
         assert shown.splitlines()[1] == "  thread MainThread (most recent call last):"
         assert ", in watched" in shown
+
+
+class OtherCollective(Callback):
+    """Call a collective after the second step, another one on each rank."""
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step == 2:
+            dist.all_reduce(torch.ones(5)) if trainer.rank == 0 else dist.broadcast(torch.ones(7), src=0)
+            time.sleep(60)
+
+
+def fit_with_other_collectives() -> None:
+    trainer = quiet(strategy="ddp", devices=2, max_epochs=1, watchdog_seconds=2.0, callbacks=OtherCollective())
+    trainer.fit(Toy(), loader())
+
+
+def test_names_the_collectives_in_which_the_processes_wait(tmp_path: Path) -> None:
+    script = "from tests.fault_tolerance.test_watchdog import fit_with_other_collectives as f\nf()\n"
+    errors = run_python(script, cwd=tmp_path).check(1).stderr
+    lines = [line for line in errors.splitlines() if line.startswith("  rank ") and "steps done" in line]
+    by_rank = {line.split(":")[0].split()[1]: line for line in lines}
+    assert "; waits in all_reduce of [[5]], number " in by_rank["0"], errors
+    assert "; waits in broadcast of [[7]], number " in by_rank["1"], errors
+    assert "The processes are not in the same collective.\n" in errors
+    assert "on_train_step_end (" in by_rank["0"]
+    assert "test_watchdog.py:" in by_rank["1"]
+    kept = sorted(tmp_path.glob("runs/*/flight-recorder-rank*.json"))
+    assert [path.stem[-1] for path in kept] == ["0", "1"]
+    assert json.loads(kept[1].read_text())["entries"][-1]["profiling_name"] == "gloo:broadcast"
 
 
 def test_the_limit_is_a_number_of_seconds() -> None:

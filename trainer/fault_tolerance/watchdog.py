@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.failure import first_failure, write_error
+from trainer.fault_tolerance.flight_recorder import waiting_in
 from trainer.fault_tolerance.process_monitor import mark_done
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Watchdog:
         limit: float | None,
         step: Callable[[], int],
         collective_check: CollectiveCheck | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Start to watch; do nothing for a single process (`store` None) or without a limit.
 
@@ -61,13 +64,14 @@ class Watchdog:
             limit: seconds without a heartbeat after which the run counts as hung.
             step: returns the number of steps done.
             collective_check: publish its progress, too.
+            folder: for what torch has recorded of the collectives, if the run hangs.
         """
         self.allow_slow = True
         if store is None or limit is None:
             return
         self._closed = threading.Event()
         own: Any = store  # torch's stubs do not know `clone`
-        watch = _WatchThread(self, own.clone(), rank, world_size, limit, step, self._closed, collective_check)
+        watch = _WatchThread(self, own.clone(), rank, world_size, limit, step, self._closed, collective_check, folder)
         self._thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
         self._thread.start()
         # A daemon thread that returns from C++ while Python exits would abort the process.
@@ -96,6 +100,7 @@ class _WatchThread:
         step: Callable[[], int],
         closed: threading.Event,
         collective_check: CollectiveCheck | None,
+        folder: Path | None,
     ) -> None:
         self._watchdog = watchdog
         self._store = store
@@ -104,6 +109,7 @@ class _WatchThread:
         self._step = step
         self._closed = closed
         self._collective_check = collective_check
+        self._folder = folder
         self._interval = min(2.0, limit / 10)
         self._since = time.monotonic()
 
@@ -144,6 +150,7 @@ class _WatchThread:
             rank, limit = self._store.get(_EXPIRED).decode().split()
             silent = time.monotonic() - self._since
             state = {"step": self._step(), "heartbeats": self._watchdog.heartbeats, "silent": silent, "where": _where()}
+            state["collective"] = waiting_in(self._folder, self._rank)
             head = f"rank {self._rank} of {self._world_size}, {silent:.0f} s after its last sign of life:\n"
             write_error(head + stacks())
             self._store.set(f"watchdog/{self._rank}", json.dumps(state))
@@ -179,16 +186,22 @@ class _WatchThread:
             who = f"{_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
         else:
             who = "No rank is behind the others; the stacks above show what each one waits for."
+        if len({state["collective"] for state in states.values()}) > 1:
+            who += " The processes are not in the same collective."
         lines = [f"the run hangs: no progress for {limit:g} s (watchdog_seconds). {who}"]
         shown = sorted(states, key=lambda rank: (states[rank]["heartbeats"], rank))[:16]
         lines += [
             f"  rank {rank}: {states[rank]['step']} steps done, last sign of life {states[rank]['silent']:.1f} s ago, "
-            f"in {states[rank]['where']}"
+            f"in {states[rank]['where']}{_also(states[rank]['collective'])}"
             for rank in shown
         ]
         if len(states) > len(shown):
             lines.append(f"  and {len(states) - len(shown)} more")
         return "\n".join(lines) + "\n"
+
+
+def _also(collective: str) -> str:
+    return f"; {collective}" if collective else ""
 
 
 def stacks() -> str:

@@ -260,7 +260,8 @@ def watch_the_clock(run: Run, cleanup: ExitStack) -> None:
         )
     cleanup.callback(run.watchdog.stop)
     limit, steps = run.settings.watchdog_seconds, lambda: run.progress.step
-    run.watchdog.start(stop.store, rank, world_size, limit, steps, run.collective_check)
+    folder = None if run.settings.fast_dev_run else run.session.run_dir
+    run.watchdog.start(stop.store, rank, world_size, limit, steps, run.collective_check, folder)
     if run.deadline is not None and run.stage == "fit":
         cleanup.callback(run.deadline.stop)
         run.deadline.start(stop)
