@@ -105,7 +105,7 @@ class ModelCheckpoint(Checkpoint):
         _check_arguments(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval)
         problems = [*_template_problems(filename), *_wrong_flags(save_last, async_save, on_write_error, dirpath)]
         raise_problems(problems, "ModelCheckpoint's arguments")
-        self.dirpath = dirpath
+        self.dirpath = None if dirpath is None else str(as_storage_path(dirpath))
         self.filename = filename or "{epoch}-{step}"
         self.names_in_filename = [name for name, _ in _FIELD.findall(self.filename) if name not in ("epoch", "step")]
         self.monitor = monitor

@@ -16,6 +16,7 @@ from trainer.callback import Callback
 from trainer.checkpoint.disk import atomic_file
 from trainer.data.transfer import move_to
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
+from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -65,7 +66,7 @@ class PredictionWriter(Callback):
             if given not in known
         ]
         raise_problems(problems, "PredictionWriter")
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else local_path(dirpath)
         self.write_interval = write_interval
         self.format = format
         self.max_shard_size = max_shard_size
@@ -250,7 +251,7 @@ def read_predictions(dirpath: str | Path) -> Iterator[Any]:
     Raises:
         ConfigError: the folder has no predictions, or those of a process are missing or incomplete.
     """
-    folder = Path(dirpath)
+    folder = local_path(dirpath)
     indexes = sorted(folder.glob("predictions-rank*-of-?????.json"))
     found = [re.fullmatch(r"predictions-rank(\d+)-of-(\d+)\.json", index.name) for index in indexes]
     ranks = {(int(match[1]), int(match[2])) for match in found if match}

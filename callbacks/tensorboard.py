@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callback import Logger
 from trainer.errors import ConfigError, MissingPackageError
+from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -39,7 +40,7 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, save_dir: str | Path | None = None, flush_seconds: float = 5.0) -> None:
-        self.save_dir = None if save_dir is None else Path(save_dir)
+        self.save_dir = None if save_dir is None else local_path(save_dir)
         self.flush_seconds = flush_seconds
         self._trainer: Trainer | None = None
         self._file: _EventFile | None = None

@@ -12,6 +12,7 @@ from torch.profiler import profile, schedule
 
 from trainer.callback import Callback
 from trainer.errors import raise_problems
+from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -74,7 +75,7 @@ class TorchProfiler(Callback):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        self.dirpath = dirpath
+        self.dirpath = None if dirpath is None else local_path(dirpath)
         self.traces: list[Path] = []
         """The traces that this process has written."""
         self._profile: profile | None = None
@@ -101,7 +102,7 @@ class TorchProfiler(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.traces.clear()
-        self._folder = Path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "profile"
+        self._folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "profile"
         self._rank = trainer.rank
         steps = schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
         self._profile = profile(schedule=steps, on_trace_ready=self._write, **self.options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -158,6 +159,11 @@ class Settings:
         return None if self.max_time is None else read_duration(self.max_time, "max_time")
 
     @property
+    def root(self) -> Path:
+        """Return `default_root_dir` as a path of this machine."""
+        return local_path(self.default_root_dir)
+
+    @property
     def latest_end(self) -> datetime | None:
         """Return `deadline` with a time zone."""
         return None if self.deadline is None else read_deadline(self.deadline)
@@ -239,6 +245,11 @@ def _wrong_types(settings: Settings) -> list[str]:
     ]
     if not isinstance(settings.default_root_dir, (str, Path)):
         problems.append(f"default_root_dir={settings.default_root_dir!r}: give a folder, such as 'runs'.")
+    else:
+        try:
+            local_path(settings.default_root_dir)
+        except ConfigError as error:
+            problems.append(f"default_root_dir={error}")
     if not isinstance(settings.benchmark, (bool, type(None))):
         problems.append(f"benchmark={settings.benchmark!r}: give True, False or None.")
     if settings.gradient_clip_algorithm not in ("norm", "value"):
@@ -311,6 +322,25 @@ def _contradictions(settings: Settings) -> list[str]:
             "benchmark=True lets cuDNN choose differently from run to run; deterministic forbids that: choose one."
         )
     return problems
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def local_path(path: str | Path) -> Path:
+    """Return a user's path of this machine; `~` and `~user` at its start are home folders.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ConfigError(
+            f"{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the path in "
+            f"full; for a name that begins with ~ in the current folder, ./{expanded}."
+        )
+    # The path of "./~x" must not be taken for a home folder when it is looked at again.
+    return Path(expanded).absolute() if str(Path(expanded)).startswith("~") else Path(expanded)
 
 
 # -- times -------------------------------------------------------------------------------------------------------------

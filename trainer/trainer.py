@@ -17,6 +17,7 @@ from typing_extensions import Never
 
 from trainer.callback import Callback, CallbackList, Checkpoint, Logger, print_text
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
+from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
@@ -241,7 +242,7 @@ class Trainer:
         group = run.checkpoint_group
         self.save_with(lambda state, about: write_checkpoint(path, state, info=about, process_group=group), info or {})
         if self.is_global_zero:
-            run.hooks.on_checkpoint_saved(str(path))
+            run.hooks.on_checkpoint_saved(str(as_storage_path(path)))
 
     def save_with(self, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
         """Pass the state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.

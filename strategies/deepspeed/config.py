@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.errors import did_you_mean, raise_problems
+from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.precision import Precision
+from trainer.settings import local_path
 from trainer.strategies.deepspeed.config_checks import (
     AUTO,
     MODELS,
@@ -98,8 +99,8 @@ def read_config(given: str | Path | Mapping[str, Any] | None) -> tuple[dict[str,
     if not isinstance(given, (str, Path)):
         return {}, [f"config={given!r}: give the path of a DeepSpeed JSON file, or a dict."]
     try:
-        return _parse(Path(given).read_text(encoding="utf-8"), str(given))
-    except (OSError, UnicodeError) as error:
+        return _parse(local_path(given).read_text(encoding="utf-8"), str(given))
+    except (OSError, UnicodeError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         fix = "Give the path of a DeepSpeed JSON file, or a dict."
         return {}, [f"config={str(given)!r} cannot be read: {reason}. {fix}"]

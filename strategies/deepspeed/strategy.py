@@ -23,6 +23,7 @@ from trainer.model.init_device import InitDevice, build_context, check_init_devi
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.precision import Precision
+from trainer.settings import local_path
 from trainer.strategies.deepspeed.config import (
     DEFAULT_STAGE,
     TrainerSettings,
@@ -128,7 +129,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             offload_parameters = (offload if self.stage == 3 else None) or offload_device(zero, "offload_param")
         # None: not set. False: on the device.
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
-        self.nvme_path = nvme_path
+        self.nvme_path = None if nvme_path is None else local_path(nvme_path)
         self.cpu_adam = cpu_adam
         self.collective_forward = self.stage == 3
         self.engine: Any = None

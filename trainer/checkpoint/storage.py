@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 from trainer.checkpoint.disk import FileEntry, LocalStorage
 from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
 from trainer.errors import CheckpointError, ConfigError
+from trainer.settings import local_path
 
 StoragePath: TypeAlias = Path | RemotePath
 PathT = TypeVar("PathT", Path, RemotePath)
@@ -24,8 +25,11 @@ _SQUEEZED_URL = re.compile(r"[a-z][a-z0-9+.:-]+:/[^/]")
 def as_storage_path(path: str | StoragePath) -> StoragePath:
     """Parse a path on this machine or a URL such as "s3://bucket/run". "file:///data/run" is the path /data/run.
 
+    `~` is the home folder, as in `local_path`.
+
     Raises:
-        ConfigError: fsspec cannot open the URL, or the `Path` was made from a URL and has lost a slash.
+        ConfigError: there is no such user, fsspec cannot open the URL, or the `Path` was made from a URL and has lost a
+            slash.
     """
     if isinstance(path, RemotePath):
         return path
@@ -33,7 +37,7 @@ def as_storage_path(path: str | StoragePath) -> StoragePath:
     if url is None:
         if isinstance(path, Path) and _SQUEEZED_URL.match(str(path)):
             raise ConfigError(f"{path!r} was a URL before it became a Path: give it as a string.")
-        return Path(path)
+        return local_path(path)
     if url["scheme"] in ("file", "local"):
         return Path(url["rest"])
     check_url(str(path))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
+from trainer.settings import local_path
 
 TEMPLATES = {
     "digits": "classifies handwritten digits: a convolutional net on small images",
@@ -66,7 +67,7 @@ def _write(template: str | None, folder: str | None) -> None:
         )
     if template not in TEMPLATES:
         raise unknown_name_error("template", template, TEMPLATES)
-    place = Path(folder)
+    place = local_path(folder)
     if place.exists() and not place.is_dir():
         raise ConfigError(f"{folder} is a file: give the name of a new folder.")
     if place.is_dir() and any(place.iterdir()):

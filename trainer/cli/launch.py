@@ -162,6 +162,7 @@ def _joined(environ: Mapping[str, str], address: str, port: str) -> str | None:
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the arguments with which Python runs the program."""
     from trainer.errors import ConfigError
+    from trainer.settings import local_path
 
     program = [word for i, word in enumerate(options.program) if not (i == 0 and word == "--")]
     if not program:
@@ -173,6 +174,8 @@ def _command(options: argparse.Namespace) -> list[str]:
         return ["-m", *program]
     if first == "trainer":
         return ["-m", *program]
+    if first.startswith("~"):
+        first = program[0] = str(local_path(first))
     if not Path(first).is_file():
         looks_like_a_module = re.fullmatch(r"\w+(\.\w+)*", first) and not first.endswith(".py")
         what = "Is it a module? Write -m before it." if looks_like_a_module else "Look at the path."

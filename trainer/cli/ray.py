@@ -119,17 +119,17 @@ def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
 def _root(options: RayOptions, configuration: Configuration) -> str:
     """Return the folder of the run directories, which is the same for all workers."""
     from trainer.errors import ConfigError
-    from trainer.settings import Settings
+    from trainer.settings import Settings, local_path
 
     if options.storage_path is None or "default_root_dir" in configuration.trainer:
         root = configuration.trainer.get("default_root_dir", Settings.default_root_dir)
-        return str(Path(root).expanduser().absolute())
+        return str(local_path(root).absolute())
     if "://" in options.storage_path:
         raise ConfigError(
             f"--ray storage_path={options.storage_path} is no folder, which the run directory has to be: give also "
             "--trainer.default_root_dir, a folder that all machines see."
         )
-    return str(Path(options.storage_path).expanduser().absolute())
+    return str(local_path(options.storage_path).absolute())
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:

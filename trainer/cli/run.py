@@ -14,6 +14,7 @@ from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
 from trainer.launchers.restarts import LAUNCHED
+from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
@@ -71,7 +72,7 @@ def run_command(
         if prepare is not None:
             prepare(configuration)
         if command != "fit" and options.config:
-            _in_named_run(configuration, Path(options.config[-1]))
+            _in_named_run(configuration, local_path(options.config[-1]))
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
         return usage_error(str(error))
@@ -126,7 +127,7 @@ def _in_named_run(configuration: Configuration, file: Path) -> None:
     from trainer.errors import CheckpointError
 
     source = configuration.sources.get("default_root_dir")
-    if source is not None and source.name == str(file):
+    if source is not None and local_path(source.name) == file:
         configuration.trainer["default_root_dir"] = str(file.absolute().parent.parent)
     if configuration.ckpt_path in ("last", "best"):
         with suppress(CheckpointError):

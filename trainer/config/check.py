@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.callback import Callback, Logger, available_callbacks
+from trainer.checkpoint.storage import as_storage_path
 from trainer.config.classes import find_class, one_line_error
 from trainer.config.tree import (
     Diagnostics,
@@ -38,6 +39,7 @@ from trainer.config.types import (
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError, did_you_mean
+from trainer.loop.checks import checkpoint_may_exist
 from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule
 from trainer.settings import LIGHTNING_EQUIVALENTS, Settings
@@ -129,12 +131,16 @@ class Checker:
         if node is None or not isinstance(value, str):
             return None
         if value not in ("last", "best"):
-            path = Path(value).expanduser().absolute()
-            if not path.exists():
+            try:
+                place, there = as_storage_path(value), checkpoint_may_exist(value)
+            except ConfigError as error:
+                self.findings.add(node.source, f"ckpt_path: {error}")
+                return None
+            if not there:
                 close = did_you_mean(value, ["last", "best"])
                 allowed = "Allowed: last, best, or a checkpoint's folder."
                 self.findings.add(node.source, f"ckpt_path: there is no {value!r}.{close} {allowed}")
-            value = node.value = str(path)
+            value = node.value = str(place.absolute() if isinstance(place, Path) else place)
         return value
 
     def trainer(self, node: Node | None) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from trainer.config.projects import is_installed, project
 from trainer.config.tree import Source
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
+from trainer.settings import local_path
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
     else:
         folder = None
         if ":" in name:  # folder:package.module.Class
-            folder = Path(place)
+            folder = local_path(place)
             place, _, attribute = attribute.rpartition(".")
         module, where = _from_package(place, name, folder, source)
     return ResolvedClass(_require_class(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
@@ -106,7 +107,7 @@ def _require_class(cls: Any, bases: tuple[type, ...]) -> type:
 
 def _from_file(name: str, source: Source) -> tuple[ModuleType, str]:
     folders = [folder for folder in (source.folder, Path.cwd()) if folder is not None]
-    files = list(dict.fromkeys(Path(os.path.abspath(folder / Path(name).expanduser())) for folder in folders))
+    files = list(dict.fromkeys(Path(os.path.abspath(folder / local_path(name))) for folder in folders))
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         siblings = [path.name for path in files[0].parent.glob("*.py")] if files[0].parent.is_dir() else []

@@ -14,6 +14,7 @@ import yaml
 
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Source
 from trainer.errors import did_you_mean
+from trainer.settings import local_path
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -92,7 +93,7 @@ def foreign_kind(tree: Node) -> str | None:
 
 def read_tree(name: str, findings: Diagnostics) -> Node | None:
     """Read a file as `read_file` does, also one that was written for another program."""
-    path = Path(name)
+    path = local_path(name)
     source = Source(name, folder=path.absolute().parent)
     findings.files.append(name)
     kind = KINDS.get(path.suffix.lower())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainer.callback import Callback
@@ -15,7 +14,7 @@ from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Problem, Source
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
 from trainer.module import TrainModule
-from trainer.settings import ARGUMENTS, Settings
+from trainer.settings import ARGUMENTS, Settings, local_path
 from trainer.trainer import Trainer
 
 KEYS = ("module", "data", "trainer", "ckpt_path")
@@ -124,8 +123,8 @@ def _resolved(tree: Node) -> dict[str, Any]:
             trainer[name] = [_name_alone(item) for item in trainer[name]]
         elif name in trainer:
             trainer[name] = _name_alone(trainer[name])
-    root = Path(trainer.get("default_root_dir", Settings.default_root_dir))
-    trainer["default_root_dir"] = str(root.expanduser().absolute())
+    root = local_path(trainer.get("default_root_dir", Settings.default_root_dir))
+    trainer["default_root_dir"] = str(root.absolute())
     return resolved
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from trainer.callback import PROFILERS, Callback, Checkpoint, DummyLogger, Logger, callback_named, callback_problems
@@ -142,7 +141,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
             )
         num_nodes = environment.num_nodes
         problems += sharing_problems(device_type, devices, environment.source)
-        if environment.source == "Ray Train" and not Path(settings.default_root_dir).is_absolute():
+        if environment.source == "Ray Train" and not settings.root.is_absolute():
             problems.append(
                 f"default_root_dir={str(settings.default_root_dir)!r} is relative, and each worker of Ray has a folder "
                 "of its own, which is lost with its machine: give an absolute one that all machines see."

@@ -53,7 +53,7 @@ class Session:
         self.has_fit = False
         self.accumulate_grad_batches = settings.accumulate_grad_batches
         self.seed = settings.seed or 0
-        self.run_dir = Path(settings.default_root_dir)
+        self.run_dir = settings.root
         self.config_text: str | None = None
         """The configuration as YAML, for the run directory and checkpoints; None: the run was started from Python."""
         self.callback_metrics: dict[str, float] = {}

@@ -62,7 +62,7 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
                 ) from None
     if ckpt_path == "last" and run.stage == "fit":
         return None
-    looked = [str(folder) for folder in folders] or [str(run.settings.default_root_dir)]
+    looked = [str(folder) for folder in folders] or [str(run.settings.root)]
     more = f" and {len(looked) - 3} more" if len(looked) > 3 else ""
     which = " Only ModelCheckpoint(monitor=...) chooses a best one." if ckpt_path == "best" else ""
     raise CheckpointError(
@@ -90,7 +90,7 @@ def checkpoint_dirs(run: Run) -> list[StoragePath]:
     own = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
     if run.session.has_fit:
         return [*own, run.session.run_dir / CHECKPOINTS]
-    return [*own, *(run / CHECKPOINTS for run in reversed(versions(Path(run.settings.default_root_dir))))]
+    return [*own, *(run / CHECKPOINTS for run in reversed(versions(run.settings.root)))]
 
 
 def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePath | None) -> Path:
@@ -100,7 +100,7 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     predict use the run directory of their checkpoint, unless another `default_root_dir` than that of the checkpoint's
     run was given; or else that of this trainer's `fit`.
     """
-    root = Path(run.settings.default_root_dir)
+    root = run.settings.root
     goes_on = checkpoint is not None and (ckpt_path == "last" or run.stage != "fit")
     if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint)) is not None:
         elsewhere = root != Path(Settings.default_root_dir) and root.resolve() != known.parent.resolve()

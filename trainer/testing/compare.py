@@ -14,6 +14,7 @@ import torch
 
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import is_committed, read_checkpoint
+from trainer.settings import local_path
 
 IGNORED = (
     "run_dir",
@@ -43,8 +44,9 @@ def compare_runs(one: str | Path, other: str | Path, ignore: Iterable[str] = IGN
         CheckpointError: one of them has no intact checkpoint.
     """
     patterns = tuple(ignore)
-    found = _differences("", _last_checkpoint(Path(one)), _last_checkpoint(Path(other)), patterns)
-    return [*found, *_log_differences(Path(one) / "metrics.csv", Path(other) / "metrics.csv", patterns)]
+    one, other = local_path(one), local_path(other)
+    found = _differences("", _last_checkpoint(one), _last_checkpoint(other), patterns)
+    return [*found, *_log_differences(one / "metrics.csv", other / "metrics.csv", patterns)]
 
 
 def _last_checkpoint(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
+from trainer.settings import local_path
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 def export(options: argparse.Namespace) -> int:
     """Write the weights that the options select. Returns the exit code."""
-    out, most = Path(options.out), _bytes(options.max_shard_size)
+    out, most = local_path(options.out), _bytes(options.max_shard_size)
     if most is None and out.is_dir():
         raise ConfigError(
             f"{out} is a folder: give the name of a file, such as {out / 'model.safetensors'}, or --max-shard-size 5GB "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from pathlib import Path
 
 from trainer.cli.config.draft import launch_line
 from trainer.cli.config.wizard import PRESETS, WizardAnswers, ask_all
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
+from trainer.settings import local_path
 
 EXAMPLES = """\
 examples:
@@ -90,7 +90,7 @@ def _check(options: argparse.Namespace) -> None:
         if options.preset is None and options.source is None:
             raise ConfigError("--output - goes with --preset or --from: questions need the terminal for themselves.")
         return
-    path = Path(options.output)
+    path = local_path(options.output)
     if path.suffix.lower() not in (".yaml", ".yml"):
         raise ConfigError(f"--output {options.output}: YAML is written; give a name that ends with .yaml.")
     if path.is_dir():
@@ -130,7 +130,7 @@ def _put(text: str, options: argparse.Namespace) -> None:
     from trainer.checkpoint.disk import atomic_file
 
     try:
-        with atomic_file(Path(options.output).absolute()) as temporary:
+        with atomic_file(local_path(options.output).absolute()) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{options.output} cannot be written: {error.strerror}.") from error

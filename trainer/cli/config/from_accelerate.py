@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trainer.cli.config.draft import strategy_name
 from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
 from trainer.cli.config.report import MigrationReport, flatten, is_off, number, read_plain, read_rows
+from trainer.settings import local_path
 
 ROWS = read_rows("""
 *=SAGEMAKER             ! SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit
@@ -187,8 +187,9 @@ def from_accelerate(report: MigrationReport, given: Mapping[str, Any]) -> None:
     _read_facts(report, kind)
     file, shown = report.given.get("deepspeed_config.deepspeed_config_file"), ""
     if kind == "DEEPSPEED" and not is_off(file):
-        beside = report.source.parent / str(file)
-        path = beside if beside.is_file() or not Path(str(file)).is_file() else Path(str(file))
+        named = local_path(str(file))
+        beside = report.source.parent / named
+        path = beside if beside.is_file() or not named.is_file() else named
         shown = f"{path.name}: "
         from_deepspeed(report, read_plain(path)[0], shown)
         report.decided = {**report.draft.settings, **{f"strategy.{k}": v for k, v in report.draft.arguments.items()}}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trainer.cli.config.from_accelerate import from_accelerate
 from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
 from trainer.cli.config.report import MigrationReport, read_plain
 from trainer.errors import ConfigError
+from trainer.settings import local_path
 
 
 def translate(name: str) -> MigrationReport:
@@ -16,7 +15,7 @@ def translate(name: str) -> MigrationReport:
     Raises:
         ConfigError: the file cannot be read, or has no known format.
     """
-    path = Path(name).expanduser()
+    path = local_path(name)
     given, kind = read_plain(path)
     if kind is None:
         raise ConfigError(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
@@ -102,12 +101,12 @@ def _checks(
     from trainer.cli.doctor.collectives import collectives
     from trainer.cli.doctor.disk import disk
     from trainer.cli.doctor.machine import machine
-    from trainer.settings import Settings
+    from trainer.settings import Settings, local_path
 
     if first_here:
         yield from machine()
         root = given.root or (configuration.trainer.get("default_root_dir") if configuration is not None else None)
-        yield from disk(Path(root or Settings.default_root_dir).expanduser())
+        yield from disk(local_path(root or Settings.default_root_dir))
     yield collectives(given.devices)
     if configuration is not None:
         yield _one_step(arguments, given)
