@@ -85,6 +85,41 @@ def test_a_value_by_step_is_a_copy_that_keeps_no_larger_tensor_alive() -> None:
     assert [base() for base in bases] == [None] * 3
 
 
+def test_a_weight_by_step_is_a_copy_and_so_is_the_value_of_a_torchmetrics_object_without_its_graph() -> None:
+    class Weighs(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+            self.register_buffer("weight", torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.mean(loss)
+            self.log("mean", self.mean, on_step=True, on_epoch=True)
+            self.log("weighted", float(batch_idx), weight=self.weight.fill_(1.0))
+            self.weight.zero_()
+            return loss
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert not trainer.callback_metrics["mean"].requires_grad
+            assert trainer.callback_metrics["mean_step"] == outputs["loss"]
+
+    trainer = quiet(max_epochs=1, log_every_n_steps=1, logger=CSVLogger(), callbacks=Looks())
+    trainer.fit(Weighs(), loader(3))
+    assert [float(row["weighted"]) for row in rows_of(trainer) if "weighted" in row] == [0, 1, 2]
+
+
+def test_an_evaluation_after_a_fit_has_its_own_values_only() -> None:
+    module, trainer = Toy(), quiet(max_epochs=1)
+    trainer.fit(module, loader(2), loader(1))
+    assert set(trainer.callback_metrics) == {"train_loss", "val_loss"}
+    trainer.test(module, loader(1))
+    assert set(trainer.callback_metrics) == set(trainer.logged_metrics) == {"val_loss"}
+    trainer.predict(module, loader(1))
+    assert not trainer.callback_metrics
+
+
 class StepEnd(Toy):
     """Log the number of the step when the step ends."""
 

@@ -63,10 +63,11 @@ class Session:
         self.measured: dict[str, Measured] = {}
         """The latest values of all logged names, each with the step it was measured at."""
 
-    def start_fit(self) -> None:
-        """Forget the counters and values of an earlier `fit`."""
-        self.progress = Progress()
-        for values in (self.callback_metrics, self.logged_metrics, self.measured):
+    def start(self, stage: str) -> None:
+        """Forget the values of an earlier run, and for a `fit` its counters."""
+        if stage == "fit":
+            self.progress = Progress()
+        for values in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.measured):
             values.clear()
 
 
@@ -120,11 +121,9 @@ class Run:
         self.loggers = config.loggers
         self.hooks = CallbackList([])
         self.phase: Phase = unheard
-        if stage == "fit":
-            if session.has_fit:
-                log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
-            session.start_fit()
-        session.progress_bar_metrics.clear()
+        if stage == "fit" and session.has_fit:
+            log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
+        session.start(stage)
         self.progress = session.progress
         self.training = self.validating = self.sanity_checking = False
         self.metrics = MetricLog(module, lambda value: config.strategy.processes.all_gather_object(value))

@@ -210,8 +210,8 @@ class MetricLog:
             if entry.window != self.window:
                 entry.window = self.window
                 entry.window_values.clear()
-            # A copy: the tensor may change before it is read, and may be a view that keeps a larger one in memory.
-            entry.window_values.append((value.clone() if isinstance(value, torch.Tensor) else value, weight))
+            # Copies: a tensor may change before it is read, and may be a view that keeps a larger one in memory.
+            entry.window_values.append((_copied(value), _copied(weight)))
         if entry.options.on_epoch:
             entry.epoch.add(value, weight)
         if scope.loader:
@@ -261,7 +261,7 @@ class MetricLog:
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
         weight = self.samples if self.samples is not None else self._batch_weight()
-        entry.window, entry.window_values = self.window, [(value, weight)]
+        entry.window, entry.window_values = self.window, [(_copied(value.detach().reshape(())), weight)]
 
     def _batch_weight(self) -> int:
         """Return the number of samples of the batch, the first dimension of its tensors."""
@@ -426,6 +426,10 @@ def _as_scalar(name: str, value: torch.Tensor) -> torch.Tensor:
     if value.numel() != 1:
         raise ConfigError(f"self.log({name!r}) takes one number, not a tensor of shape {tuple(value.shape)}.")
     return value.reshape(())
+
+
+def _copied(number: Number) -> Number:
+    return number.clone() if isinstance(number, torch.Tensor) else number
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
