@@ -326,10 +326,11 @@ class Trainer:
                     self._update(run)
                 self._count(run, window)
                 run.hooks.on_train_batch_end(outputs, data, run.progress.batch - 1)
-            # Nothing of this step may stay in memory during the next forward.
-            del outputs, data
-            window.clear()
-            self._end_step(run)
+                # Nothing of this step may stay in memory during the next forward.
+                del outputs, data
+                window.clear()
+                run.hooks.on_train_step_end()
+            run.flush_step()
             if run.val_loaders and self.validation_due():
                 validate_during_fit(run)
             if self._stopped_inside_epoch(run, windows):
@@ -457,12 +458,6 @@ class Trainer:
             progress.samples += batch.total or 0
         if run.scheduler_configs and run.module.automatic_optimization:
             self._step_schedulers(run, "step", progress.step, on_plateau=None)
-
-    def _end_step(self, run: Run) -> None:
-        """Call the last hook of the step, and flush the log every `log_every_n_steps`."""
-        with run.metrics.recording(run.metrics.train):
-            run.hooks.on_train_step_end()
-        run.flush_step()
 
     def _end_epoch(self, run: Run) -> None:
         progress, metrics = run.progress, run.metrics

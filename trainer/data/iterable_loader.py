@@ -91,7 +91,8 @@ class IterableLoader(BatchLoader):
         self._learn_length(next(given))
 
     def _received(self, data: Any, number: int) -> Batch:
-        self._refuse_none(data, number)
+        if data is None:
+            raise self._none_error(number)
         return Batch(data, None, None)
 
     def _learn_length(self, given: int) -> None:

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -105,13 +105,13 @@ class BatchLoader(ABC):
             source: the object whose length it is, in words.
             slack: the difference that is allowed.
         """
-        counted = itertools.count(start)
-        most = None if length is None else max(0, length + slack - start)
-        # Not in a loop with a variable, which would keep the last batch in memory.
-        yield from map(_first, islice(batches, most), counted)
         if length is None:
+            yield from batches
             return
-        given = next(counted)
+        # `compress` counts the batches: a loop with a variable would keep the last one in memory.
+        counted = itertools.count(start + 1)
+        yield from compress(islice(batches, max(0, length + slack - start)), counted)
+        given = next(counted) - 1
         more = given >= length + slack and next(batches, None) is not None
         if more or given < length - slack:
             number = f"more than {given}" if more else f"only {given}"
@@ -135,13 +135,12 @@ class BatchLoader(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the next `iterate` continues there."""
 
-    def _refuse_none(self, data: Any, number: int) -> None:
-        """Raise ConfigError for a batch that is None: processes that skip different batches would lose each other."""
-        if data is None:
-            raise ConfigError(
-                f"{self.label} gave None as batch {number} of the epoch: have the dataset or collate_fn return one, or "
-                "leave those samples out beforehand."
-            )
+    def _none_error(self, number: int) -> ConfigError:
+        """Return the error for a batch that is None: processes that skip different batches would lose each other."""
+        return ConfigError(
+            f"{self.label} gave None as batch {number} of the epoch: have the dataset or collate_fn return one, or "
+            "leave those samples out beforehand."
+        )
 
     def close(self) -> None:
         """End the worker processes; the next `iterate` starts new ones."""
@@ -167,10 +166,6 @@ def _end_workers(iterator: Any) -> None:
     """
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
-
-
-def _first(batch: Batch, number: int) -> Batch:
-    return batch
 
 
 def _batches(limit: int | float | None, length: int | None, label: str) -> int | None:

@@ -108,7 +108,8 @@ class ShardedDataLoader(BatchLoader):
 
     def _received(self, batch: Batch, number: int) -> Batch:
         drop_cached_normal()
-        self._refuse_none(batch.data, number)
+        if batch.data is None:
+            raise self._none_error(number)
         return batch
 
     def _batches(self) -> Iterator[Batch]:

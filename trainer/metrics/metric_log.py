@@ -170,9 +170,9 @@ class MetricLog:
         self._check_losses(to_host([loss for _, loss in self._losses]))
 
     def _check_losses(self, numbers: list[float]) -> None:
-        found = ((step, number) for (step, _), number in zip(self._losses, numbers, strict=True))
-        first = next((one for one in found if not math.isfinite(one[1])), None)
-        self.nonfinite_loss = self.nonfinite_loss or first
+        if self.nonfinite_loss is None and not math.isfinite(sum(numbers)):
+            found = ((step, number) for (step, _), number in zip(self._losses, numbers, strict=True))
+            self.nonfinite_loss = next((one for one in found if not math.isfinite(one[1])), None)
         self._losses.clear()
 
     def log(self, name: str, value: Any, options: LogOptions, weight: Number | None = None) -> None:

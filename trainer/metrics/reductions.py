@@ -161,10 +161,9 @@ class Accumulator:
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
     """Stack one-element tensors of any shape into one float64 tensor (float32 on devices without it)."""
-    scalars = [value.reshape(()) if value.dim() else value for value in values]
-    if any(value.dtype != scalars[0].dtype for value in scalars):
-        scalars = [to_float64(value) for value in scalars]
-    return _widened(torch.stack(scalars))
+    if len({(value.dtype, value.dim()) for value in values}) > 1:
+        values = [to_float64(value) for value in values]
+    return _widened(torch.stack(values).flatten())
 
 
 def to_float64(value: torch.Tensor) -> torch.Tensor:
@@ -208,10 +207,13 @@ def as_tensors(values: Mapping[str, Number]) -> dict[str, torch.Tensor]:
 
 def to_host(tensors: list[torch.Tensor]) -> list[float]:
     """Return one-element tensors as numbers, with one copy from each device."""
+    by_device: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(place)
     numbers = [0.0] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        stacked = _stacked([tensors[place].detach() for place in places])
+    for places in by_device.values():
+        with torch.no_grad():
+            stacked = _stacked([tensors[place] for place in places])
         for place, number in zip(places, stacked.tolist(), strict=True):
             numbers[place] = number
     return numbers
