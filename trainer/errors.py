@@ -120,6 +120,10 @@ TORCH_ERRORS = {
     "Inplace update to inference tensor outside InferenceMode": (
         "A tensor made in validation or test is changed in training. Use Trainer(inference_mode=False), or clone() it."
     ),
+    "Unable to find address for: ": (
+        "GLOO_SOCKET_IFNAME names the network interface over which the processes talk, and this "
+        "machine has none of that name: `ip link` lists them."
+    ),
     "does not have a deterministic implementation": ("Use Trainer(deterministic='warn'), or avoid that operation."),
     "Expected all tensors to be on the same device": (
         "The trainer moves the module and its batches. Register other tensors with self.register_buffer, or create "

@@ -50,3 +50,10 @@ def test_a_programs_own_logging_is_used() -> None:
     lines = stderr_of('logging.basicConfig(level="INFO", format="mine: %(message)s")')
     assert len(lines) == 3
     assert all(line.startswith("mine: ") for line in lines)
+
+
+def test_a_network_interface_that_does_not_exist_is_named() -> None:
+    finished = run_python(TRAIN.format(before="", devices=2), env={"GLOO_SOCKET_IFNAME": "nope0"})
+    assert finished.returncode == 1
+    assert "GLOO_SOCKET_IFNAME names" in finished.stderr
+    assert "nope0" in finished.stderr
