@@ -43,7 +43,7 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
     their full size. Layers whose shapes are not known yet show `?`.
     """
     header = ("layer", "type", "parameters", "trainable", "buffers", "MB")
-    lines = [(name, type(layer).__name__, *_sizes(layer)) for name, layer in _layers(module, max_depth)]
+    lines = [(name, _kind(layer), *_sizes(layer)) for name, layer in _layers(module, max_depth)]
     own = list(module.parameters(recurse=False))
     if own and max_depth != 0:
         lines.append(("(its own)", "Parameter", *_count(own, list(module.buffers(recurse=False)))))
@@ -61,6 +61,12 @@ def _layers(module: nn.Module, max_depth: int) -> list[tuple[str, nn.Module]]:
         for name, layer in module.named_modules()
         if name and (max_depth == -1 or name.count(".") < max_depth)
     ]
+
+
+def _kind(layer: nn.Module) -> str:
+    """Return the name of the layer's class; `fully_shard` has made a class of FSDPModule and that one."""
+    first, *others = type(layer).__bases__
+    return others[0].__name__ if first.__name__ == "FSDPModule" else type(layer).__name__
 
 
 def _sizes(layer: nn.Module) -> tuple[str, str, str, str]:

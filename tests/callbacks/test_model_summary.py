@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import ModelSummary
@@ -66,3 +67,16 @@ def test_printed_once_at_the_start_of_fit(depth: int, times: int, capsys: pytest
 def test_wrong_depth(wrong: int) -> None:
     with pytest.raises(ConfigError, match="max_depth"):
         ModelSummary(wrong)
+
+
+def test_sharded_layers_have_the_names_of_their_own_classes() -> None:
+    script = """
+from tests.helpers.toy import Toy, loader, quiet
+from trainer.callbacks import ModelSummary
+from trainer.strategies import FSDPStrategy
+
+strategy = FSDPStrategy(auto_wrap_policy=["Linear"])
+quiet(strategy=strategy, devices=1, max_steps=1, callbacks=ModelSummary()).fit(Toy(), loader())
+"""
+    shown = rows(run_python(script).check(0).stdout)
+    assert shown["layer"][0] == "Linear"
