@@ -67,7 +67,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "accumulation by epoch": ({"accumulate_grad_batches": {0: 2}}, ["accumulate_grad_batches={0: 2}", "whole number"]),
     "clipping at less than nothing": ({"gradient_clip_val": -1}, ["gradient_clip_val=-1", "above 0", "None"]),
     "clipping misspelt": ({"gradient_clip_algorithm": "nrom"}, ["'nrom'", "'norm' and 'value'"]),
-    "logging never": ({"log_every_n_steps": 0}, ["log_every_n_steps=0", "whole number from 1"]),
+    "logging less than never": ({"log_every_n_steps": -1}, ["log_every_n_steps=-1", "whole number from 0"]),
     "seed below 0": ({"seed": -1}, ["seed=-1", "whole number from 0"]),
     "flag as text": ({"enable_progress_bar": "no"}, ["enable_progress_bar='no'", "True or False"]),
     "benchmark as text": ({"benchmark": "yes"}, ["benchmark='yes'", "True, False or None"]),
