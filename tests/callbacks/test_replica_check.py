@@ -68,6 +68,24 @@ def test_every_dtype_has_a_checksum() -> None:
         assert checksums(module) != before
 
 
+def test_an_exchange_of_values_or_signs_changes_the_checksum() -> None:
+    module = torch.nn.Linear(1000, 600, bias=False)  # more than one part
+    before = checksums(module)
+    with torch.no_grad():
+        weight = module.weight.clone()
+        for other in (weight.flip(0), weight.flip(1), -weight, weight[:, torch.randperm(1000)], weight.roll(1, 0)):
+            module.weight.copy_(other)
+            assert checksums(module) != before
+        module.weight.copy_(torch.ones(600, 1000))
+        module.weight[0, :2] *= -1
+        one = checksums(module)
+        module.weight[0, :2] *= -1
+        module.weight[1, :2] *= -1
+        assert checksums(module) != one
+        module.weight.copy_(weight)
+    assert checksums(module) == before
+
+
 def test_a_wrong_interval() -> None:
     with pytest.raises(ConfigError, match="whole number from 1"):
         ReplicaCheck(0)
