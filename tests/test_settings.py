@@ -66,3 +66,11 @@ def test_what_is_no_duration(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="duration="):
         read_duration(wrong)
     assert len(Settings(max_time=wrong).problems()) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["check_val_every_n_epoch", "accumulate_grad_batches", "log_every_n_steps", "num_sanity_val_steps"]
+)
+def test_none_for_a_number_that_is_needed_is_refused_at_once(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=None: give a whole number"):
+        Trainer(**{name: None})

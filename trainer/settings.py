@@ -217,6 +217,8 @@ _WHOLE_NUMBERS = {  # name: smallest value
     "max_restarts": 0,
     "seed": 0,
 }
+_OPTIONAL_NUMBERS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "seed")
+
 DEFAULT_MAX_EPOCHS = 1000
 """Epochs of a `fit` without max_epochs, max_steps and max_time."""
 _LIMITS = (
@@ -265,7 +267,8 @@ def _wrong_numbers(settings: Settings) -> list[str]:
     problems = []
     for name, smallest in _WHOLE_NUMBERS.items():
         value = getattr(settings, name)
-        if value is not None and (type(value) is not int or value < smallest):
+        optional = name in _OPTIONAL_NUMBERS and value is None
+        if not optional and (type(value) is not int or value < smallest):
             hint = " For a schedule use GradientAccumulationScheduler." if isinstance(value, dict) else ""
             problems.append(f"{name}={value!r}: give a whole number from {smallest}.{hint}")
     for name in _LIMITS:

@@ -760,6 +760,15 @@ def clips_otherwise(*arguments: Any, **named: Any) -> Any:
     return define
 
 
+def three_schedules(module: Any) -> Any:
+    """Return an optimizer with a warm-up by step, a schedule by epoch, and a plateau."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 3)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=10.0)
+    schedules = [{"scheduler": warmup, "interval": "step"}, {"scheduler": plateau, "monitor": "val_loss"}]
+    return [optimizer], [*schedules, StepLR(optimizer, 1, 0.7)]
+
+
 ALL = ("losses", "rates", "hooks", "module_hooks", "logged", "metrics", "weights", "end", "noted")
 
 SCENARIOS = [
@@ -1107,6 +1116,51 @@ SCENARIOS = [
         takes_index,
         action=attempted(default_fit),
         differs=dict.fromkeys(ALL, "index of the loader"),
+    ),
+    Scenario(
+        "validation inside a window",
+        settings={"val_check_interval": 3, "accumulate_grad_batches": 2},
+        action=lambda trainer, module: trainer.fit(module, loader(24), loader(seed=8)),
+        exact=False,
+        differs={
+            "hooks": "validation inside a window",
+            "module_hooks": "validation inside a window",
+            "logged": "value of a window",
+            "metrics": "value of a window",
+        },
+    ),
+    Scenario("three schedules of one optimizer", with_optimizer(three_schedules), {"max_epochs": 4}),
+    Scenario("plateau by step", scheduled(plateau, interval="step", monitor="loss"), {"max_epochs": 3}),
+    Scenario("plateau without its value", scheduled(plateau, monitor="never", strict=False), {"max_epochs": 3}),
+    Scenario("schedule every second epoch", scheduled(lambda o: StepLR(o, 1, 0.5), frequency=2), {"max_epochs": 5}),
+    Scenario("half of the validation batches", settings={"limit_val_batches": 0.5}),
+    Scenario("batches of unequal sizes", action=fit_with(lambda: loader(10, 4), lambda: loader(7, 3))),
+    Scenario(
+        "validation every half of every second epoch",
+        settings={"check_val_every_n_epoch": 2, "val_check_interval": 0.5, "max_epochs": 4},
+    ),
+    Scenario(
+        "validation three times in a limited epoch",
+        settings={"limit_train_batches": 0.7, "val_check_interval": 0.34},
+        action=fit_with(lambda: loader(30), lambda: loader(seed=8)),
+    ),
+    Scenario("fast_dev_run with three batches", scheduled(lambda o: StepLR(o, 1, 0.5)), settings={"fast_dev_run": 3}),
+    Scenario(
+        "early stopping after training epochs",
+        values(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
+        {"max_epochs": 6},
+        early(monitor="val_loss", patience=2, check_on_train_epoch_end=True),
+    ),
+    Scenario("early stopping on NaN", values(5.0, float("nan"), 8.0), {"max_epochs": 4}, early(monitor="val_loss")),
+    Scenario(
+        "early stopping by a threshold",
+        values(5.0, 4.0, 3.0, 2.0, 1.0),
+        {"max_epochs": 6},
+        early(monitor="val_loss", stopping_threshold=2.5),
+    ),
+    Scenario(
+        "checkpoints scored by a training value",
+        callbacks=checkpoint(monitor="loss", save_top_k=-1, every_n_train_steps=2),
     ),
     Scenario("bf16-mixed", settings={"precision": "bf16-mixed"}),
     Scenario("64-true", settings={"precision": "64-true"}),

@@ -129,6 +129,11 @@ DIFFERENCES = (
         "in logs the mean over the step's micro-batches; in `callback_metrics` the last one",
     ),
     Difference(
+        "validation inside a window",
+        "`val_check_interval=3` with `accumulate_grad_batches=2` validates between the batches of a step",
+        "at the end of that step",
+    ),
+    Difference(
         "step axis",
         "the first point by step is at step 49, with `log_every_n_steps=50`: the index of the step",
         "at step 50: the number of completed steps",
@@ -283,7 +288,8 @@ DIFFERENCES = (
     Difference(
         "refused settings",
         "an unknown key in a scheduler's dict, an empty training loader, `overfit_batches` with "
-        "`limit_train_batches`, `EarlyStopping(patience=0)`: a warning or nothing",
+        "`limit_train_batches`, `EarlyStopping(patience=0)`, `check_val_every_n_epoch=None`: a "
+        "warning or nothing",
         "an error before the first step",
     ),
     Difference(
