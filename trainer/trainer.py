@@ -439,7 +439,9 @@ class Trainer:
         evaluations: list[StepOutputs] = []
 
         def closure() -> torch.Tensor:
-            evaluations[:] = [self._train_step(run, window, repeated=bool(evaluations))]
+            repeated = bool(evaluations)
+            evaluations.clear()  # its batch and outputs may not stay in memory during the next forward
+            evaluations.append(self._train_step(run, window, repeated))
             self._before_optimizer_step(run, run.optimizers[0])
             return torch.stack(evaluations[0][2]).sum()
 

@@ -105,6 +105,20 @@ def test_an_iterables_first_batch_is_not_kept() -> None:
     assert module.alive == []
 
 
+def test_a_closures_next_forward_does_not_keep_the_batch_of_the_one_before() -> None:
+    class Evaluates(Remembers):
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            return {"x": batch["x"].clone()}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    module = Evaluates()
+    quiet(max_epochs=1).fit(module, DataLoader(Rows(), batch_size=8))
+    assert module.alive == []
+    assert len(module.modes) > 3
+
+
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unfrozen or added in a run train as in a hand-written loop, or are refused in words."""
+"""Parameters that a run freezes, unfreezes, replaces or adds train as in a hand-written loop, or are refused."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ class Changing(MLP):
                 torch.manual_seed(seed)
                 self.extra = nn.Linear(FEATURES, 1)
             optimizer.add_param_group({"params": list(self.extra.parameters()), "lr": 0.02})
+        elif kind == "replace":
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                self.layers[2] = nn.Linear(16, 16)
+            optimizer.param_groups[0]["params"] = list(self.parameters())
 
 
 class Change(Callback):
@@ -71,7 +76,13 @@ class Change(Callback):
         self._change("within", trainer, module)
 
 
-CASES = {"unfreeze": "step end", "unfreeze late": "batch start", "freeze": "step end", "add": "batch start"}
+CASES = {
+    "unfreeze": "step end",
+    "unfreeze late": "batch start",
+    "freeze": "step end",
+    "add": "batch start",
+    "replace": "step end",
+}
 DIFFERENT = ("one rank", "other ranks", "within")
 
 
@@ -122,9 +133,11 @@ def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
         found = rank[case]
         if name == "ZeRO-2 x2":
             assert "flattens the parameters that train at the start" in found
-            assert {"add": "extra.weight", "freeze": "layers.2.weight"}.get(kind, "layers.0.weight") in found
-        elif name == "FSDP x2" and kind == "add":
-            assert "extra.weight, extra.bias came later: build the layers in configure_model" in found
+            names = {"add": "extra.weight", "freeze": "layers.2.weight", "replace": "layers.2.weight"}
+            assert names.get(kind, "layers.0.weight") in found
+        elif name == "FSDP x2" and kind in ("add", "replace"):
+            new = "extra" if kind == "add" else "layers.2"
+            assert f"{new}.weight, {new}.bias came later: build the layers in configure_model" in found
         else:
             for key, value in by_hand(kind).items():
                 torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)

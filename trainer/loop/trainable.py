@@ -1,8 +1,9 @@
-"""Notice parameters that are frozen, unfrozen or added in a run, and have all processes train the same ones."""
+"""Notice parameters that a run freezes, unfreezes, replaces or adds, and have all processes train the same ones."""
 
 from __future__ import annotations
 
 import logging
+from itertools import chain
 
 from trainer.errors import ConfigError
 from trainer.loop.run import Run
@@ -23,19 +24,20 @@ class TrainableParameters:
         self._names = {name: p.requires_grad for name, p in self._run.module.named_parameters()}
         self._parameters = list(self._run.module.parameters())
         self._flags = [parameter.requires_grad for parameter in self._parameters]
-        self._in_optimizers = self._count()
+        self._optimized = self._in_optimizers()
 
-    def _count(self) -> int:
-        """Return the number of parameters in the optimizers."""
-        return sum(len(group["params"]) for optimizer in self._run.optimizers for group in optimizer.param_groups)
+    def _in_optimizers(self) -> set[int]:
+        """Return the identities of the parameters in the optimizers."""
+        groups = (group["params"] for optimizer in self._run.optimizers for group in optimizer.param_groups)
+        return set(map(id, chain.from_iterable(groups)))
 
     def _have_changed(self) -> bool:
-        """Whether a parameter was frozen or unfrozen, or added to an optimizer; takes no names, which cost time.
+        """Whether a parameter was frozen or unfrozen, or is new in an optimizer; takes no names, which cost time.
 
         DeepSpeed empties the groups in its steps.
         """
         flags = [parameter.requires_grad for parameter in self._parameters]
-        return flags != self._flags or self._count() > self._in_optimizers
+        return flags != self._flags or not self._in_optimizers() <= self._optimized
 
     def follow(self) -> None:
         """Adapt the strategy if the parameters have changed. Called before the first forward of a window.
@@ -68,9 +70,11 @@ class TrainableParameters:
 
     def _changes(self) -> str:
         """Return the changes in words, with the names of the parameters."""
-        now = {name: p.requires_grad for name, p in self._run.module.named_parameters()}
+        parameters = dict(self._run.module.named_parameters())
+        now, known = {name: p.requires_grad for name, p in parameters.items()}, set(map(id, self._parameters))
         words = {
             "added": [name for name in now if name not in self._names],
+            "replaced": [name for name, p in parameters.items() if name in self._names and id(p) not in known],
             "unfrozen": [name for name, trains in now.items() if trains and self._names.get(name) is False],
             "frozen": [name for name, trains in now.items() if not trains and self._names.get(name)],
         }
