@@ -134,7 +134,7 @@ def test_two_groups_of_one_name_are_refused() -> None:
         rates(twice)
 
 
-@pytest.mark.parametrize("settings", [{}, {"logger": Kept()}, {"fast_dev_run": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"logger": Kept()}, {"fast_dev_run": True}], ids=["none", "kept", "fast"])
 def test_no_logger_is_told(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     trainer = quiet(max_epochs=1, log_every_n_steps=1, callbacks=[LearningRateMonitor()], **settings)
     trainer.fit(Configured(by_step), loader(3))
