@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -178,6 +179,27 @@ def _waits_between_flushes() -> None:
         data = DataLoader(TensorDataset(torch.randn(96, 4)), batch_size=4, pin_memory=True)
         Trainer(**options).fit(WithMetric(), data)
         assert between.found == {}, settings
+
+
+def test_a_loss_that_is_not_finite_is_told_when_values_are_read() -> None:
+    in_its_own_process(_loss_that_is_nan)
+
+
+def _loss_that_is_nan() -> None:
+    class Diverges(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.global_step == 2 else loss
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer").addHandler(handler)
+    data = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
+    between = Between(waits(), first=1, last=4)
+    Trainer(devices=1, max_epochs=1, log_every_n_steps=5, callbacks=[between], **QUIET).fit(Diverges(), data)
+    assert between.found == {}
+    assert len([one for one in told if one.startswith("the loss of step 3 is nan on rank 0")]) == 1
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
