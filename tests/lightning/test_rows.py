@@ -48,3 +48,13 @@ def test_a_batch_that_is_none_is_named() -> None:
     scenario = Scenario("", action=lambda t, m: t.fit(m, [*loader(), None], loader()))
     with pytest.raises(ConfigError, match="the training loader gave None as batch 4 of the epoch"):
         run(OURS, scenario, Path("unused"))
+
+
+def test_checkpoints_of_one_name(tmp_path: Path) -> None:
+    for library, expected in ((LIGHTNING, {"fixed.ckpt"}), (OURS, {"fixed", "fixed-v1"})):
+        folder = tmp_path / library.ModelCheckpoint.__module__
+        callbacks = lambda library, record, _, to=folder: [  # noqa: E731
+            library.ModelCheckpoint(dirpath=to, filename="fixed", save_top_k=-1, save_last=False)
+        ]
+        run(library, Scenario("", callbacks=callbacks, action=fit, settings={"max_epochs": 2}), tmp_path)
+        assert {path.name for path in folder.iterdir() if path.suffix != ".json"} == expected

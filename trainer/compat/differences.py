@@ -126,7 +126,7 @@ DIFFERENCES = (
     Difference(
         "value of a window",
         "the value of a step with accumulation is that of its last micro-batch",
-        "in logs the mean over the step's micro-batches; in `callback_metrics` the last one",
+        "in logs, and at the end of the epoch, the mean over them; before, `callback_metrics` has the last one",
     ),
     Difference(
         "validation inside a window",
@@ -332,6 +332,16 @@ DIFFERENCES = (
         "resume",
         "a mid-epoch resume repeats data",
         "resumes at the next batch",
+    ),
+    Difference(
+        "hooks of a resume",
+        "resuming at an epoch's end runs the sanity check, and inside an epoch no `on_train_epoch_start`",
+        "no sanity check; `on_train_epoch_start` is called again, and what it logs or draws is dropped",
+    ),
+    Difference(
+        "checkpoints of one name",
+        "`{val/loss:.2f}` in a filename makes a folder; a name without a field and `save_top_k=-1` is written again",
+        "the field is `val_loss=`; `-v1`, `-v2` are added",
     ),
     Difference(
         "Ctrl-C",
