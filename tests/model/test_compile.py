@@ -24,6 +24,13 @@ from trainer.model.compile import keep_outside_of_graphs, read_compile
 # torch reads .grad while it traces, and cannot hide the warning about it under "error".
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
+
+def messages_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the trainer's messages, but for the one that the module's validation_step is not used."""
+    messages = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    return [message for message in messages if "nothing is validated" not in message]
+
+
 EAGER = {"backend": "eager"}
 AOT = {"backend": "aot_eager"}
 
@@ -236,7 +243,7 @@ def test_modules_of_torchs_own_are_compiled(
     trained(plain, False, limit_val_batches=0)
     with caplog.at_level(logging.INFO, "trainer"):
         trained(compiled, {"backend": backend, "blocks": blocks, "dynamic": True}, limit_val_batches=0)
-    messages = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    messages = messages_of(caplog)
     (compiles,) = [message for message in messages if message.startswith("compile, ")]
     assert set(compiles.split(": ")[1].split(", ")) == parts
     assert not [message for message in messages if "uncompiled" in message or "compiled again" in message]
@@ -297,7 +304,7 @@ def test_unsupported_modules_are_reported_and_run_uncompiled(caplog: pytest.LogC
         trained(compiled, {**EAGER, "fullgraph": True}, limit_val_batches=0)
     torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=1e-5)
     assert graphs() > 0
-    messages = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    messages = messages_of(caplog)
     (warning,) = [message for message in messages if "compile= leaves uncompiled" in message]
     for words in ("LSTM (net.1.0)", "RecursiveScriptModule (net.2)", "MultiheadAttention (attention)"):
         assert words in warning
@@ -316,7 +323,7 @@ def test_what_a_forward_calls_is_compiled_with_it(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "trainer"):
         fit_on(Called(), {**EAGER, "fullgraph": True}, (4,))
     assert graphs() == 1
-    assert not [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    assert not messages_of(caplog)
 
 
 def test_a_metric_is_left_alone() -> None:
@@ -457,7 +464,7 @@ def fit_on(module: TrainModule, setting: Any, sizes: tuple[int, ...]) -> None:
 def test_changing_shapes_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         fit_on(Model(), {**EAGER, "dynamic": False}, (4, 3, 2, 5, 6, 7))
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    (message,) = messages_of(caplog)
     assert "forward (test_compile.py:" in message
     assert "size mismatch at index 0" in message
     assert "'dynamic': True" in message
@@ -476,7 +483,7 @@ def test_a_changing_number_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING, "trainer"):
         fit_on(Counts(), EAGER, (4,) * 6)
-    (message,) = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    (message,) = messages_of(caplog)
     assert "calls" in message
     assert "If it is a Python value" in message
     assert "stack trace" not in message
@@ -487,7 +494,7 @@ def test_no_warning_without_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         trainer = trained(Model(), EAGER, epochs=3)
         trainer.test(Model(), batches((4, 1)))
-    assert not [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    assert not messages_of(caplog)
 
 
 def test_no_effect_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -507,7 +514,7 @@ def test_no_effect_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 
     fit_on(Elsewhere(), EAGER, (4,))
     fit_on(Nothing(), EAGER, (4,))
-    messages = [record.getMessage() for record in caplog.records if record.name == "trainer"]
+    messages = messages_of(caplog)
     assert any("compile= had no effect" in message for message in messages)
     assert any("finds nothing to compile in Nothing" in message for message in messages)
 

@@ -38,6 +38,7 @@ MAY_DIFFER = (
     "enable_model_summary",
     "default_root_dir",
     "deadline",  # the first process to reach it stops all
+    "deadline_margin",
     "watchdog_seconds",
     "max_restarts",
 )
