@@ -157,18 +157,13 @@ class MetricLog:
         self.batch, self.samples = batch, samples
 
     def watch_loss(self, step: int, loss: torch.Tensor) -> None:
-        """Look for a loss that is not finite: on the CPU now, on a device when values are read the next time."""
-        if not self.watches_losses:
-            return
-        if loss.is_cpu:
-            if not math.isfinite(number := loss.item()):
-                self.nonfinite_loss = self.nonfinite_loss or (step, number)
-            return
-        # A view would keep a larger tensor in memory.
-        copies = self.copies_losses or loss._is_view()
-        self._losses.append((step, loss.detach().clone() if copies else loss.detach()))
-        if len(self._losses) == 1000:
-            self.read_losses()
+        """Keep a loss until values are read the next time, to find one that is not finite. Reads nothing by itself."""
+        if self.watches_losses:
+            # A view would keep a larger tensor in memory.
+            copies = self.copies_losses or loss._is_view()
+            self._losses.append((step, loss.detach().clone() if copies else loss.detach()))
+            if len(self._losses) == 1000:
+                self.read_losses()
 
     def read_losses(self) -> None:
         """Look for a loss that is not finite."""
