@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,12 +25,14 @@ from xml.etree import ElementTree
 from benchmarks._report import surroundings
 
 ROOT = Path(__file__).resolve().parent.parent
-TIME_LIMIT_S = 590.0
+TIME_LIMIT_S = 570.0
 NEEDED = ("torch", "numpy", "safetensors", "tqdm", "yaml", "pydantic", "typing_extensions")
 """Modules without which the trainer does not run."""
 OPTIONAL = ("pytest", "pytest_timeout", "xdist", "deepspeed", "tensorboard", "torchmetrics", "triton")
 """Modules whose tests and figures are left out where they are not installed."""
 
+
+NO_RESULT = "pytest ended without a result."
 
 # -- the parts: each returns Markdown ----------------------------------------------------------------------------------
 
@@ -49,7 +52,7 @@ def tests(device: str, small: bool) -> str:
 
 def _of_junit(result: Path) -> str:
     if not result.exists():
-        return "pytest ended without a result."
+        return NO_RESULT
     cases = list(ElementTree.parse(result).getroot().iter("testcase"))
     rows, counts = [], {"passed": 0, "failed": 0, "skipped": 0}
     for case in cases:
@@ -57,7 +60,7 @@ def _of_junit(result: Path) -> str:
         skipped = next(case.iter("skipped"), None)
         kind, why = "passed", ""
         if failure is not None:
-            kind, why = "failed", failure.get("message", "").strip().splitlines()[0][:200]
+            kind, why = "failed", (failure.get("message", "").strip() or "no message").splitlines()[0][:200]
         elif skipped is not None:
             kind, why = "skipped", skipped.get("message", "")
         counts[kind] += 1
@@ -252,13 +255,18 @@ def main(arguments: list[str]) -> int:
     if options.here:
         Path(options.report).write_text(PARTS[options.part](options.device, options.small))
         return 0
-    sections, status = [], 0
+    try:
+        options.report.open("a").close()
+    except OSError as error:
+        print(f"Nothing was run: --report {options.report}: {error.strerror}.", file=sys.stderr)
+        return 2
+    sections, status = machine(options.device), 0
     for part in PARTS if options.part == "all" else [options.part]:
         print(f"== {part}", file=sys.stderr, flush=True)
         text, ended_well = in_its_own_process(part, options.device, options.small)
         status |= not ended_well
         sections.append(f"## {part}\n\n{PARTS[part].__doc__}\n\n{text}\n")
-    options.report.write_text("\n".join([*machine(options.device), *sections]))
+        options.report.write_text("\n".join(sections))  # at once: a later part may be interrupted
     print(options.report.read_text())
     return int(status)
 
@@ -268,8 +276,10 @@ def why_not(device: str) -> str:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         return f"{sys.executable} has no {', '.join(missing)}. Install them there, or give PYTHON=another."
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of it is missing
+        return f"{sys.executable} cannot import torch: {error}. Repair it there, or give PYTHON=another."
     if device == "cuda" and not torch.cuda.is_available():
         why = "sees no CUDA device" if torch.version.cuda or torch.version.hip else "is built without CUDA"
         return (
@@ -286,17 +296,22 @@ def in_its_own_process(part: str, device: str, small: bool) -> tuple[str, bool]:
         command += ["--report", str(report), *(["--small"] if small else [])]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         began = time.monotonic()
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, timeout=TIME_LIMIT_S, stdout=sys.stderr
-            )
-        except subprocess.TimeoutExpired:
-            return f"**Not finished after {TIME_LIMIT_S:.0f} s.**", False
+        env = {**os.environ, "PYTHONPATH": path}
+        with subprocess.Popen(command, cwd=ROOT, env=env, stdout=sys.stderr, start_new_session=True) as process:
+            try:
+                code = process.wait(TIME_LIMIT_S)
+            except BaseException as error:
+                # With its own processes, which would keep the devices from the next part.
+                os.killpg(process.pid, signal.SIGKILL)
+                if isinstance(error, subprocess.TimeoutExpired):
+                    return f"**Not finished after {TIME_LIMIT_S:.0f} s.**", False
+                raise
         took = f"\n\n{time.monotonic() - began:.0f} s."
-        if done.returncode or not report.exists():
-            return f"**Ended with exit code {done.returncode}; its output says why.**{took}", False
+        if code or not report.exists():
+            return f"**Ended with exit code {code}; its output says why.**{took}", False
         text = report.read_text()
-        return text + took, " 0 failed" in text if part == "tests" and "passed" in text else True
+        failed = NO_RESULT in text or ("passed" in text and " 0 failed" not in text)
+        return text + took, not (part == "tests" and failed)
 
 
 def machine(device: str) -> list[str]:

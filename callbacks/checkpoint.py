@@ -10,25 +10,44 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from trainer.arguments import Limit
 from trainer.callback import Checkpoint
 from trainer.checkpoint.async_writer import BackgroundWriter
-from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
+from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.format import is_committed
 from trainer.checkpoint.retention import Retention
+from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.checkpoint.writing import write_checkpoint
-from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
-from trainer.metrics.monitor import resolve_mode, tell_mode
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
+from trainer.metrics.monitor import log_assumed_mode, resolve_mode
+from trainer.progress import Progress
 from trainer.settings import read_duration
 
 if TYPE_CHECKING:
+    from trainer.loop.run import Run
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
+
+
+Interval = Annotated[int, Limit("from", 0), "0: never"]
+
+STATE = {
+    "kept": {str: (NUMBER, None)},
+    "best": (str, None),
+    "last": (str, None),
+    "saved_step": Integer(-1),
+    "nonfinite?": [str],
+}
+
+
+class PointerError(WriteError):
+    """A checkpoint was written, but "last" or "best" could not be pointed at it."""
 
 
 class ModelCheckpoint(Checkpoint):
@@ -40,6 +59,10 @@ class ModelCheckpoint(Checkpoint):
     A value belongs to the step it was measured at. A checkpoint that is due at a step whose validation is due too, or
     whose epoch ends, waits for it; a checkpoint of a step without a value of its own is kept as the newest only. Of
     equal values the older one is better.
+
+    A checkpoint whose weights or optimizer states are not finite (but for what was not finite when training began) is
+    written with a warning, never becomes "last" or "best", and never takes the place of a finite one; of such
+    checkpoints only one is kept, the newest.
 
     Args:
         dirpath: folder of the checkpoints, or a URL that fsspec understands (s3://bucket/run). Default: `checkpoints`
@@ -60,8 +83,9 @@ class ModelCheckpoint(Checkpoint):
             on several processes.
         async_save: training waits only until the state is copied in memory (which takes as much memory as the state);
             a thread writes it, one checkpoint at a time. The end of training, a stop and an error wait for it.
-        on_write_error: "raise": a checkpoint that cannot be written (disk full) ends the run; "warn": training goes on,
-            the previous checkpoint stays, and the log says so.
+        on_write_error: "raise": a checkpoint that cannot be written (disk full, network down) ends the run; "warn":
+            training goes on, the previous checkpoint stays, and the log says so. If the last weights cannot be saved
+            either, the end of training raises WriteError, so that the process does not exit with 0.
         save_on_exception: write one when an error ends the run; with a single process only, since others could be
             anywhere. A resume from it is not exact when the error came from inside a step, which has already drawn
             random numbers.
@@ -91,10 +115,10 @@ class ModelCheckpoint(Checkpoint):
         filename: str | None = None,
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
-        save_top_k: int = 1,
+        save_top_k: Annotated[int, Limit("from", -1), "0: none, -1: all"] = 1,
         save_last: bool = True,
-        every_n_train_steps: int | None = None,
-        every_n_epochs: int | None = None,
+        every_n_train_steps: Interval | None = None,
+        every_n_epochs: Interval | None = None,
         train_time_interval: str | timedelta | dict[str, float] | float | None = None,
         async_save: bool = False,
         on_write_error: Literal["raise", "warn"] = "raise",
@@ -102,8 +126,11 @@ class ModelCheckpoint(Checkpoint):
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
     ) -> None:
-        _check_arguments(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval)
-        problems = [*_template_problems(filename), *_wrong_flags(save_last, async_save, on_write_error, dirpath)]
+        problems = [
+            *_contradictions(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval),
+            *_template_problems(filename),
+            *_folder_problems(dirpath),
+        ]
         raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = None if dirpath is None else str(as_storage_path(dirpath))
         self.filename = filename or "{epoch}-{step}"
@@ -133,32 +160,60 @@ class ModelCheckpoint(Checkpoint):
         """Checkpoints on disk, oldest first, each with its monitored value."""
         self.best: str | None = None
         self.last: str | None = None
+        """The newest checkpoint whose state is finite."""
+        self.nonfinite: list[str] = []
+        """The checkpoints in `kept` whose states are not finite."""
+        self._restored_best: tuple[str | None, float | None] = (None, None)
+        """Name and value of the best checkpoint in the restored state."""
+        self._earlier_best: StoragePath | None = None
+        """The best checkpoint of the earlier run, if this run was resumed from it into another folder."""
+        self._earlier_last: StoragePath | None = None
         self.saved_step = -1
         self._last_time = time.monotonic()
         self._time_is_up = False
         """A checkpoint is due by `train_time_interval`, until one is written."""
-        self._previous: tuple[dict[str, float | None], str | None, int] = ({}, None, -1)
-        """`kept`, `last` and `saved_step` before the newest write, restored if that fails."""
+        self._previous: tuple[dict[str, float | None], str | None, list[str], int] = ({}, None, [], -1)
+        """`kept`, `last`, `nonfinite` and `saved_step` before the newest write, restored if that fails."""
+        self._obsolete: list[str] = []
+        """The checkpoints to delete when the newest one is committed."""
         self._error: CheckpointError | None = None
         """An error of the writer that the other processes do not know of yet."""
+        self._unsaved: CheckpointError | None = None
+        """The error of the newest write, if it left no checkpoint of that step."""
+        self._undeleted: list[str] = []
+        """On rank 0: obsolete checkpoints that could not be deleted."""
+        self._pointed: str | None = None
+        """On rank 0: the checkpoint that "last" still points to, because it cannot be replaced; else None."""
 
     # -- for users -----------------------------------------------------------------------------------------------------
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint, by `monitor`; without it the newest. Empty before the first."""
-        name = self.best if self.monitor is not None else self.last
-        return str(self._in_folder(name)) if name is not None else ""
+        """The best checkpoint, by `monitor`; without it the newest. Empty before the first.
+
+        In a run resumed into another folder that of the former run, until this one has its own.
+        """
+        if self.monitor is None:
+            return self.last_model_path
+        return str(self._earlier_best or "") if self.best is None else str(self._in_folder(self.best))
 
     @property
     def best_model_score(self) -> float | None:
         """The monitored value of the best checkpoint."""
-        return self.kept.get(self.best) if self.best is not None else None
+        if self.best is None:
+            return self._restored_best[1] if self._earlier_best is not None else None
+        return self.kept.get(self.best)
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint. Empty before the first."""
-        return str(self._in_folder(self.last)) if self.last is not None else ""
+        """The newest finite checkpoint, as `best_model_path`. Empty before the first."""
+        return str(self._earlier_last or "") if self.last is None else str(self._in_folder(self.last))
+
+    @property
+    def unsaved(self) -> str | None:
+        if self._unsaved is None:
+            return None
+        return f"{_sentence(self._unsaved)} {self._in_words()}"
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 
@@ -167,7 +222,7 @@ class ModelCheckpoint(Checkpoint):
             return
         self._start_afresh()
         if self.monitor is not None and self._unclear_mode and trainer.is_global_zero:
-            tell_mode(self.monitor, "ModelCheckpoint")
+            log_assumed_mode(self.monitor, "ModelCheckpoint")
         self._folder = as_storage_path(self.dirpath) if self.dirpath is not None else trainer.run_dir / "checkpoints"
         try:
             is_file = self._folder.is_file()
@@ -176,9 +231,23 @@ class ModelCheckpoint(Checkpoint):
         if is_file:
             raise ConfigError(f"ModelCheckpoint(dirpath={str(self.dirpath)!r}) is a file: give a folder.")
         if trainer.is_global_zero:
-            CheckpointDirectory(self._folder).clean()
+            try:
+                CheckpointDirectory(self._folder).clean()
+            except CheckpointError as error:
+                log.warning("cannot delete the remains of interrupted writes in %s: %s", self._folder, error)
         if self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state):
             self._writer = BackgroundWriter()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        origin, (name, _) = trainer.run.resumed_from, self._restored_best
+        # Another ModelCheckpoint's folder has checkpoints of the same names.
+        own = trainer.run_dir / "checkpoints"
+        folders = [own if one.dirpath is None else as_storage_path(one.dirpath) for one in trainer.checkpoint_callbacks]
+        if origin is None or origin.parent in folders:
+            return
+        self._earlier_last = origin
+        if name is not None and is_committed(origin.parent / name):
+            self._earlier_best = origin.parent / name
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if self._writer is not None:
@@ -210,8 +279,11 @@ class ModelCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._finish_write(trainer)
         if self.saved_step != trainer.global_step and trainer.global_step > 0 and (self.save_last or self.save_top_k):
+            self._unsaved = None
             self._save(trainer)
             self._finish_write(trainer)
+        if self.saved_step == trainer.global_step:
+            self._unsaved = None
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if trainer.stage != "fit":
@@ -277,50 +349,92 @@ class ModelCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         """Write a checkpoint, then delete those no longer kept; nothing if that of this step has its value already."""
         metrics = trainer.read_metrics()
-        value = self._value(trainer)
+        value = self._value(trainer.run)
         again = self.saved_step == trainer.global_step
-        if again and (value is None or self.kept.get(self.last or "") is not None):
+        if again and (value is None or self.kept.get(self._newest() or "") is not None):
             return
         self._finish_write(trainer, due=True)
-        replaced = [self.last] if again and self.last is not None else []
-        others = {name: one for name, one in self.kept.items() if name not in replaced}
-        to_delete = self._retention.to_delete({**others, "": value})  # "": the new one
-        if "" in to_delete:
+        if "" in self._to_delete(again, value, finite=True):
             self._time_is_up = self._time_is_up and value is None  # else the next value decides
             return
-        to_delete += replaced
-        name = self._format_name({**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}, value)
-        name = trainer.strategy.processes.broadcast_object(
-            self._free_name(name, to_delete) if trainer.is_global_zero else ""
-        )
-        self._previous = self.kept, self.last, self.saved_step
-        # The state in the checkpoint still lists those to delete: a process that dies before the deletion finds them.
-        former = {other: one for other, one in self.kept.items() if other != name}
-        self.kept, self.last, self.saved_step = {**former, name: value}, name, trainer.global_step
-        remaining = {other: one for other, one in self.kept.items() if other == name or other not in to_delete}
-        self.best = self._retention.best(remaining)
+        self._previous = self.kept, self.last, self.nonfinite, self.saved_step
         try:
-            # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
-            info = {"metrics": metrics, "follows": self._previous[1]}
-            trainer.save_with(partial(self._write, trainer, name, to_delete), info)
+            trainer.save_with(partial(self._write, trainer), partial(self._decide, trainer, metrics, again, value))
         except WriteError as error:
-            if trainer.is_global_zero:
-                self._warn(error)
-            self._rollback(error)
-            return
+            if isinstance(error, PointerError):
+                self.kept = self._remaining()
+            self._report_failure(error, log_it=trainer.is_global_zero)
+            if not isinstance(error, PointerError):
+                return
         except BaseException:
-            self.kept, self.last, self.saved_step = self._previous
+            self.kept, self.last, self.nonfinite, self.saved_step = self._previous
             raise
-        self.kept, self._time_is_up = remaining, False
+        self.kept, self._time_is_up, self._unsaved = self._remaining(), False, None
+        self.nonfinite = [name for name in self.nonfinite if name in self.kept]
         if trainer.is_global_zero and self._writer is None:
-            self._notify_saved(trainer, str(self._in_folder(name)))
+            self._notify_saved(trainer, str(self._in_folder(self._newest() or "")))
 
-    def _value(self, trainer: Trainer) -> float | None:
+    def _newest(self) -> str | None:
+        return next(reversed(self.kept), None)
+
+    def _remaining(self) -> dict[str, float | None]:
+        """Return the checkpoints that remain after the newest one is committed."""
+        newest = self._newest()
+        return {name: value for name, value in self.kept.items() if name == newest or name not in self._obsolete}
+
+    def _to_delete(self, again: bool, value: float | None, finite: bool) -> list[str]:
+        """Return the checkpoints to delete for a new one, including "", the new one itself, if it is not worth keeping.
+
+        Args:
+            again: the new checkpoint replaces the newest one, which has no value yet; unless that would replace a
+                finite checkpoint by one that is not.
+            value: the monitored value of the new checkpoint.
+            finite: whether the state of the new checkpoint is finite.
+        """
+        newest = self._newest()
+        replaced = [newest] if again and newest is not None and (finite or newest in self.nonfinite) else []
+        others = {name: one for name, one in self.kept.items() if name not in replaced}
+        nonfinite = [name for name in self.nonfinite if name not in replaced]
+        return self._retention.to_delete({**others, "": value}, nonfinite if finite else [*nonfinite, ""]) + replaced
+
+    def _decide(
+        self, trainer: Trainer, metrics: Mapping[str, float], again: bool, value: float | None, nonfinite: list[str]
+    ) -> dict[str, Any]:
+        """Choose the name of the new checkpoint and the checkpoints to delete; return the new one's info. Collective.
+
+        The saved state still lists the checkpoints to delete, so that a run resumed after a kill deletes them.
+        """
+        self._obsolete = self._to_delete(again, value, not nonfinite)
+        name = self._format_name({**metrics, "epoch": _epoch_of(trainer.progress), "step": trainer.global_step}, value)
+        name, problem = trainer.strategy.processes.broadcast_object(
+            self._free_name(name, self._obsolete) if trainer.is_global_zero else ("", None)
+        )
+        if problem is not None:
+            raise problem
+        if nonfinite and trainer.is_global_zero and self._newest() not in self.nonfinite:
+            stays = f"'last' still points to {self.last}" if self.last else "there is no finite one before it"
+            log.warning(
+                "step %d: weights or optimizer states are not finite (%s). The checkpoint %s is written for you to "
+                "look at, and %s.",
+                trainer.global_step,
+                first_of(nonfinite),
+                name,
+                stays,
+            )
+        self.nonfinite = [other for other in self.nonfinite if other != name] + ([name] if nonfinite else [])
+        former = {other: one for other, one in self.kept.items() if other != name}
+        self.kept, self.saved_step = {**former, name: value}, trainer.global_step
+        self.last = self.last if nonfinite else name
+        self.best = self._retention.best(self._remaining(), self.nonfinite)
+        # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
+        return {"metrics": metrics, "follows": self._pointed or self._previous[1]}
+
+    def _value(self, run: Run) -> float | None:
         """Return the monitored value of this step; None if it was not measured at this step."""
         if self.monitor in ("epoch", "step"):
-            return float(trainer.current_epoch if self.monitor == "epoch" else trainer.global_step)
-        measured = trainer.run.session.measured.get(self.monitor or "")
-        if measured is None or measured.step != trainer.global_step:
+            return float(_epoch_of(run.progress) if self.monitor == "epoch" else run.progress.step)
+        measured = run.session.measured.get(self.monitor or "")
+        if measured is None or measured.step != run.progress.step:
             return None
         if measured.kind == "interim" and self.every_n_epochs is not None:
             return None  # a batch's value is no match for the means of epochs
@@ -332,23 +446,30 @@ class ModelCheckpoint(Checkpoint):
             values[self.monitor] = math.nan if value is None else value
         return _fill_in(self.filename, values, self.auto_insert_metric_name)
 
-    def _free_name(self, name: str, to_delete: list[str]) -> str:
-        """Return the name, with a version if it is taken: only a checkpoint that goes now is overwritten."""
-        candidate, version = name, 1
-        while storage_of(path := self._in_folder(candidate)).path_in_use(path):
-            if candidate in to_delete and isinstance(path, Path):
-                break
-            candidate, version = f"{name}-v{version}", version + 1
-        return candidate
+    def _free_name(self, name: str, to_delete: list[str]) -> tuple[str, WriteError | None]:
+        """Return the name, with a version if it is taken by a checkpoint that is not in `to_delete`.
 
-    def _write(
-        self, trainer: Trainer, name: str, to_delete: list[str], state: dict[str, Any], info: Mapping[str, Any]
-    ) -> None:
-        """Write the checkpoint, here or in the background, then `_commit_pointers`."""
-        path, group, overwrite = self._in_folder(name), trainer.checkpoint_group, name in to_delete
+        The second value is the error if the storage does not answer, else None.
+        """
+        candidate, version = name, 1
+        try:
+            while storage_of(path := self._in_folder(candidate)).path_in_use(path):
+                if candidate in to_delete and isinstance(path, Path):
+                    break
+                candidate, version = f"{name}-v{version}", version + 1
+        except OSError as error:
+            path = self._in_folder(candidate)
+            return name, WriteError(f"cannot write the checkpoint {path}: {error.strerror or error}")
+        return candidate, None
+
+    def _write(self, trainer: Trainer, state: dict[str, Any], info: Mapping[str, Any]) -> None:
+        """Write the checkpoint, here or in the background, then `_commit`."""
+        name = self._newest() or ""
+        path, group, overwrite = self._in_folder(name), trainer.checkpoint_group, name in self._obsolete
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
-        obsolete = [one for one in to_delete if one != name]
-        on_committed = partial(_commit_pointers, directory, name, self.best, self.monitor is not None, obsolete)
+        obsolete = [one for one in self._obsolete if one != name]
+        last = None if name in self.nonfinite else name
+        on_committed = partial(self._commit, directory, name, last, self.best, obsolete)
         if self._writer is not None:
             self._writes += 1
             thread_group = trainer.background_checkpoint_group(f"writing/{path}/{self._writes}")
@@ -356,6 +477,72 @@ class ModelCheckpoint(Checkpoint):
         else:
             write_checkpoint(path, state, info=info, overwrite=overwrite, process_group=group)
             on_committed()
+
+    def _commit(
+        self,
+        directory: CheckpointDirectory | None,
+        name: str,
+        last: str | None,
+        best: str | None,
+        obsolete: list[str],
+    ) -> None:
+        """Set "last" and "best" after a commit, then delete the obsolete checkpoints.
+
+        Args:
+            directory: on rank 0; None on the other ranks, which do nothing.
+            name: the committed checkpoint.
+            last, best: where the pointers are to lead; None leaves "last" as it is.
+            obsolete: the checkpoints to delete.
+
+        Raises:
+            PointerError: a pointer cannot be set. The checkpoints to which the pointers lead are not deleted then.
+        """
+        if directory is None:
+            return
+        problem, self._pointed = None, None
+        held: set[str] = set()
+        try:
+            try:
+                if last is not None:
+                    directory.set_pointer("last", last)
+                if best is not None or (self.monitor is not None and directory.pointer("best")):  # an earlier run's
+                    directory.set_pointer("best", best)
+            except (WriteError, ReadError) as error:
+                problem = error
+                pointed = {pointer: directory.pointer(pointer) for pointer in POINTERS}
+                held = {one.name for one in pointed.values() if one is not None}
+                self._pointed = pointed["last"].name if pointed["last"] is not None else None
+        except ReadError:
+            self._undeleted += obsolete
+        else:
+            self._delete(directory, obsolete, held, {name, best})
+        if problem is not None:
+            raise PointerError(
+                f"{directory.folder / name} was written, and {problem}. ckpt_path='last' finds it as the newest one."
+            )
+
+    def _delete(
+        self, directory: CheckpointDirectory, obsolete: list[str], held: set[str], kept: set[str | None]
+    ) -> None:
+        """Delete obsolete checkpoints, and those that could not be deleted before.
+
+        Args:
+            held: names to which a pointer leads that cannot be replaced now: deleted later.
+            kept: names not to delete, because a newer checkpoint may have taken the name of an obsolete one.
+        """
+        before, self._undeleted = self._undeleted, []
+        for name in dict.fromkeys([*before, *obsolete]):
+            try:
+                if name in held:
+                    self._undeleted.append(name)
+                elif name not in kept and is_committed(directory.folder / name):
+                    directory.remove(name)
+                elif name not in kept and name in before:
+                    directory.remove_rest(name)
+            except CheckpointError as error:
+                self._undeleted.append(name)
+                if name not in before:
+                    log.warning("a checkpoint that is no longer kept stays until it can be deleted: %s", reason(error))
 
     def _notify_saved(self, trainer: Trainer, path: str) -> None:
         if self.verbose:
@@ -396,61 +583,86 @@ class ModelCheckpoint(Checkpoint):
         if error is not None:
             self._error = error
             self._warn(error)
+            if isinstance(error, PointerError):
+                self._notify_saved(trainer, str(self._in_folder(self._newest() or "")))
+
+    def _report_failure(self, error: CheckpointError, log_it: bool) -> None:
+        if log_it:
+            self._warn(error)
+        self._rollback(error)
 
     def _warn(self, error: CheckpointError) -> None:
-        if self.on_write_error == "warn":
-            there = f"The last checkpoint is still {self._previous[1]}." if self._previous[1] else "There is none yet."
-            log.error("NO CHECKPOINT WAS WRITTEN, and training goes on (on_write_error='warn'): %s %s", error, there)
+        if self.on_write_error == "warn" and isinstance(error, PointerError):
+            log.error("training goes on (on_write_error='warn'): %s", error)
+        elif self.on_write_error == "warn":
+            log.error(
+                "NO CHECKPOINT WAS WRITTEN, and training goes on (on_write_error='warn'): %s %s",
+                _sentence(error),
+                self._in_words(),
+            )
+
+    def _in_words(self) -> str:
+        return f"The last checkpoint is still {self._previous[1]}." if self._previous[1] else "There is none yet."
 
     def _rollback(self, error: CheckpointError) -> None:
-        """Forget the newest checkpoint, which could not be written."""
-        self.kept, self.last, self.saved_step = self._previous
-        self.best = self._retention.best(self.kept)
+        """Restore the state before the newest checkpoint, unless only its pointers could not be written."""
+        if not isinstance(error, PointerError):
+            self.kept, self.last, self.nonfinite, self.saved_step = self._previous
+            self.best = self._retention.best(self.kept, self.nonfinite)
+            self._unsaved = error
         if self.on_write_error == "raise":
             raise error
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kept": dict(self.kept), "best": self.best, "last": self.last, "saved_step": self.saved_step}
+        # A resumed run tries again to delete what could not be deleted.
+        kept = {**dict.fromkeys(self._undeleted), **self.kept}
+        state = {"kept": kept, "best": self.best, "last": self.last, "saved_step": self.saved_step}
+        return {**state, "nonfinite": list(self.nonfinite)} if self.nonfinite else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the list of checkpoints, without those that no longer exist."""
+        """Restore the list of checkpoints, without those that no longer exist.
+
+        Raises:
+            CheckpointError: the state is not one of a ModelCheckpoint.
+        """
+        require(state, STATE, "ModelCheckpoint")
+        for name in state["kept"]:
+            if not name or name.startswith(".") or "/" in name or "\0" in name:
+                raise CheckpointError(f"ModelCheckpoint: {name!r} is not the name of a checkpoint")
         self.saved_step = state["saved_step"]
+        self._restored_best = state["best"], state["kept"].get(state["best"])
         self.kept = {name: value for name, value in state["kept"].items() if is_committed(self._in_folder(name))}
         self.last = state["last"] if state["last"] in self.kept else None
-        self.best = self._retention.best(self.kept)
+        self.nonfinite = [name for name in state.get("nonfinite", ()) if name in self.kept]
+        if self.last is not None:
+            # Those after which the run was resumed from the last finite one, which does not know of them.
+            later = CheckpointDirectory(self._in_folder(self.last).parent).nonfinite_after(self.last)
+            self.nonfinite += [name for name in later if name not in self.kept]
+            self.kept |= {name: None for name in later if name not in self.kept}
+        self.best = self._retention.best(self.kept, self.nonfinite)
 
 
-def _commit_pointers(
-    directory: CheckpointDirectory | None, name: str, best: str | None, has_best: bool, to_delete: list[str]
-) -> None:
-    """Point "last" and "best" at the committed checkpoint, and only then delete others; rank 0 has the `directory`."""
-    if directory is None:
-        return
-    directory.set_pointer("last", name)
-    if best is not None or (has_best and directory.pointer("best") is not None):  # an earlier run's
-        directory.set_pointer("best", best)
-    for old in to_delete:
-        if is_committed(directory.folder / old):
-            directory.remove(old)
+def _sentence(error: CheckpointError) -> str:
+    """Return the message of an error with a full stop."""
+    return f"{str(error).rstrip('.')}."
 
 
-def _check_arguments(
+def _epoch_of(progress: Progress) -> int:
+    """Return the epoch of the last step: between two epochs, and after the last, the one that has ended."""
+    between = progress.batch == 0 and progress.epoch > 0
+    return progress.epoch - 1 if between else progress.epoch
+
+
+def _contradictions(
     monitor: str | None, mode: str | None, save_top_k: int, steps: int | None, epochs: int | None, interval: Any
-) -> None:
+) -> list[str]:
     problems = []
     if sum(trigger not in (None, 0) for trigger in (steps, epochs, interval)) > 1:
         problems.append(
             "give one of every_n_train_steps, every_n_epochs, train_time_interval; for several give several callbacks."
         )
-    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if value is not None and (type(value) is not int or value < 0):
-            problems.append(f"{name}={value!r}: give a whole number from 1, or 0 to turn it off.")
-    if type(save_top_k) is not int or save_top_k < -1:
-        problems.append(f"save_top_k={save_top_k!r}: give a number, 0 for none, or -1 for all.")
-    if mode not in (None, "min", "max"):
-        problems.append(f"mode={mode!r}: allowed are 'min' and 'max'.{did_you_mean(str(mode), ['min', 'max'])}")
     if monitor is None and save_top_k > 1 and mode is not None:
         problems.append("mode without monitor has no meaning: give monitor='val_loss' or the like.")
     if interval is not None:
@@ -459,27 +671,25 @@ def _check_arguments(
                 problems.append(f"train_time_interval={interval!r}: give a time above 0.")
         except ConfigError as error:
             problems.append(str(error))
-    if monitor is not None and not isinstance(monitor, str):
-        problems.append(f"monitor={monitor!r}: give the name of a logged value, such as 'val_loss'.")
-    raise_problems(problems, "ModelCheckpoint's arguments")
-
-
-def _wrong_flags(save_last: Any, async_save: Any, on_write_error: Any, dirpath: Any) -> list[str]:
-    problems = []
-    for name, value in (("save_last", save_last), ("async_save", async_save)):
-        if not isinstance(value, bool):
-            problems.append(f"{name}={value!r}: give True or False.")
-    if on_write_error not in ("raise", "warn"):
-        guess = did_you_mean(str(on_write_error), ["raise", "warn"])
-        problems.append(f"on_write_error={on_write_error!r}: allowed are 'raise' and 'warn'.{guess}")
-    if not isinstance(dirpath, (str, Path, type(None))):
-        problems.append(f"dirpath={dirpath!r}: give a folder, or a URL.")
-    elif dirpath is not None:
-        try:
-            as_storage_path(dirpath)
-        except ConfigError as error:
-            problems.append(f"dirpath: {error}")
+    if monitor == "":
+        problems.append("monitor='': give the name of a logged value, such as 'val_loss'.")
     return problems
+
+
+def _folder_problems(dirpath: str | Path | None) -> list[str]:
+    if dirpath is None:
+        return []
+    parts = str(dirpath).split("/")
+    if "\0" in str(dirpath) or max(len(part.encode("utf-8", "replace")) for part in parts) > 255:
+        return [
+            f"dirpath={str(dirpath)[:40]!r}: no folder can have this name. Give one of "
+            "at most 255 bytes, without control characters."
+        ]
+    try:
+        as_storage_path(dirpath)
+    except ConfigError as error:
+        return [f"dirpath: {error}"]
+    return []
 
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
@@ -496,12 +706,10 @@ def _fill_in(template: str, values: Mapping[str, float], with_names: bool) -> st
     return _FIELD.sub(fill, template).replace("/", "_")
 
 
-def _template_problems(template: Any) -> list[str]:
+def _template_problems(template: str | None) -> list[str]:
     """Return the mistakes in a template, to be reported before the first checkpoint is written."""
     if template is None:
         return []
-    if not isinstance(template, str):
-        return [f"filename={template!r}: give a text such as '{{epoch}}-{{val_loss:.2f}}'."]
     rest = _FIELD.sub("", template)
     if "{" in rest or "}" in rest:
         return [f"filename={template!r}: a brace has no partner. Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
@@ -509,6 +717,25 @@ def _template_problems(template: Any) -> list[str]:
     for name, form in _FIELD.findall(template):
         try:
             format(0 if name in ("epoch", "step") else 0.0, form)
-        except ValueError as error:
+        except (ValueError, OverflowError, MemoryError) as error:
             problems.append(f"filename={template!r}: {name!r} cannot be written as {form!r} ({error}). Use '.2f'.")
+    if not problems:
+        values = {name: 0 if name in ("epoch", "step") else 0.0 for name, _ in _FIELD.findall(template)}
+        problems = _wrong_name(template, _fill_in(template, values, with_names=True))
     return problems
+
+
+_MAX_NAME = 200
+"""Maximum bytes of a checkpoint's name: file systems allow 255, and versions and temporary names need some."""
+
+
+def _wrong_name(template: str, name: str) -> list[str]:
+    """Return a message for each reason for which no folder can have this name, which was made from the template."""
+    size = len(name.encode("utf-8", "replace"))
+    if size > _MAX_NAME:
+        return [f"filename={template[:40]!r}...: a name of {size} bytes is too long, give one of {_MAX_NAME} at most."]
+    if "\0" in name or not name.isprintable() or name.encode("utf-8", "ignore").decode() != name:
+        return [f"filename={template!r}: no file can have this name. Leave out control characters."]
+    if template and (name.startswith(".") or not name.strip()):
+        return [f"filename={template!r}: give a name that does not begin with '.'."]
+    return []

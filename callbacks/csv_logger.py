@@ -6,15 +6,24 @@ import csv
 import io
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.arguments import NonNegativeFloat
 from trainer.callback import Logger
-from trainer.checkpoint.disk import atomic_file
+from trainer.checkpoint.disk import (
+    NotRegularError,
+    flush_file,
+    open_regular,
+    reason,
+    replace_file,
+    replace_notes,
+    without_links,
+)
+from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
-from trainer.settings import local_path
+from trainer.settings import local_path, make_folder
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -37,7 +46,7 @@ class CSVLogger(Logger):
         flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
 
-    def __init__(self, save_dir: str | Path | None = None, flush_seconds: float = 5.0) -> None:
+    def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
         self.save_dir = None if save_dir is None else local_path(save_dir)
         self.flush_seconds = flush_seconds
         self._trainer: Trainer | None = None
@@ -67,6 +76,7 @@ class CSVLogger(Logger):
         return {"step": self._file.step, "row": dict(self._file.row or {}), "columns": list(self._file.columns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        require(state, {"step?": Integer(-1), "row?": {str: str}, "columns?": [str]}, "CSVLogger")
         self._resumed = state
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -88,8 +98,8 @@ class CSVLogger(Logger):
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         folder = self._folder()
         assert folder is not None
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
+        make_folder(folder, "CSVLogger(save_dir=...)")
+        replace_notes(folder / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         if "step" in metrics:
@@ -114,6 +124,7 @@ class CSVLogger(Logger):
         """Write the pending rows, and close the file."""
         if self._file is not None:
             self.flush()
+            self._file.report_loss()
             self._file.close()
             self._file = None
 
@@ -121,8 +132,13 @@ class CSVLogger(Logger):
         """Open the file, or the existing one of a resumed run; `continue_from`: the step of its checkpoint."""
         path = self.path
         assert path is not None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        columns, rows = _read(path)
+        make_folder(path.parent, "CSVLogger(save_dir=...)")
+        try:
+            columns, rows = _read(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
+            ) from error
         if continue_from is not None:
             last = self._resumed.get("step", continue_from)
             columns = self._resumed.get("columns", columns)
@@ -149,10 +165,14 @@ class _File:
         """Cells for rows that are on disk already."""
         self._new_columns = False
         self._end = 0
-        """Where the last row begins in the file."""
+        """The position of the last row in the file, in bytes."""
         self._failed = False
         self._file: io.FileIO | None = None
-        self._write_anew(rows[:-1])
+        try:
+            self._write_anew(rows[:-1])
+        except OSError as error:
+            self._report(error)
+            self._waiting, self._new_columns = rows[:-1], True
 
     def put(self, step: int, cells: Row) -> None:
         """Add cells to the row of `step`."""
@@ -182,18 +202,26 @@ class _File:
             else:
                 self._append(to_disk)
         except OSError as error:
-            if not self._failed:
-                log.warning("cannot write %s (%s); rows are kept in memory until it can be written.", self.path, error)
-            self._failed = True
+            self._report(error)
         else:
             self._failed = self._new_columns = False
             self._waiting.clear()
             self._amended.clear()
 
+    def _report(self, error: OSError) -> None:
+        if not self._failed:
+            log.warning("cannot write %s (%s); rows are kept in memory until it can be written.", self.path, error)
+        self._failed = True
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def report_loss(self) -> None:
+        """Say so if rows were never written, and will not be."""
+        if self._failed:
+            log.error("%s could not be written until the end: the rows kept in memory are lost.", self.path)
 
     def _final_rows(self) -> list[tuple[int, Row]]:
         """Return all rows but the last: those on disk, the pending ones, and the cells added to them."""
@@ -206,19 +234,19 @@ class _File:
 
     def _write_anew(self, final: list[tuple[int, Row]]) -> None:
         head = _csv_line(self.columns) + b"".join(self._line(step, row) for step, row in final)
-        _replace(self.path, head + self._last_line())
+        replace_file(self.path, head + self._last_line())
         self.close()
         self._end = len(head)
 
     def _append(self, to_disk: bool) -> None:
         final = b"".join(self._line(step, row) for step, row in self._waiting)
         if self._file is None:
-            self._file = io.FileIO(self.path, "r+")
+            self._file = io.FileIO(self.path, "r+", opener=without_links)
         self._file.seek(self._end)
         _write_all(self._file, final + self._last_line())
         self._file.truncate()
         if to_disk:
-            os.fsync(self._file.fileno())
+            flush_file(self._file.fileno(), self.path.parent)
         self._end += len(final)
 
     def _last_line(self) -> bytes:
@@ -231,30 +259,30 @@ class _File:
 def _csv_line(cells: list[str]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
+    return text.getvalue().encode(errors="backslashreplace")
 
 
 def _read(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
     """Return the columns and rows of a file, without truncated rows; empty if there is no such file."""
-    if not path.exists():
+    try:
+        with open_regular(path) as file, io.TextIOWrapper(file, "utf-8", "replace", newline="") as text:
+            lines = list(csv.reader(line for line in text if line.endswith("\n")))
+    except FileNotFoundError:
         return [], []
-    with open(path, newline="", encoding="utf-8", errors="replace") as file:
-        lines = list(csv.reader(line for line in file if line.endswith("\n")))
+    except NotRegularError:
+        log.warning("%s is a link, or not a regular file: replacing it.", path)
+        return [], []
+    except csv.Error as error:
+        raise ConfigError(f"{path} is no CSV file of a CSVLogger ({error}): move it away.") from error
     if not lines or lines[0][:1] != ["step"]:
         return [], []
     columns = lines[0]
     rows = [
         (int(cells[0]), {name: cell for name, cell in zip(columns[1:], cells[1:], strict=True) if cell})
         for cells in lines[1:]
-        if len(cells) == len(columns) and cells[0].isdecimal()
+        if len(cells) == len(columns) and cells[0].isdecimal() and len(cells[0]) < 20
     ]
     return columns, rows
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Replace a file atomically."""
-    with atomic_file(path) as temporary:
-        temporary.write_bytes(data)
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from trainer.arguments import PositiveInt
 from trainer.callback import Callback
+from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError, did_you_mean
-from trainer.metrics.monitor import resolve_mode, tell_mode
+from trainer.metrics.monitor import log_assumed_mode, resolve_mode
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
+
+
+STATE = {
+    "best_score": (NUMBER, None),
+    "last_score": (NUMBER, None),
+    "wait_count": Integer(),
+    "place": (None, "train epoch", "validation"),
+    "value_step?": Integer(-1),
+}
 
 
 class EarlyStopping(Callback):
@@ -25,7 +37,7 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: name of a logged value.
-        min_delta: a change of this much or less is no improvement.
+        min_delta: a change of this much or less is no improvement. Below 0: one that is worse by less is one, too.
         patience: checks in a row without improvement before the stop.
         mode: "min" or "max": which values are better. Default: "min"; a name that says that larger is better (acc, f1,
             ...) needs "max".
@@ -57,7 +69,7 @@ class EarlyStopping(Callback):
         self,
         monitor: str,
         min_delta: float = 0.0,
-        patience: int = 3,
+        patience: PositiveInt = 3,
         mode: Literal["min", "max"] | None = None,
         strict: bool = True,
         check_finite: bool = True,
@@ -65,16 +77,12 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         check_on_train_epoch_end: bool | None = None,
     ) -> None:
-        if not isinstance(monitor, str) or not monitor:
+        if not monitor:
             raise ConfigError(
                 f"EarlyStopping(monitor={monitor!r}): give the name of a logged value, such as 'val_loss'."
             )
-        if mode not in (None, "min", "max"):
-            raise ConfigError(f"EarlyStopping(mode={mode!r}): allowed are 'min' and 'max'.")
-        if type(patience) is not int or patience < 1:
-            raise ConfigError(f"EarlyStopping(patience={patience!r}): give a whole number of checks, from 1.")
         self.monitor = monitor
-        self.min_delta = abs(min_delta)
+        self.min_delta = min_delta
         self.patience = patience
         self.mode = resolve_mode(mode, monitor, "EarlyStopping")
         self._unclear_mode = mode is None
@@ -110,6 +118,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        require(state, STATE, self.state_key)
         self.best_score = state["best_score"]
         self.last_score = state["last_score"]
         self.wait_count = state["wait_count"]
@@ -121,11 +130,11 @@ class EarlyStopping(Callback):
         if stage == "fit":
             self._start_afresh()
             if self._unclear_mode and trainer.is_global_zero:
-                tell_mode(self.monitor, "EarlyStopping")
+                log_assumed_mode(self.monitor, "EarlyStopping")
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Stop at once if the run had stopped, and is started again with the same patience."""
-        self._stop_if_due(trainer)
+        self._stop_if_due(trainer.stop)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.stage == "fit" and not trainer.sanity_checking and self._place != "train epoch":
@@ -144,7 +153,7 @@ class EarlyStopping(Callback):
         elif measured.step > self._value_step and (measured.kind != "interim" or self._place == "validation"):
             self._place, self._value_step = place, measured.step
             self._take(measured.value)
-            self._stop_if_due(trainer)
+            self._stop_if_due(trainer.stop)
 
     def _report_missing(self, logged: list[str]) -> None:
         message = (
@@ -170,10 +179,10 @@ class EarlyStopping(Callback):
     def _is_better(self, score: float, than: float, by: float = 0.0) -> bool:
         return score < than - by if self.mode == "min" else score > than + by
 
-    def _stop_if_due(self, trainer: Trainer) -> None:
+    def _stop_if_due(self, stop: Callable[[str], None]) -> None:
         reason = self._reason_to_stop()
         if reason is not None:
-            trainer.stop(reason)
+            stop(reason)
 
     def _reason_to_stop(self) -> str | None:
         score = self.last_score

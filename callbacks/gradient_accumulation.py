@@ -24,11 +24,11 @@ class GradientAccumulationScheduler(AccumulationSchedule):
             epoch named, the trainer's own `accumulate_grad_batches` holds.
 
     Raises:
-        ConfigError: an epoch or a number of micro-batches is not a valid whole number; the module uses manual
+        ConfigError: an epoch or a number of micro-batches is not a valid integer; the module uses manual
             optimization; or epoch 0 is scheduled and the trainer's `accumulate_grad_batches` has another value.
     """
 
-    def __init__(self, scheduling: Mapping[int, int]) -> None:
+    def __init__(self, scheduling: Mapping[int | str, int]) -> None:
         self.scheduling = _read_schedule(scheduling)
 
     def micro_batches(self, epoch: int, otherwise: int) -> int:
@@ -81,9 +81,9 @@ def _read_schedule(scheduling: Any) -> dict[int, int]:
     for epoch, number in scheduling.items():
         first = int(epoch) if isinstance(epoch, str) and epoch.isdecimal() else epoch
         if type(first) is not int or first < 0:
-            problems.append(f"{name}: epoch {epoch!r} is not a whole number from 0.")
+            problems.append(f"{name}: epoch {epoch!r} is not an integer from 0.")
         elif type(number) is not int or number < 1:
-            problems.append(f"{name}: {number!r} micro-batches from epoch {epoch}: give a whole number from 1.")
+            problems.append(f"{name}: {number!r} micro-batches from epoch {epoch}: give an integer from 1.")
         else:
             schedule[first] = number
     raise_problems(problems, name)

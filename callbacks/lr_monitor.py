@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.callback import Callback
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -27,7 +27,7 @@ class LearningRateMonitor(Callback):
     numbered, those with a scheduler first (`lr-Adam`, `lr-Adam-1`). A parameter group adds its `"name"`
     (`lr-Adam/body`), or its number if there are several (`lr-Adam/pg1`).
 
-    Without a logger, which is told, the rates are in `trainer.callback_metrics` only.
+    Without a logger, the rates are in `trainer.callback_metrics` only; a warning says so.
 
     Args:
         logging_interval: "step": every `log_every_n_steps`; "epoch": every epoch, the rate at its start; None: as often
@@ -41,12 +41,11 @@ class LearningRateMonitor(Callback):
     """
 
     def __init__(
-        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
     ) -> None:
-        if logging_interval not in (None, "step", "epoch"):
-            raise unknown_name_error(
-                "logging_interval of LearningRateMonitor", logging_interval, ["step", "epoch", "None"]
-            )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from trainer.arguments import Limit
 from trainer.callback import Callback
-from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -24,11 +24,9 @@ class ModelSummary(Callback):
         max_depth: how many levels of submodules to show; 0: print nothing; -1: all.
     """
 
-    def __init__(self, max_depth: int = 1) -> None:
-        if type(max_depth) is not int or max_depth < -1:
-            raise ConfigError(
-                f"ModelSummary(max_depth={max_depth!r}): give a whole number from 0, or -1 for all levels."
-            )
+    in_place_of = "enable_model_summary"
+
+    def __init__(self, max_depth: Annotated[int, Limit("from", -1), "0: nothing, -1: all levels"] = 1) -> None:
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:

@@ -6,24 +6,23 @@ import heapq
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from trainer.arguments import PositiveInt
 from trainer.callback import Callback
-from trainer.checkpoint.disk import atomic_file
-from trainer.data.transfer import move_to
-from trainer.errors import ConfigError, raise_problems, unknown_name_error
-from trainer.settings import local_path
+from trainer.checkpoint.disk import atomic_file, refuse_link
+from trainer.data.transfer import map_leaves
+from trainer.errors import ConfigError
+from trainer.settings import local_path, make_folder
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
-
-FORMATS = ("safetensors", "jsonl")
-INTERVALS = ("batch", "epoch")
 
 
 class PredictionWriter(Callback):
@@ -55,17 +54,10 @@ class PredictionWriter(Callback):
     def __init__(
         self,
         dirpath: str | Path | None = None,
-        write_interval: str = "batch",
-        format: str = "safetensors",
-        max_shard_size: int = 64 * 2**20,
+        write_interval: Literal["batch", "epoch"] = "batch",
+        format: Literal["safetensors", "jsonl"] = "safetensors",
+        max_shard_size: PositiveInt = 64 * 2**20,
     ) -> None:
-        choices = (("write_interval", write_interval, INTERVALS), ("format", format, FORMATS))
-        problems = [
-            str(unknown_name_error(f"{name} of PredictionWriter", given, known))
-            for name, given, known in choices
-            if given not in known
-        ]
-        raise_problems(problems, "PredictionWriter")
         self.dirpath = None if dirpath is None else local_path(dirpath)
         self.write_interval = write_interval
         self.format = format
@@ -102,6 +94,8 @@ class PredictionWriter(Callback):
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._kept = [[] for _ in trainer.num_predict_batches]
+        if self.dirpath is None:
+            refuse_link(trainer.run_dir / "predictions")
         folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "predictions"
         self._parts = _Parts(folder, self.format, trainer.rank, trainer.world_size, self.max_shard_size)
 
@@ -134,9 +128,9 @@ class _Parts:
         """The content of each batch: rows as JSON texts, or tensors by name."""
         self.loader = 0
         self.kind: Any = None
-        """What all batches of a part have in common."""
+        """The kind of contents, which all batches of a part have in common."""
         self.size = 0
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "PredictionWriter(dirpath=...)")
         for path in folder.glob("predictions-rank*-of-*"):
             old = re.match(r"predictions-rank(\d+)-of-\d+[-.]", path.name)
             # Each process removes its own, and rank 0 those of ranks that there are no longer.
@@ -166,7 +160,7 @@ class _Parts:
         if not self.batches:
             return
         name = f"{self.stem}-part{len(self.names):05d}.{self.format}"
-        with atomic_file(self.folder / name) as temporary:
+        with _written(self.folder / name) as temporary:
             if self.format == "jsonl":
                 temporary.write_text("".join(self._json_lines()), encoding="utf-8")
             else:
@@ -186,13 +180,33 @@ class _Parts:
     def finish(self) -> None:
         """Write the last part, and the index, which marks the predictions as complete."""
         self.close_part()
-        with atomic_file(self.folder / f"{self.stem}.json") as temporary:
+        with _written(self.folder / f"{self.stem}.json") as temporary:
             temporary.write_text(json.dumps({"parts": self.names}) + "\n")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces `path` at the end of the block.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        with atomic_file(path) as temporary:
+            yield temporary
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot write the predictions {path}: {why}. Make room, or give PredictionWriter(dirpath=...) another "
+            "folder, and call predict again."
+        ) from error
 
 
 def _on_cpu(prediction: Any) -> Any:
     # Not with `non_blocking`, as batches are moved: a copy to the host would be read before it has arrived.
-    return move_to(prediction, lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf)
+    return map_leaves(prediction, lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def _columns(prediction: Any) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.arguments import check_clock
 from trainer.callback import Callback
-from trainer.errors import raise_problems
 from trainer.profiling import DATA
 
 if TYPE_CHECKING:
@@ -46,12 +46,7 @@ class SimpleProfiler(Callback):
     """From this share of the time on, waiting for data is worth a hint."""
 
     def __init__(self, synchronize: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
-        problems: list[str] = []
-        if not isinstance(synchronize, bool):
-            problems.append(f"SimpleProfiler(synchronize={synchronize!r}): give True or False.")
-        if not callable(clock):
-            problems.append(f"SimpleProfiler(clock={clock!r}): give a function that returns seconds.")
-        raise_problems(problems, "SimpleProfiler")
+        check_clock("SimpleProfiler(clock", clock)
         self.seconds: dict[str, float] = {}
         """Seconds by part."""
         self.calls: dict[str, int] = {}

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
+from trainer.arguments import NonNegativeInt
 from trainer.callback import Callback
-from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -33,15 +33,17 @@ class ProgressBar(Callback):
         leave: keep the bar of every epoch on the screen, not only that of the last.
     """
 
-    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
-        if type(refresh_rate) is not int or refresh_rate < 0:
-            raise ConfigError(f"ProgressBar(refresh_rate={refresh_rate!r}): give a number of batches, or 0 for no bar.")
+    in_place_of = "enable_progress_bar"
+
+    def __init__(self, refresh_rate: NonNegativeInt = 1, leave: bool = False) -> None:
         self.refresh_rate = refresh_rate
         self.leave = leave
         self._display: _Bars | _Lines | None = None
         self._next = math.inf
         """The time of the next update, by `time.monotonic`; infinity: never."""
         self._evaluated = 0
+        self._values: Mapping[str, float] = {}
+        """The values as of the last flush, which the trainer has read from the device."""
 
     def print_text(self, text: str, file: TextIO | None = None) -> bool:
         """Print above the bar. What the terminal cannot show is replaced, and a closed one is ignored."""
@@ -60,6 +62,7 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._switch_off()
+        self._values = trainer.run.session.progress_bar_metrics
         if trainer.is_global_zero and self.refresh_rate:
             with suppress(Exception):
                 self._display, self._next = _open_display(sys.stderr, self.leave), 0.0
@@ -79,16 +82,16 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._update(trainer, batch_idx + 1)
+        self._update(batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         done = trainer.progress.batch
-        self._draw(lambda display: display.finish(done, _metrics(trainer.progress_bar_metrics), report=True))
+        self._draw(lambda display: display.finish(done, self._metrics(), report=True))
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         # The epoch may have been left unfinished.
         done = trainer.progress.batch
-        self._draw(lambda display: display.finish_all(done, _metrics(trainer.progress_bar_metrics)))
+        self._draw(lambda display: display.finish_all(done, self._metrics()))
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         counts = trainer.num_val_batches
@@ -107,7 +110,7 @@ class ProgressBar(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._evaluated += 1
-        self._update(trainer, self._evaluated)
+        self._update(self._evaluated)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -115,19 +118,19 @@ class ProgressBar(Callback):
         # At the end of an epoch its own line comes next, with these results.
         inside = trainer.stage == "fit" and trainer.progress.batch != trainer.num_training_batches
         report = not trainer.sanity_checking and (inside or trainer.stage != "fit")
-        self._end_evaluation(trainer.progress_bar_metrics, report)
+        self._end_evaluation(report)
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._start_evaluation("test", trainer.num_test_batches)
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_evaluation(trainer.progress_bar_metrics)
+        self._end_evaluation()
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._start_evaluation("predict", trainer.num_predict_batches)
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._end_evaluation(trainer.progress_bar_metrics)
+        self._end_evaluation()
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
@@ -137,12 +140,15 @@ class ProgressBar(Callback):
         total = sum(known) if len(known) == len(counts) else None
         self._draw(lambda display: display.start(title, total, 0, keep))
 
-    def _end_evaluation(self, metrics: Mapping[str, float], report: bool = True) -> None:
-        self._draw(lambda display: display.finish(self._evaluated, _metrics(metrics), report))
+    def _end_evaluation(self, report: bool = True) -> None:
+        self._draw(lambda display: display.finish(self._evaluated, self._metrics(), report))
 
-    def _update(self, trainer: Trainer, done: int) -> None:
+    def _update(self, done: int) -> None:
         if time.monotonic() >= self._next and done % self.refresh_rate == 0:
-            self._draw(lambda display: display.update(done, _metrics(trainer.progress_bar_metrics)))
+            self._draw(lambda display: display.update(done, self._metrics()))
+
+    def _metrics(self) -> str:
+        return ", ".join(f"{name}={value:.4g}" for name, value in self._values.items())
 
     def _draw(self, action: Callable[[_Bars | _Lines], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
@@ -169,12 +175,8 @@ def _epoch(epoch: int, max_epochs: int | None) -> str:
     return f"epoch {epoch}" + (f"/{max_epochs - 1}" if max_epochs is not None and max_epochs > 0 else "")
 
 
-def _metrics(values: Mapping[str, float]) -> str:
-    return ", ".join(f"{name}={value:.4g}" for name, value in values.items())
-
-
 def _open_display(stream: TextIO, leave: bool) -> _Bars | _Lines:
-    # A terminal of width 0 is a pseudo-terminal that nobody looks at.
+    # A terminal of width 0 is a pseudo-terminal without a viewer.
     bars = stream.isatty() and os.environ.get("TERM") != "dumb" and os.get_terminal_size(stream.fileno()).columns > 0
     return _Bars(stream, leave) if bars else _Lines(stream)
 

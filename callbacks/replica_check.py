@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer.arguments import PositiveInt
 from trainer.callback import Callback
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import TrainerError
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -29,9 +30,7 @@ class ReplicaCheck(Callback):
 
     agree_on = ("every_n_train_steps",)
 
-    def __init__(self, every_n_train_steps: int = 100) -> None:
-        if type(every_n_train_steps) is not int or every_n_train_steps < 1:
-            raise ConfigError(f"ReplicaCheck(every_n_train_steps={every_n_train_steps!r}): give a whole number from 1.")
+    def __init__(self, every_n_train_steps: PositiveInt = 100) -> None:
         self.every_n_train_steps = every_n_train_steps
         self._equal_at: int | None = None
 

@@ -7,16 +7,18 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 
+from trainer.arguments import Limit, PositiveInt, check_clock
 from trainer.callback import Callback
 from trainer.distributed.devices import has_streams
-from trainer.errors import raise_problems
+from trainer.distributed.sendable import sendable
 from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, TRANSFER
 
 if TYPE_CHECKING:
+    from trainer.distributed.process_group import SingleProcess
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
 
@@ -27,6 +29,7 @@ EVENTS = 64
 """Maximum number of forward passes timed on the device between two comparisons."""
 
 
+@sendable
 class Times(NamedTuple):
     """Seconds that the steps of a process took in total."""
 
@@ -75,21 +78,13 @@ class StragglerMonitor(Callback):
 
     def __init__(
         self,
-        every_n_steps: int = 500,
-        factor: float = 1.5,
-        patience: int = 3,
-        max_rows: int = 8,
+        every_n_steps: PositiveInt = 500,
+        factor: Annotated[float, Limit("above", 1)] = 1.5,
+        patience: PositiveInt = 3,
+        max_rows: PositiveInt = 8,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        given = {"every_n_steps": every_n_steps, "patience": patience, "max_rows": max_rows}
-        problems = [
-            f"StragglerMonitor({name}={value!r}): give a whole number from 1."
-            for name, value in given.items()
-            if type(value) is not int or value < 1
-        ]
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 1:
-            problems.append(f"StragglerMonitor(factor={factor!r}): give a number above 1.")
-        raise_problems(problems, "StragglerMonitor")
+        check_clock("StragglerMonitor(clock", clock)
         self.every_n_steps, self.factor, self.patience, self.max_rows = every_n_steps, factor, patience, max_rows
         self.total: dict[int, Times] = {}
         """The times since the start of `fit` by rank, as of the last comparison."""
@@ -150,15 +145,15 @@ class StragglerMonitor(Callback):
         if self._steps == 0:
             self._reset()
         elif self._steps == self.every_n_steps:
-            self._gather_times(trainer)
+            self._gather_times(trainer.strategy.processes)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._steps > 0:
-            self._gather_times(trainer)
+            self._gather_times(trainer.strategy.processes)
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._steps > 0:
-            self._gather_times(trainer)
+            self._gather_times(trainer.strategy.processes)
         if self.total:
             trainer.print(self.table())
 
@@ -181,11 +176,11 @@ class StragglerMonitor(Callback):
         lines.append(f"own: data and forward, before a process waits for the others; the median is {1000 * middle:.3f}")
         return "\n".join(lines)
 
-    def _gather_times(self, trainer: Trainer) -> None:
+    def _gather_times(self, processes: SingleProcess) -> None:
         """Gather the times since the last comparison, on every process, and compare them."""
-        own = self._times(trainer.rank)
+        own = self._times(processes.rank)
         self._reset()
-        every = trainer.strategy.processes.all_gather_object(own)
+        every = processes.all_gather_object(own)
         for times in every:
             before = self.total.get(times.rank)
             if before is not None:
@@ -194,7 +189,7 @@ class StragglerMonitor(Callback):
             self.total[times.rank] = times
         if len(every) > 1:
             self._compare(every)
-        if trainer.is_global_zero:
+        if processes.is_global_zero:
             for text in self._warnings(every):
                 log.warning("%s", text)
 

@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.arguments import NonNegativeFloat
 from trainer.callback import Logger
+from trainer.checkpoint.disk import without_links
+from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError, MissingPackageError
-from trainer.settings import local_path
+from trainer.settings import local_path, make_folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -39,7 +42,7 @@ class TensorBoardLogger(Logger):
         MissingPackageError: at the start of a run, when tensorboard is not installed.
     """
 
-    def __init__(self, save_dir: str | Path | None = None, flush_seconds: float = 5.0) -> None:
+    def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
         self.save_dir = None if save_dir is None else local_path(save_dir)
         self.flush_seconds = flush_seconds
         self._trainer: Trainer | None = None
@@ -79,7 +82,9 @@ class TensorBoardLogger(Logger):
             file = self._opened()
             file.flush()
             _wait_until_after(file.path.name)
-            self._writer = _summary_writer_class()(str(file.path.parent))
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(file.path.parent))
         return self._writer
 
     # -- state: what was logged at the newest step ---------------------------------------------------------------------
@@ -88,6 +93,7 @@ class TensorBoardLogger(Logger):
         return dict(self._newest)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        require(state, ({"step": Integer(), "values": {str: NUMBER}}, {"step?": None}), "TensorBoardLogger")
         self._newest = state
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -100,7 +106,7 @@ class TensorBoardLogger(Logger):
             try:
                 import tensorboard  # noqa: F401
             except ImportError as error:
-                raise MissingPackageError("tensorboard", "tensorboard", "TensorBoardLogger") from error
+                raise MissingPackageError("tensorboard", "TensorBoardLogger") from error
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero:
@@ -175,13 +181,14 @@ class _EventFile:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, "TensorBoardLogger(save_dir=...)")
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         # Two runs of one process may begin within a second.
         self.path = folder / f"{name}.{len(list(folder.glob(f'{name}.*')))}"
         self._pending = io.BytesIO()
         self._records = RecordWriter(self._pending)
         self._size = 0
+        self._created = False
         self._failed = False
         self.add(file_version="brain.Event:2")
         if purge_step is not None:
@@ -208,7 +215,8 @@ class _EventFile:
         if not data:
             return
         try:
-            with open(self.path, "r+b" if self._size else "wb") as file:
+            with open(self.path, "r+b" if self._created else "xb", opener=without_links) as file:
+                self._created = True
                 file.seek(self._size)
                 file.write(data)
         except OSError as error:
@@ -222,15 +230,12 @@ class _EventFile:
         self._failed = False
 
 
-def _summary_writer_class() -> type[SummaryWriter]:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter
-
-
 def _wait_until_after(name: str) -> None:
-    """TensorBoard reads files in the order of their names, which begin with the second in which they were made: a run
-    that is resumed within the same second would be read before what it continues."""
+    """Wait until the second in a file's name is over.
+
+    TensorBoard reads files in the order of their names: a run that is resumed within the same second would be read
+    before what it continues.
+    """
     second = name.removeprefix("events.out.tfevents.").split(".")[0]
     deadline = time.monotonic() + 1.1
     while second.isdecimal() and int(time.time()) <= int(second) and time.monotonic() < deadline:

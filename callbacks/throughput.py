@@ -7,16 +7,19 @@ import numbers
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 
+from trainer.arguments import Limit, PositiveInt, failed_function
 from trainer.callback import Callback
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError
+from trainer.precision import tf32_is_allowed
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
     from trainer.precision import Precision
+    from trainer.progress import Progress
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
@@ -37,14 +40,14 @@ class ThroughputMonitor(Callback):
 
     It reads the host's clock and never synchronizes with the device: a device that lags behind the host by a few steps
     makes a rate noisier, not biased. Logged are `throughput/steps_per_s`, `throughput/batches_per_s` and
-    `throughput/samples_per_s` (where the loader tells the number of samples) and, where asked for,
+    `throughput/samples_per_s` (where the number of samples is known) and, where asked for,
     `throughput/tokens_per_s`, `throughput/flops_per_s` and `throughput/mfu`. All are of all processes together; MFU
     (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the share of the devices' peak.
 
     Args:
         window_size: steps that a rate is taken over.
         items_per_batch: tokens (or other items) in one micro-batch of one process: a number, or a function of the
-            batch. Let it look at shapes: reading a value from a device tensor would wait for the device.
+            batch. Let it use shapes only: reading a value from a device tensor would wait for the device.
         items_name: what these items are called, in `throughput/<items_name>_per_s`.
         flops_per_sample: floating-point operations of training on one sample, forward and backward (about 6 x
             parameters x tokens for a transformer): a number, or a function of the module, called once.
@@ -55,22 +58,12 @@ class ThroughputMonitor(Callback):
 
     def __init__(
         self,
-        window_size: int = 100,
-        items_per_batch: int | Callable[[Any], int] | None = None,
+        window_size: PositiveInt = 100,
+        items_per_batch: PositiveInt | Callable[[Any], int] | None = None,
         items_name: str = "tokens",
         flops_per_sample: float | Callable[[TrainModule], float] | None = None,
-        peak_flops: float | None = None,
+        peak_flops: Annotated[float, Limit("above", 0)] | None = None,
     ) -> None:
-        problems = []
-        if type(window_size) is not int or window_size < 1:
-            problems.append(f"ThroughputMonitor(window_size={window_size!r}): give a whole number of steps, from 1.")
-        if not callable(items_per_batch) and type(items_per_batch) not in (int, type(None)):
-            problems.append(
-                f"ThroughputMonitor(items_per_batch={items_per_batch!r}): give a whole number or a function."
-            )
-        if peak_flops is not None and peak_flops <= 0:
-            problems.append(f"ThroughputMonitor(peak_flops={peak_flops!r}): give FLOP/s of one device, such as 312e12.")
-        raise_problems(problems, "ThroughputMonitor")
         self.items_per_batch = items_per_batch
         self.items_name = items_name
         self.flops_per_sample = flops_per_sample
@@ -87,7 +80,7 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._marks.clear()
         self._batches = self._items = 0
-        self._flops = self.flops_per_sample(module) if callable(self.flops_per_sample) else self.flops_per_sample
+        self._flops = self._flops_of(module)
         if self._flops is not None:
             self._peak = self.peak_flops or peak_of(trainer.device, compute_dtype(trainer.precision))
             if self._peak is None:
@@ -95,7 +88,7 @@ class ThroughputMonitor(Callback):
                     "ThroughputMonitor logs no MFU: the peak of this device is not in its table. Pass peak_flops=..., "
                     "in FLOP/s of one device."
                 )
-        self._mark(trainer)
+        self._mark(trainer.progress)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -105,7 +98,7 @@ class ThroughputMonitor(Callback):
             self._items += self._count_items(batch)
         if trainer.global_step > self._step:
             # The last micro-batch of a step: what is logged now belongs to that step.
-            self._mark(trainer)
+            self._mark(trainer.progress)
             if trainer.settings.logs_at(trainer.global_step):
                 self._log(trainer)
 
@@ -115,21 +108,38 @@ class ThroughputMonitor(Callback):
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._left_out += time.perf_counter() - self._validation_began
 
+    def _flops_of(self, module: TrainModule) -> float | None:
+        if not callable(self.flops_per_sample):
+            return self.flops_per_sample
+        argument, words = "ThroughputMonitor(flops_per_sample", "a module's floating-point operations for a sample"
+        try:
+            flops: object = self.flops_per_sample(module)
+        except Exception as error:
+            raise failed_function(argument, words, error) from error
+        if not isinstance(flops, numbers.Real):
+            raise ConfigError(
+                f"{argument}=...) returned a {type(flops).__name__}: give a function that returns {words}."
+            )
+        return float(flops)
+
     def _count_items(self, batch: Any) -> int:
         if not callable(self.items_per_batch):
             return self.items_per_batch or 0
-        items = self.items_per_batch(batch)
+        try:
+            items = self.items_per_batch(batch)
+        except Exception as error:
+            raise failed_function("ThroughputMonitor(items_per_batch", "a batch's number of items", error) from error
         if not isinstance(items, numbers.Integral):
             raise ConfigError(
-                f"ThroughputMonitor(items_per_batch=...) returned a {type(items).__name__}: return a whole number, "
+                f"ThroughputMonitor(items_per_batch=...) returned a {type(items).__name__}: return an integer "
                 "made from shapes (batch.numel(), ...), since reading a tensor would wait for the device."
             )
         return int(items)
 
-    def _mark(self, trainer: Trainer) -> None:
-        self._step = trainer.global_step
+    def _mark(self, progress: Progress) -> None:
+        self._step = progress.step
         now = time.perf_counter() - self._left_out
-        self._marks.append(Snapshot(now, trainer.global_step, self._batches, trainer.progress.samples, self._items))
+        self._marks.append(Snapshot(now, progress.step, self._batches, progress.samples, self._items))
 
     def _log(self, trainer: Trainer) -> None:
         first, last = self._marks[0], self._marks[-1]
@@ -200,14 +210,6 @@ def peak_by_name(name: str, dtype: torch.dtype) -> float | None:
     }
     peak = by_dtype.get(dtype)
     return None if peak is None else peak * 1e12
-
-
-def tf32_is_allowed() -> bool:
-    """Whether matrix products of float32 may be computed in TF32, set by either of torch's two APIs."""
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # set by the new API, after which torch refuses to answer by the old one
-        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:

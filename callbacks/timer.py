@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.callback import Callback
+from trainer.checkpoint.schema import NUMBER, require
 from trainer.errors import unknown_name_error
 from trainer.settings import read_duration
 
@@ -33,9 +35,7 @@ class Timer(Callback):
 
     agree_on = ("duration", "interval")
 
-    def __init__(self, duration: Duration | None = None, interval: str = "step") -> None:
-        if interval not in ("step", "epoch"):
-            raise unknown_name_error("interval of Timer", interval, ["step", "epoch"])
+    def __init__(self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step") -> None:
         self.duration = None if duration is None else read_duration(duration)
         self.interval = interval
         self._before = dict.fromkeys(STAGES, 0.0)
@@ -60,6 +60,7 @@ class Timer(Callback):
         return {"elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        require(state, {"elapsed": dict.fromkeys(STAGES, NUMBER)}, "Timer")
         self._before = dict(state["elapsed"])
         now = time.monotonic()
         self._since = dict.fromkeys(self._since, now)
@@ -73,19 +74,19 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._begin("train")
-        self._stop_if_over(trainer)
+        self._stop_if_over(trainer.stop)
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.interval == "step":
-            self._stop_if_over(trainer)
+            self._stop_if_over(trainer.stop)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._stop_if_over(trainer)
+        self._stop_if_over(trainer.stop)
 
-    def _stop_if_over(self, trainer: Trainer) -> None:
-        # Each process looks at its own clock; the trainer agrees with the others on the step to stop at.
+    def _stop_if_over(self, stop: Callable[[str], None]) -> None:
+        # Each process reads its own clock; the processes then agree on the step to stop at.
         if self.duration is not None and self.time_elapsed("train") >= self.duration:
-            trainer.stop(f"the time is used up: {timedelta(seconds=round(self.duration))} of training")
+            stop(f"the time is used up: {timedelta(seconds=round(self.duration))} of training")
 
     # -- measuring -----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.profiler import record_function
 from torch.profiler import profile, schedule
 
+from trainer.arguments import NonNegativeInt, PositiveInt
 from trainer.callback import Callback
-from trainer.errors import raise_problems
-from trainer.settings import local_path
+from trainer.checkpoint.disk import atomic_file, reason, refuse_link, replace_file
+from trainer.settings import local_path, make_folder
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -49,25 +51,17 @@ class TorchProfiler(Callback):
 
     def __init__(
         self,
-        wait: int = 5,
-        warmup: int = 2,
-        active: int = 3,
-        repeat: int = 1,
+        wait: NonNegativeInt = 5,
+        warmup: NonNegativeInt = 2,
+        active: PositiveInt = 3,
+        repeat: NonNegativeInt = 1,
         record_shapes: bool = False,
         profile_memory: bool = False,
         with_stack: bool = False,
         with_flops: bool = False,
         dirpath: str | Path | None = None,
-        rows: int = 30,
+        rows: PositiveInt = 30,
     ) -> None:
-        smallest = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "rows": 1}
-        given = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat, "rows": rows}
-        problems = [
-            f"TorchProfiler({name}={value!r}): give a whole number from {smallest[name]}."
-            for name, value in given.items()
-            if type(value) is not int or value < smallest[name]
-        ]
-        raise_problems(problems, "TorchProfiler")
         self.wait, self.warmup, self.active, self.repeat, self.rows = wait, warmup, active, repeat, rows
         self.options: dict[str, Any] = {
             "record_shapes": record_shapes,
@@ -102,6 +96,8 @@ class TorchProfiler(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.traces.clear()
+        if self.dirpath is None:
+            refuse_link(trainer.run_dir / "profile")
         self._folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "profile"
         self._rank = trainer.rank
         steps = schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat)
@@ -140,13 +136,22 @@ class TorchProfiler(Callback):
             self._open.clear()
 
     def _write(self, recorded: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder, "TorchProfiler(dirpath=...)")
         path = self._folder / f"rank{self._rank}.{self._step}.pt.trace.json.gz"
-        recorded.export_chrome_trace(str(path))
-        averages = recorded.key_averages()
-        by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
-        table = averages.table(sort_by=by, row_limit=self.rows)
-        path.with_name(f"rank{self._rank}.{self._step}.txt").write_text(table)
+        try:
+            self._write_files(recorded, path)
+        except OSError as error:
+            log.warning("cannot write %s (%s): training goes on without it.", path, reason(error))
+            return
         self.traces.append(path)
         if self._rank == 0:
             log.info("wrote a trace, %s: open it in https://ui.perfetto.dev, or in TensorBoard", path)
+
+    def _write_files(self, recorded: profile, path: Path) -> None:
+        with atomic_file(path) as temporary:
+            recorded.export_chrome_trace(f"{temporary}.gz")  # compressed by its name
+            os.replace(f"{temporary}.gz", temporary)
+        averages = recorded.key_averages()
+        by = "self_device_time_total" if any(e.self_device_time_total for e in averages) else "self_cpu_time_total"
+        table = averages.table(sort_by=by, row_limit=self.rows)
+        replace_file(path.with_name(f"rank{self._rank}.{self._step}.txt"), table.encode())

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.errors import unknown_name_error
+from trainer.arguments import PositiveFloat
+from trainer.errors import ConfigError
 from trainer.model.blocks import BlockPolicy
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward, average_gradients
 from trainer.strategy import SkippedBatch, StepConfig
-
-COMM_HOOKS = ("fp16_compress", "bf16_compress", "power_sgd")
 
 
 class _DDPForward(StepForward):
@@ -30,6 +30,14 @@ class _DDPForward(StepForward):
             return outputs
         zeros = [parameter.sum().float() * 0.0 for parameter in self.module.parameters() if parameter.requires_grad]
         return SkippedBatch(torch.stack(zeros).sum())
+
+
+def _takes_bucket(hook: Callable[..., Any]) -> bool:
+    """Whether a function has the argument that torch looks for by its name."""
+    try:
+        return "bucket" in inspect.signature(hook).parameters
+    except (TypeError, ValueError):  # of a class or a built-in function
+        return False
 
 
 class DDPStrategy(DistributedStrategy):
@@ -57,15 +65,15 @@ class DDPStrategy(DistributedStrategy):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: PositiveFloat | None = None,
         broadcast_buffers: bool = True,
-        comm_hook: str | Callable[..., Any] | None = None,
+        comm_hook: Literal["fp16_compress", "bf16_compress", "power_sgd"] | Callable[..., Any] | None = None,
         comm_hook_state: Any = None,
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: PositiveFloat = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
-        if isinstance(comm_hook, str) and comm_hook not in COMM_HOOKS:
-            raise unknown_name_error("comm_hook", comm_hook, COMM_HOOKS)
+        if callable(comm_hook) and not _takes_bucket(comm_hook):
+            raise ConfigError(f"DDPStrategy(comm_hook={comm_hook!r}): give a function (state, bucket) -> Future.")
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from trainer.arguments import PositiveFloat
 from trainer.distributed.environment import Environment, detect_environment
 from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
 from trainer.distributed.rendezvous import join_store
@@ -31,7 +32,7 @@ class DistributedStrategy(Strategy):
 
     multi_process: ClassVar[bool] = True
 
-    def __init__(self, timeout_seconds: float = 1800.0) -> None:
+    def __init__(self, timeout_seconds: PositiveFloat = 1800.0) -> None:
         self.timeout = timedelta(seconds=timeout_seconds)
 
     def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:

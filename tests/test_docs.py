@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.helpers.examples import restored_imports
-from tests.helpers.processes import ROOT, run_python
+from tests.helpers.processes import ROOT, fork_python
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 SHORTER = "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 3"
@@ -33,7 +33,7 @@ PYTHON_PAGES = [page for page in PAGES if blocks(page, "python")]
 def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "snippets.py"
     script.write_text("\n\n".join(blocks(page, "python")))
-    run_python(script, cwd=tmp_path).check()
+    fork_python(script, cwd=tmp_path).wait().check()
 
 
 def trainer_commands(page: Path) -> list[str]:
@@ -59,7 +59,7 @@ def test_commands_run(page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
             continue
         if "max_epochs 2" not in command and "doctor" not in words:
             words += shlex.split(SHORTER)
-        run_python("-m", "trainer", *words, cwd=tmp_path).check()
+        fork_python("-m", "trainer", *words, cwd=tmp_path).wait().check()
 
 
 def test_pages_have_commands() -> None:

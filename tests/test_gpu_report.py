@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu
-from tests.helpers.processes import ROOT, run_python
+from tests.helpers.processes import ROOT, alive, run_python, wait_until
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -22,6 +23,36 @@ def test_without_cuda_it_ends_in_words_and_runs_nothing() -> None:
     assert f"Nothing was run: torch {torch.__version__} of {sys.executable} " in done.stderr
     assert "Give PYTHON=an interpreter whose torch sees a GPU." in done.stderr
     assert not (ROOT / "gpu-report.md").exists()
+
+
+def test_a_report_that_cannot_be_written_is_told_before_anything_runs(tmp_path: Path, capsys: Any) -> None:
+    report = tmp_path / "no such folder" / "report.md"
+    assert gpu.main(["--device", "cpu", "--small", "--report", str(report)]) == 2
+    assert capsys.readouterr().err == f"Nothing was run: --report {report}: No such file or directory.\n"
+
+
+def test_finished_parts_are_in_the_report_of_an_interrupted_run(tmp_path: Path, monkeypatch: Any) -> None:
+    report = tmp_path / "report.md"
+
+    def run(part: str, device: str, small: bool) -> tuple[str, bool]:
+        if part == "gpt2":
+            raise KeyboardInterrupt
+        return f"figures of {part}", True
+
+    monkeypatch.setattr(gpu, "in_its_own_process", run)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(["--device", "cpu", "--small", "--report", str(report)])
+    assert [line for line in report.read_text().splitlines() if line.startswith("figures")] == [
+        "figures of tests",
+        "figures of overhead",
+    ]
+
+
+def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    result = run_python("-m", "benchmarks", "gpu", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}).check(2)
+    assert "cannot import torch: libcudart.so.13: cannot open shared object file. Repair it" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_the_report_has_the_machine_the_figures_and_what_is_missing(tmp_path: Path) -> None:
@@ -63,3 +94,53 @@ def test_a_part_that_fails_is_reported_and_fails_the_run() -> None:
     text, ended_well = gpu.in_its_own_process("gpt2", "no-such-device", small=True)
     assert "Ended with exit code" in text
     assert not ended_well
+
+
+def test_a_failure_without_a_message_is_named(tmp_path: Path) -> None:
+    result = tmp_path / "result.xml"
+    result.write_text('<testsuite><testcase classname="m" name="t"><failure message=""/></testcase></testsuite>')
+    assert gpu._of_junit(result).splitlines()[2] == "- failed: `m.t`: no message"
+
+
+STAND_IN = """
+import os, pathlib, subprocess, sys
+here = pathlib.Path({folder!r})
+if "slow" in str(here):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (here / "child").write_text(str(child.pid))
+    child.wait()
+pathlib.Path(sys.argv[sys.argv.index("--report") + 1]).write_text({text!r})
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "well"),
+    [
+        ("3 passed, 0 failed, 1 skipped.", True),
+        ("3 passed, 10 failed, 1 skipped.", False),
+        (gpu.NO_RESULT, False),
+        ("Left out: pytest is not installed.", True),
+    ],
+)
+def test_the_exit_says_whether_the_tests_passed(text: str, well: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    run_stand_in(tmp_path, text, monkeypatch)
+    assert gpu.in_its_own_process("tests", "cpu", small=True)[1] is well
+
+
+def test_a_part_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    run_stand_in(folder, "", monkeypatch)
+    monkeypatch.setattr(gpu, "TIME_LIMIT_S", 10.0)
+    text, ended_well = gpu.in_its_own_process("tests", "cpu", small=True)
+    assert (text, ended_well) == ("**Not finished after 10 s.**", False)
+    child = int((folder / "child").read_text())
+    wait_until(lambda: not alive(child))
+
+
+def run_stand_in(folder: Path, text: str, monkeypatch: Any) -> None:
+    """Let the interpreter run a script in place of a part."""
+    (folder / "benchmarks").mkdir()
+    (folder / "benchmarks" / "__init__.py").touch()
+    (folder / "benchmarks" / "__main__.py").write_text(STAND_IN.format(folder=str(folder), text=text))
+    monkeypatch.setattr(gpu, "ROOT", folder)

@@ -130,8 +130,8 @@ def test_what_is_written_to_it_is_in_the_home_folder(place: str, home: Path) -> 
 def test_a_checkpoint_is_written_and_named_there(home: Path) -> None:
     seen: list[str] = []
     checkpoint = ModelCheckpoint("~/x")
-    told = LambdaCallback(on_checkpoint_saved=lambda trainer, module, path: seen.append(path))
-    trainer = quiet(max_epochs=1, callbacks=[checkpoint, told], enable_checkpointing=True)
+    reported = LambdaCallback(on_checkpoint_saved=lambda trainer, module, path: seen.append(path))
+    trainer = quiet(max_epochs=1, callbacks=[checkpoint, reported], enable_checkpointing=True)
     trainer.fit(Toy(), loader(1), loader(1))
     trainer.save_checkpoint("~/by hand")
     assert (home / "by hand").is_dir()

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, as_floats, assert_same_bits
-from tests.helpers.processes import run_distributed
+from tests.helpers.processes import once_per_module, run_distributed
 from trainer import Callback, Trainer, TrainModule, seed_everything
 from trainer.strategies import DDPStrategy
 
@@ -229,11 +229,7 @@ def train_all_on_this_process() -> dict[str, Any]:
     return ended
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("two"))
-        return run_distributed(train_all_on_this_process, 2)
+on_two = once_per_module(lambda: run_distributed(train_all_on_this_process, 2))
 
 
 def shared_by_hand(module: Any, shared: Shared) -> int:

@@ -13,7 +13,7 @@ from tests.helpers.processes import run_python
 from trainer import Trainer
 from trainer.callbacks import ModelCheckpoint, Timer
 from trainer.errors import ConfigError
-from trainer.settings import Settings, read_duration
+from trainer.settings import NONE_IS_DEFAULT, Settings, read_duration
 
 
 def test_the_constructor_of_the_trainer_has_the_fields_of_the_settings() -> None:
@@ -68,9 +68,14 @@ def test_what_is_no_duration(wrong: Any) -> None:
     assert len(Settings(max_time=wrong).problems()) == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["check_val_every_n_epoch", "accumulate_grad_batches", "log_every_n_steps", "num_sanity_val_steps"]
-)
+def test_none_means_the_default_where_it_is_lightnings_default() -> None:
+    assert Settings(**dict.fromkeys(NONE_IS_DEFAULT)) == Settings()
+    trainer = Trainer(**{**dict.fromkeys(NONE_IS_DEFAULT), "accelerator": "cpu"})
+    assert trainer.settings == Settings(accelerator="cpu")
+    assert [type(logger) for logger in trainer.loggers] == [type(logger) for logger in Trainer().loggers]
+
+
+@pytest.mark.parametrize("name", ["check_val_every_n_epoch", "accumulate_grad_batches"])
 def test_none_for_a_number_that_is_needed_is_refused_at_once(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=None: give a whole number"):
+    with pytest.raises(ConfigError, match=f"{name}=None: give an integer"):
         Trainer(**{name: None})

@@ -39,8 +39,9 @@ MOST_LINES_OF_A_FUNCTION = 60
 
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors", "progress"),
-    ("precision", "hyperparameters", "optimizers", "optional_methods", "profiling", "settings"),
-    ("distributed", "model"),
+    ("arguments", "precision", "hyperparameters", "optimizers", "profiling", "settings"),
+    ("distributed",),
+    ("model",),
     ("metrics", "fault_tolerance", "seed"),
     ("checkpoint", "data", "launchers"),
     ("module",),
@@ -153,7 +154,9 @@ def test_every_room_exists() -> None:
 
 
 def test_the_root_holds_the_nouns_that_a_user_knows() -> None:
-    assert len([name for name in FILES if "." not in name and FILES[name].name != "__init__.py"]) <= 15
+    assert (
+        len([name for name in FILES if "." not in name and FILES[name].name != "__init__.py"]) <= 14
+    )  # beside its __init__.py
 
 
 @pytest.mark.parametrize(
@@ -216,13 +219,23 @@ def test_telling_strategies_apart_is_found() -> None:
 
 
 def asks_for_a_callback(source: str) -> list[str]:
-    """Return the lines with an `isinstance` on a concrete callback."""
+    """Return the lines with an `isinstance` on a concrete callback, also one that is looked up by its name."""
+    tree = ast.parse(source)
+    looked_up = {"callback_named", "available_callbacks"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _names_in(node.value) & looked_up:
+            looked_up |= _names_in(*node.targets)
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
-            named = {ast.unparse(part).split(".")[-1] for part in ast.walk(node.args[1])}
-            found += [f"line {node.lineno}: {name}" for name in sorted(named & CALLBACKS.keys())]
+            concrete = _names_in(node.args[1]) & (CALLBACKS.keys() | looked_up)
+            found += [f"line {node.lineno}: {name}" for name in sorted(concrete)]
     return found
+
+
+def _names_in(*nodes: ast.AST) -> set[str]:
+    named = [part for node in nodes for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))]
+    return {part.id if isinstance(part, ast.Name) else part.attr for part in named}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -232,6 +245,8 @@ def test_no_code_asks_for_a_concrete_callback(name: str) -> None:
 
 def test_asking_for_a_concrete_callback_is_found() -> None:
     assert asks_for_a_callback("isinstance(logger, (Other, csv_logger.CSVLogger))")
+    assert asks_for_a_callback("isinstance(callback, callback_named('ProgressBar'))")
+    assert asks_for_a_callback("kind = callback_named(name)\nany(isinstance(callback, kind) for callback in callbacks)")
     assert not asks_for_a_callback("isinstance(callback, Logger) and CSVLogger()")
 
 
@@ -271,6 +286,103 @@ def functions_of_the_trainer(source: str) -> list[str]:
     return found
 
 
+ASSIGNED_BY_THE_LOOP = {
+    "trainer": {
+        *("watchdog.heartbeats", "watchdog.allow_slow", "metrics.batch"),
+        *("progress.step", "progress.batch", "progress.samples", "progress.epoch_ended"),
+    },
+    "loop.evaluation": {"watchdog.heartbeats", "metrics.batch"},
+    "loop.manual": {"metrics.batch"},
+}
+"""By file: attributes of parts of a run that are assigned to at every step or batch, where a call would cost time."""
+
+
+def assignments_to_a_run(source: str) -> list[str]:
+    """Return the attributes of a run, and of its parts, that are assigned to from outside."""
+    tree, found = ast.parse(source), []
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    for scope in [tree, *functions]:
+        aliases = _names_of_runs(scope)
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                found.append(_path_in_a_run(node, aliases))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                path = _path_in_a_run(ast.Attribute(node.args[0], "*", ast.Store()), aliases)
+                found.append(None if path is None else f"setattr {path}")
+    return sorted({path for path in found if path is not None})
+
+
+def _names_of_runs(scope: ast.AST) -> dict[str, list[str]]:
+    """Return the variables that are a run (an empty path), or a part of one (the path to it)."""
+    names: dict[str, list[str]] = {"run": [], "_run": []}
+    for node in ast.walk(scope):
+        if isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) == "Run":
+            names[node.arg] = []
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs.append((target, node.value))
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs += zip(target.elts, node.value.elts, strict=False)
+        elif isinstance(node, ast.NamedExpr):
+            pairs.append((node.target, node.value))
+        for target, value in pairs:
+            path = _path_in_a_run(value, names)
+            if isinstance(target, ast.Name) and path is not None:
+                names[target.id] = path.split(".")
+    return names
+
+
+def _path_in_a_run(node: ast.expr, names: dict[str, list[str]]) -> str | None:
+    """Return the attributes between a run and this one, `progress.step` for `run.progress.step`; None: of no run."""
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = node.value
+    if isinstance(owner, ast.Name) and owner.id in names:
+        return ".".join([*names[owner.id], node.attr])
+    if isinstance(owner, ast.Attribute) and owner.attr in ("run", "_run"):
+        return node.attr
+    path = _path_in_a_run(owner, names)
+    return None if path is None else f"{path}.{node.attr}"
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "loop.run"])
+def test_nobody_assigns_to_a_run(name: str) -> None:
+    assert set(assignments_to_a_run(FILES[name].read_text())) <= ASSIGNED_BY_THE_LOOP.get(name, set())
+
+
+def test_what_the_loop_assigns_is_listed_once() -> None:
+    for name, listed in ASSIGNED_BY_THE_LOOP.items():
+        assert set(assignments_to_a_run(FILES[name].read_text())) == listed
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("def f(run): run.x = 1", "x"),
+        ("def f(run): run.x += 1", "x"),
+        ("def f(run): run.x: int = 1", "x"),
+        ("def f(run): del run.x", "x"),
+        ("def f(run): a, run.x.y = 1, 2", "x.y"),
+        ("def f(run):\n    for run.x in (): ...", "x"),
+        ("def f(run): setattr(run, 'x', 1)", "setattr *"),
+        ("def f(self): self._run.x = 1", "x"),
+        ("def f(trainer): trainer.run.x = 1", "x"),
+        ("def f(current: Run): current.x = 1", "x"),
+        ("def f(run):\n    session, other = run.session, run.other\n    session.seed = 1", "session.seed"),
+        ("with start() as run:\n    run.x = 1", "x"),
+    ],
+)
+def test_an_assignment_to_a_run_is_found(source: str, path: str) -> None:
+    assert assignments_to_a_run(source) == [path]
+
+
+def test_other_assignments_are_none_to_a_run() -> None:
+    assert (
+        assignments_to_a_run("def f(run, own):\n    x = run.x\n    own.y = x\n    run.z(w=x)\n    a[run.z] = 1") == []
+    )
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_nobody_assigns_to_the_trainer(name: str) -> None:
     assert assignments_to_the_trainer(FILES[name].read_text()) == []
@@ -291,6 +403,36 @@ def test_helpers_above_the_trainer_take_values(name: str) -> None:
     tree = ast.parse(FILES[name].read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     assert functions_of_the_trainer(ast.unparse(tree)) == []
+
+
+FOR_USERS = {"write_on_batch_end", "write_on_epoch_end"}
+"""Methods that users override, with the arguments of hooks."""
+
+
+def takes_the_trainer_for_one_value(source: str) -> list[str]:
+    """Return the methods that take the trainer, read at most one of its attributes, and pass it to nobody."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or node.name in {*HOOKS, *FOR_USERS}:
+            continue
+        if "trainer" in [argument.arg for argument in node.args.args]:
+            uses = [part for part in ast.walk(node) if isinstance(part, ast.Name) and part.id == "trainer"]
+            read = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.value in uses]
+            if len(uses) == len(read) and len({part.attr for part in read}) < 2:
+                found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith(("callbacks.", "cli.", "config."))])
+def test_a_helper_that_needs_one_value_takes_it(name: str) -> None:
+    assert takes_the_trainer_for_one_value(FILES[name].read_text()) == []
+
+
+def test_a_helper_that_takes_the_trainer_for_one_value_is_found() -> None:
+    assert takes_the_trainer_for_one_value("def f(self, trainer): trainer.stop('a') or trainer.stop('b')") == ["f"]
+    assert not takes_the_trainer_for_one_value("def f(self, trainer): trainer.log(trainer.rank)")
+    assert not takes_the_trainer_for_one_value("def f(self, trainer): self.g(trainer)")
+    assert not takes_the_trainer_for_one_value("def on_fit_start(self, trainer, module): trainer.rank")
 
 
 def test_a_function_of_the_trainer_and_an_assignment_are_found() -> None:
@@ -532,6 +674,21 @@ from trainer.callback import Callback
 class Whistle(Callback):
     """Whistles at the end."""
 '''
+NEW_LOGGER = '''"""A logger that exists only in this test."""
+
+from trainer.callback import Logger
+
+
+class Whisper(Logger):
+    """Keeps nothing."""
+'''
+NEW_COMMAND = '''"""A command that exists only in this test."""
+
+
+def run(arguments: list[str]) -> int:
+    """Return the number of arguments."""
+    return len(arguments)
+'''
 NEW_STRATEGY = '''"""A strategy that exists only in this test."""
 
 from trainer.strategy import Strategy
@@ -544,27 +701,52 @@ class TwinStrategy(Strategy):
 '''
 USE = """
 from tests.test_contract import PROCESSES
+import io
+import sys
+from contextlib import redirect_stdout
 from trainer import Trainer
-from trainer.callbacks import Whistle
+from trainer.callbacks import Whisper, Whistle
+from trainer.cli.config.wizard import ask_all
 from trainer.cli.estimate.layouts import strategy_rows
+from trainer.cli.main import main
 from trainer.config.check import table_of
-from trainer.callback import Callback
+from trainer.callback import Callback, Logger
 from trainer.strategies import TwinStrategy
-trainer = Trainer(strategy="twin", callbacks=[Whistle()], logger=False)
+trainer = Trainer(strategy="twin", callbacks=[Whistle()], logger=Whisper(), precision="tiny-mixed")
 assert type(trainer.strategy) is TwinStrategy
 assert table_of((Callback,))["Whistle"] is Whistle
+assert table_of((Logger,))["Whisper"] is Whisper
+assert main(["whisper", "this", "that"]) == 2
+assert main(["estimate", "--params", "10", "--precision", "tiny-mixed"]) == 0
 assert PROCESSES["twin"] == 1
 assert "twin" in next(iter(strategy_rows()))
+sys.stdin = io.StringIO("\\n".join(["cpu", "1", "2", "twin", "tiny-mixed", "1", "never"]) + "\\n")
+draft = ask_all()
+assert (draft.settings["strategy"], draft.settings["precision"]) == ("twin", "tiny-mixed")
+assert "# One device, under another name\\n  strategy: twin" in draft.text([])
+with redirect_stdout(io.StringIO()) as printed:
+    assert main(["fit", "--help"]) == 0
+assert " twin" in printed.getvalue() and " tiny-mixed" in printed.getvalue()
 """
 
 
-def test_a_callback_or_strategy_is_one_file_and_one_line(tmp_path: Path) -> None:
+def test_what_is_added_is_one_file_and_one_line(tmp_path: Path) -> None:
     for name in ("trainer", "strategies", "callbacks", "tests"):
         copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignore_patterns("__pycache__"))
     (tmp_path / "callbacks" / "whistle.py").write_text(NEW_CALLBACK)
+    (tmp_path / "callbacks" / "whisper.py").write_text(NEW_LOGGER)
     (tmp_path / "strategies" / "twin.py").write_text(NEW_STRATEGY)
-    _insert_import(tmp_path / "callbacks", "from trainer.callbacks.whistle import Whistle as Whistle")
-    _insert_import(tmp_path / "strategies", "from trainer.strategies.twin import TwinStrategy as TwinStrategy")
+    (tmp_path / "trainer" / "cli" / "whisper.py").write_text(NEW_COMMAND)
+    for package, line in (
+        ("callbacks", "from trainer.callbacks.whistle import Whistle as Whistle"),
+        ("callbacks", "from trainer.callbacks.whisper import Whisper as Whisper"),
+        ("strategies", "from trainer.strategies.twin import TwinStrategy as TwinStrategy"),
+    ):
+        _insert_line(tmp_path / package / "__init__.py", f"from trainer.{package}.", line)
+    command = '    "whisper": ("trainer.cli.whisper", "say little"),'
+    _insert_line(tmp_path / "trainer" / "cli" / "main.py", '    "fit":', command)
+    precision = '        Precision("tiny-mixed", torch.float32, autocast=torch.bfloat16),'
+    _insert_line(tmp_path / "trainer" / "precision.py", "        Precision(", precision)
     (tmp_path / "use.py").write_text(USE)
     run_python(tmp_path / "use.py", env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path).check()
 
@@ -579,10 +761,11 @@ def test_type_checkers_see_the_classes_behind_the_names(package: Any) -> None:
     assert {kind.__name__ for kind in table.values()} <= exported
 
 
-def _insert_import(package: Path, line: str) -> None:
-    lines = (package / "__init__.py").read_text().splitlines()
-    first = next(number for number, text in enumerate(lines) if text.startswith(f"from trainer.{package.name}."))
-    (package / "__init__.py").write_text("\n".join([*lines[:first], line, *lines[first:]]) + "\n")
+def _insert_line(path: Path, before: str, line: str) -> None:
+    """Insert a line in front of the first one that begins with `before`."""
+    lines = path.read_text().splitlines()
+    first = next(number for number, text in enumerate(lines) if text.startswith(before))
+    path.write_text("\n".join([*lines[:first], line, *lines[first:]]) + "\n")
 
 
 # -- the surface -------------------------------------------------------------------------------------------------------

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from trainer.cli.main import main
+from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line: `arguments`, or those that this process was started with."""
+    end_by_sigusr1_with_retry()  # before all else, since a cluster's signal may come at any time
+    from trainer.cli.main import main as run
+
+    return run(arguments)
+
 
 if __name__ == "__main__":
     sys.exit(main())

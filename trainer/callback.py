@@ -88,13 +88,16 @@ With manual optimization a window is one batch, and between `on_train_batch_star
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
+from trainer.arguments import check_constructor
 from trainer.errors import did_you_mean, raise_problems, unknown_name_error
-from trainer.profiling import Phase, unheard
+from trainer.profiling import Phase, during, unheard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +120,14 @@ class Callback:
     agree_on: ClassVar[tuple[str, ...] | None] = None
     """For a callback that communicates, or decides for the run: all processes must have one, with equal values of these
     attributes. None: some processes may have it and others not."""
+    in_place_of: ClassVar[str | None] = None
+    """The key of `DEFAULT_CALLBACKS` whose callback the trainer leaves out where this one is given."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have the constructors of this package's callbacks check the types of their arguments."""
+        super().__init_subclass__(**options)
+        if cls.__module__.startswith("trainer."):
+            check_constructor(cls)
 
     @property
     def state_key(self) -> str:
@@ -290,6 +301,7 @@ class Checkpoint(Callback):
 
     runs_last: ClassVar[bool] = True
     agree_on: ClassVar[tuple[str, ...] | None] = ()
+    in_place_of: ClassVar[str | None] = "enable_checkpointing"
 
     dirpath: str | Path | None = None
     """Folder or URL of the checkpoints. None: `checkpoints` in the run directory."""
@@ -308,6 +320,11 @@ class Checkpoint(Callback):
     def last_model_path(self) -> str:
         """The path of the newest checkpoint; empty before the first."""
         return ""
+
+    @property
+    def unsaved(self) -> str | None:
+        """The reason why the last weights were not saved; None if they were saved or nothing was due."""
+        return None
 
 
 HOOKS: tuple[str, ...] = tuple(
@@ -362,6 +379,9 @@ def callback_problems(callback: Callback) -> list[str]:
         problems.append(
             f"{type(callback).__name__}.after_module has no effect.{did_you_mean('after_module', ['runs_last'])}"
         )
+    if callback.in_place_of not in (None, *DEFAULT_CALLBACKS):
+        allowed = ", ".join(map(repr, DEFAULT_CALLBACKS))
+        problems.append(f"{type(callback).__name__}.in_place_of={callback.in_place_of!r}: allowed are None, {allowed}.")
     return problems
 
 
@@ -426,7 +446,8 @@ class CallbackList:
         for hook in HOOKS:
             used_by = [callback for callback in self.callbacks if _overrides(callback, hook)]
             calls = [_with_phase(callback, hook, phase) for callback in used_by]
-            setattr(self, hook, _call_each([partial(call, trainer, module) for call in calls]))
+            methods = [partial(call, trainer, module) for call in calls]
+            setattr(self, hook, _call_each(methods, hook in _ENDING))
 
     @property
     def module_answer(self) -> Any:
@@ -439,17 +460,17 @@ def _overrides(callback: Callback, hook: str) -> bool:
     return method is not None and getattr(method, "__func__", None) is not getattr(Callback, hook)
 
 
+def call_all(methods: Sequence[Callable[..., None]], *args: Any) -> None:
+    """Call every method, then raise the last error, if there was one, with the earlier ones as its context."""
+    with ExitStack() as calls:
+        for method in reversed(methods):
+            calls.callback(method, *args)
+
+
 def _with_phase(callback: Callback, hook: str, phase: Phase) -> Callable[..., None]:
     method = index_optional(getattr(callback, hook), parameters_of(getattr(Callback, hook)))
-    if phase is unheard:
-        return method
     name = f"{'module' if isinstance(callback, ModuleCallback) else type(callback).__name__}.{hook}"
-
-    def call(*args: Any) -> None:
-        with phase(name):
-            method(*args)
-
-    return call
+    return during(phase, name, method)
 
 
 def index_optional(method: Callable[..., Any], expected: list[str]) -> Callable[..., Any]:
@@ -460,11 +481,17 @@ def index_optional(method: Callable[..., Any], expected: list[str]) -> Callable[
     return lambda *args: method(*args, *[0] * (least + 1 - len(args)))
 
 
-def _call_each(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
+_ENDING = ("teardown", "on_exception")
+"""Hooks that are called for every callback even if another one's fails: they close files, threads and processes."""
+
+
+def _call_each(methods: Sequence[Callable[..., None]], though_others_fail: bool = False) -> Callable[..., None]:
     if not methods:
         return nothing
     if len(methods) == 1:
         return methods[0]
+    if though_others_fail:
+        return partial(call_all, methods)
 
     def call(*args: Any) -> None:
         for method in methods:
@@ -526,9 +553,22 @@ def build_callback_list(
 
 def print_text(callbacks: Iterable[Callback], text: str, file: TextIO | None = None, flush: bool = True) -> None:
     """Print through the first callback that draws on the terminal, else to `file`."""
-    if not any(callback.print_text(text, file) for callback in callbacks):
-        print(text, end="", file=file, flush=flush)
+    if any(callback.print_text(text, file) for callback in callbacks):
+        return
+    stream = sys.stdout if file is None else file
+    if stream is not None:
+        # Not `print`: Ray Train replaces it in its workers, by one that also logs, and all would be read twice.
+        stream.write(text)
+        if flush:
+            stream.flush()
 
+
+DEFAULT_CALLBACKS = {
+    "enable_model_summary": "ModelSummary",
+    "enable_progress_bar": "ProgressBar",
+    "enable_checkpointing": "ModelCheckpoint",
+}
+"""The Trainer's arguments that add a callback -> classes of `trainer.callbacks`."""
 
 PROFILERS = {"simple": "SimpleProfiler", "torch": "TorchProfiler"}
 """Names for `Trainer(profiler=)` -> classes of `trainer.callbacks`."""

@@ -3,7 +3,34 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+
+def printable(text: str) -> str:
+    """Escape the characters that a terminal would interpret, except line ends: names may come from a stranger."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+LONGEST = 2000
+"""Maximum characters of one problem in a message; the middle of a longer one is cut out."""
+MOST = 30
+"""Maximum number of problems that one message lists."""
+
+
+def shortened(text: str, most: int = LONGEST) -> str:
+    """Return a text of at most `most` characters: its middle is cut out, because the fix stands at its end."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} [...] {text[-most // 3 :]}"
+
+
+def shown(value: object) -> str:
+    """Return the repr of a value for a message; a description if `repr` raises."""
+    try:
+        return shortened(repr(value), 200)
+    except Exception as error:
+        return f"<a {type(value).__name__} whose repr raises {type(error).__name__}>"
 
 
 class TrainerError(Exception):
@@ -14,8 +41,8 @@ class ConfigError(TrainerError, ValueError):
     """A user error. The message says what was given, what is allowed and what to type."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
-        super().__init__(message)
         self.problems = list(problems) or [message]
+        super().__init__(message if problems else shortened(message))
         """The problems that the message lists, one by one."""
 
 
@@ -26,14 +53,49 @@ class NotRunningError(ConfigError, AttributeError):
 class CheckpointError(TrainerError):
     """A checkpoint cannot be written or read. The message names the file or field."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+@contextmanager
+def restoring(what: str) -> Iterator[None]:
+    """Raise errors of the block as a CheckpointError that names the state that was being restored."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        reason = str(error)
+        if len(reason) > 500:
+            reason = f"{reason[:500]} ..."
+        raise CheckpointError(
+            f"{what} cannot be restored from the checkpoint ({type(error).__name__}: {reason}). Either it was written "
+            "by other code, or it is damaged."
+        ) from error
+
+
+OPTIONAL_PACKAGES = {
+    "deepspeed": "deepspeed>=0.19",
+    "ray": "ray[train]>=2.51",
+    "tensorboard": "tensorboard>=2.16",
+    "torchmetrics": "torchmetrics>=1.6.2",
+}
+"""The optional packages as pip has to be given them. Messages name no extra of this package, because
+anybody could register a name that is not on the package index yet."""
+
+
+def install_command(package: str) -> str:
+    """Return the command that installs an optional package."""
+    return f'pip install "{OPTIONAL_PACKAGES[package]}"'
+
 
 class MissingPackageError(TrainerError, ImportError):
-    """An optional package is not installed. The message names the extra to install."""
+    """Raised when an optional package is not installed; the message has the command that installs it."""
 
-    def __init__(self, package: str, extra: str, needed_for: str) -> None:
+    def __init__(self, package: str, needed_for: str) -> None:
         super().__init__(
             f"{needed_for} needs the package {package!r}, which is not installed. "
-            f'Install it with: pip install "exact-trainer[{extra}]"'
+            f"Install it with: {install_command(package)}"
         )
 
 
@@ -58,6 +120,8 @@ def did_you_mean(name: str, known: Iterable[str], equivalents: Mapping[str, str]
     """
     if equivalents is not None and name in equivalents:
         return f" Use {equivalents[name]}."
+    if len(name) > 200:
+        return ""
     by_lower = {candidate.lower(): candidate for candidate in known}
     if RENAMED.get(name, "").lower() in by_lower:
         return f" It is called {RENAMED[name]!r} now."
@@ -79,12 +143,28 @@ def unknown_name_error(
     )
 
 
+def first_of(items: Iterable[object], most: int = 3) -> str:
+    """Return the first of some names, and the number of the others.
+
+    >>> first_of("abcde")
+    'a, b, c and 2 more'
+    """
+    texts = [*map(str, items)]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """Return `rank 3` or `ranks 0, 1, 5`, of many the first."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
+
+
 def raise_problems(problems: list[str], subject: str) -> None:
     """Raise one `ConfigError` that lists every problem; do nothing when there is none."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
-        lines = "\n".join(f"  - {problem}" for problem in problems)
+        more = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
+        lines = "\n".join(f"  - {shortened(problem, LONGEST // 4)}" for problem in [*problems[:MOST], *more])
         raise ConfigError(f"{len(problems)} problems in {subject}:\n{lines}", problems)
 
 

@@ -73,7 +73,11 @@ def collect_hyperparameters(
 
 
 def arguments_of(frame: FrameType, owner: type) -> dict[str, Any]:
-    """Return the arguments of the call of `owner.__init__` that runs in `frame`, with `**kwargs` merged in."""
+    """Return the arguments of the call of `owner.__init__` that runs in `frame`, with `**kwargs` merged in.
+
+    Raises:
+        ConfigError: the call has further positional arguments (*args), which have no names.
+    """
     values = inspect.getargvalues(frame)
     arguments = {name: values.locals[name] for name in values.args[1:]}
     if values.varargs and values.locals[values.varargs]:
@@ -129,7 +133,7 @@ def check_data(value: Any, where: str) -> None:
 
 
 def with_plain_numbers(value: Any) -> Any:
-    """Return data with Python's numbers in the place of numpy's, for programs that know only those."""
+    """Return data with numpy's numbers replaced by Python's, for programs that know only those."""
     if is_numpy_number(value):
         return value.item()
     if isinstance(value, dict):

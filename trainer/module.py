@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,12 +15,13 @@ from typing_extensions import Never, Self
 
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
-from trainer.errors import ConfigError
+from trainer.checkpoint.schema import require
+from trainer.errors import ConfigError, restoring
 from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
-from trainer.metrics.metric_log import LogOptions, reject_unknown_options
+from trainer.metrics.metric_log import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
+from trainer.model.optional_methods import OptionalMethods
 from trainer.model.weights import MapLocation, load_weights, read_map_location
-from trainer.optional_methods import OptionalMethods
 from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class TrainModule(OptionalMethods, nn.Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss of one micro-batch: a scalar tensor with a gradient, or a dict with one under `"loss"`.
 
+        None skips the batch. With manual optimization the returned value is only passed to hooks.
+
         The loss is the mean over the micro-batch's items (see `num_items`). The trainer scales the loss for
         accumulation and processes such that a step's gradient equals that of one big batch.
         """
@@ -106,8 +109,8 @@ class TrainModule(OptionalMethods, nn.Module):
         `load_from_checkpoint`; must do nothing when the layers already exist.
         """
 
-    def configure_callbacks(self) -> list[Callback]:
-        """Return callbacks of this module; called before `configure_model`.
+    def configure_callbacks(self) -> Callback | list[Callback]:
+        """Return a callback of this module, or several; called before `configure_model`.
 
         A callback replaces the trainer's callbacks of the same class.
         """
@@ -176,21 +179,29 @@ class TrainModule(OptionalMethods, nn.Module):
             value: a number, a tensor of one element, or a `torchmetrics.Metric`.
             prog_bar: show the value in the progress bar.
             logger: send the value to the loggers.
-            on_step: log the value of single steps, every `log_every_n_steps`. Default: in training, unless `value` is a
-                metric or an epoch hook is running.
-            on_epoch: log the reduction over the epoch. Default: in validation and test, and for metrics. With `on_step`
-                and `on_epoch` the names are `name_step` and `name_epoch`.
+            on_step: log the value of single steps, every `log_every_n_steps`: the latest since the last time. Default:
+                in training, unless an epoch hook is running, or `value` is a metric that was only updated.
+            on_epoch: log the reduction over the epoch. Default: where `on_step` is not the default. With `on_step` and
+                `on_epoch` the names are `name_step` and `name_epoch`.
             reduce_fx: reduction over batches and processes: "mean" (weighted), "sum", "min" or "max".
-            batch_size: number of samples that `value` is a mean over. Default: the samples of this batch.
+            batch_size: number of samples that `value` is a mean over. Default: the samples of this batch, as the
+                DataLoader tells; else the first dimension of the batch's tensors.
             weight: as `batch_size`, for means over other things, such as tokens.
+
+        Raises:
+            ConfigError: an option is unknown, the name or value cannot be logged, or there is no run.
         """
         if unknown:
             reject_unknown_options(unknown)
         weight = weight if weight is not None else batch_size
-        self.trainer.run.metrics.log(name, value, LogOptions(reduce_fx, on_step, on_epoch, prog_bar, logger), weight)
+        self.trainer.run.metrics.log(name, value, weight, reduce_fx, on_step, on_epoch, prog_bar, logger)
 
     def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
-        """Call `log` for each entry, with the same options."""
+        """Call `log` for each entry, with the same options.
+
+        Raises:
+            ConfigError: `values` is not a dict; or as `log` does.
+        """
         if not hasattr(values, "items"):
             raise ConfigError(f"self.log_dict takes a dict of values, and got a {type(values).__name__}.")
         for name, value in values.items():
@@ -254,10 +265,7 @@ class TrainModule(OptionalMethods, nn.Module):
     # -- gradient clipping and schedules, to override ------------------------------------------------------------------
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients before an optimizer step, by default with the trainer's settings.
 
@@ -310,18 +318,14 @@ class TrainModule(OptionalMethods, nn.Module):
 
     @classmethod
     def load_from_checkpoint(
-        cls,
-        path: str | Path,
-        map_location: MapLocation = None,
-        strict: bool | None = None,
-        **hyperparameters: Any,
+        cls, path: str | Path, map_location: MapLocation = None, strict: bool | None = None, **hyperparameters: Any
     ) -> Self:
         """Build the module from a checkpoint's hyperparameters and load its weights.
 
         Args:
             path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../checkpoints/best`.
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
-                tell the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
+                record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
             strict: refuse missing and unexpected weights; default: `strict_loading` of the module.
             hyperparameters: override the stored hyperparameters, or pass those that were ignored when saving.
 
@@ -331,9 +335,11 @@ class TrainModule(OptionalMethods, nn.Module):
         """
         device = read_map_location(map_location)
         checkpoint = read_checkpoint(locate(path))
+        kinds = {"model": dict, "hyperparameters?": {"module?": {str: object}}}
+        require(checkpoint, kinds, "the checkpoint")
         stored = checkpoint.get("hyperparameters", {}).get("module", {})
         check_arguments(cls, stored, hyperparameters)
-        with isolated_rng():
+        with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
             module = cls(**{**stored, **hyperparameters})
             module.configure_model()
         if strict is not None and module.overrides("strict_loading") and strict != module.strict_loading:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -70,6 +71,7 @@ def parse_optimizers(
                 f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has no parameter that requires "
                 "a gradient: all of its parameters are frozen, or it was given an empty list."
             )
+        _check_options(optimizer, module_name)
     if not optimizers:
         raise ConfigError(f"{module_name}.configure_optimizers returned no optimizer. Return torch.optim.AdamW(...).")
     for config in schedulers:
@@ -84,6 +86,25 @@ def parse_optimizers(
     return optimizers, schedulers
 
 
+_FINITE_OPTIONS = ("lr", "initial_lr", "weight_decay", "momentum", "eps", "betas")
+"""Options that may not be infinite."""
+
+
+def _check_options(optimizer: Optimizer, module_name: str) -> None:
+    for group in optimizer.param_groups:
+        for option in group.keys() - {"params"}:
+            values = group[option] if isinstance(group[option], (tuple, list)) else [group[option]]
+            for value in values:
+                number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+                if isinstance(number, float) and (
+                    math.isnan(number) or (option in _FINITE_OPTIONS and math.isinf(number))
+                ):
+                    raise ConfigError(
+                        f"the {type(optimizer).__name__} of {module_name}.configure_optimizers has {option}="
+                        f"{group[option]}: give a finite number."
+                    )
+
+
 def _check_scheduler(config: SchedulerConfig, automatic: bool, calls_step: bool) -> None:
     scheduler, kind = config.scheduler, type(config.scheduler).__name__
     if instead := _instead_of_scheduler(scheduler, automatic and calls_step):
@@ -91,7 +112,7 @@ def _check_scheduler(config: SchedulerConfig, automatic: bool, calls_step: bool)
     if config.interval not in ("epoch", "step"):
         raise ConfigError(f"interval={config.interval!r} for {kind}: allowed are 'epoch' and 'step'.")
     if type(config.frequency) is not int or config.frequency < 1:
-        raise ConfigError(f"frequency={config.frequency!r} for {kind}: give a whole number from 1.")
+        raise ConfigError(f"frequency={config.frequency!r} for {kind}: give an integer from 1.")
     if automatic and config.reduce_on_plateau and config.monitor is None:
         raise ConfigError(
             f"{kind} needs the name of a logged value: return "

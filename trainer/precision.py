@@ -33,7 +33,11 @@ class Precision:
     """Scale the loss dynamically, because fp16 gradients underflow."""
 
     def convert_module(self, module: nn.Module) -> None:
-        """Cast floating parameters and buffers to the stored dtype; for mixed precision assert that they are fp32."""
+        """Cast floating-point parameters and buffers to the stored dtype of a `*-true` precision, in place.
+
+        Raises:
+            ConfigError: the precision is mixed, and a parameter is float16 or bfloat16.
+        """
         if self.name == "32-true":
             return
         if self.autocast is None:
@@ -113,3 +117,11 @@ def resolve_precision(precision: str | int | Precision) -> Precision:
     if name not in PRECISIONS:
         raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_NAMES])
     return PRECISIONS[name]
+
+
+def tf32_is_allowed() -> bool:
+    """Whether float32 matrix products may be computed in TF32, by either of torch's two settings."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # set by the new API, after which torch refuses to answer by the old one
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

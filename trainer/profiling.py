@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 DATA = "data wait"
 TRANSFER = "transfer to device"
@@ -21,6 +21,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 """`with phase(FORWARD): ...`. Phases nest; hooks are phases too, named `"Class.hook"` and `"module.hook"`."""
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -38,8 +39,20 @@ def phase_of(callbacks: Iterable[object]) -> Phase:
 
 
 def unheard(name: str) -> AbstractContextManager[None]:
-    """Return the context that notifies nobody."""
+    """Return a context that notifies no listener."""
     return _SILENT
+
+
+def during(phase: Phase, name: str, function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that reports each call as a phase; the function itself if nothing listens."""
+    if phase is unheard:
+        return function
+
+    def call(*args: Any, **options: Any) -> Result:
+        with phase(name):
+            return function(*args, **options)
+
+    return call
 
 
 def each_wait(phase: Phase, name: str, items: Iterator[Item]) -> Iterator[Item]:

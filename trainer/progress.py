@@ -23,6 +23,9 @@ class Progress:
     validated_step: int = -1
     """The step of the last validation, so that a resumed run does not validate twice at the same step."""
 
+    def validated(self) -> None:
+        self.validated_step = self.step
+
     def next_epoch(self) -> None:
         self.epoch += 1
         self.batch = 0

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,16 @@ from trainer.errors import ConfigError
 _MASK = 2**64 - 1
 
 
+class HasState(Protocol):
+    """A random generator."""
+
+    def get_state(self) -> Any:
+        """Return the state."""
+
+    def set_state(self, state: Any) -> Any:
+        """Restore what `get_state` returned."""
+
+
 def seed_everything(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy (with the lower 32 bits) and `random`.
 
@@ -33,7 +43,7 @@ def seed_everything(seed: int) -> None:
         ConfigError: `seed` is not an integer from 0 to 2**63 - 1.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ConfigError(f"seed={seed!r}: allowed is a whole number from 0 to 2**63 - 1.")
+        raise ConfigError(f"seed={seed!r}: allowed is an integer from 0 to 2**63 - 1.")
     if torch_tpu_is_ready() and detect_environment().source == "single process":
         # This process may still start others, and a chip belongs to the first process that touches it.
         torch.default_generator.manual_seed(seed)
@@ -91,7 +101,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))
     inner = dict(numpy_state["state"])
-    if "key" in inner:
+    if numpy_state["bit_generator"] == "MT19937":
         inner["key"] = torch.from_numpy(inner["key"].astype(np.int64))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -131,7 +141,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
         elif (module := _module_with_generator(device)) is not None:
             module.set_rng_state(state[device.type].cpu(), *_argument(device))
     inner = dict(state["numpy"]["state"])
-    if "key" in inner:
+    if isinstance(inner.get("key"), torch.Tensor):
         inner["key"] = inner["key"].cpu().numpy().astype(np.uint32)
     np.random.set_state({**state["numpy"], "state": inner})
     python = state["python"]
@@ -139,7 +149,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 
 @contextmanager
-def isolated_rng(device: torch.device | None = None, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
+def isolated_rng(device: torch.device | None = None, generators: Sequence[HasState] = ()) -> Iterator[None]:
     """Restore the states of the global generators on exit.
 
     Args:
@@ -217,7 +227,7 @@ def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) 
     if deterministic:
         # cuBLAS reads this variable on first use: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
+        torch.use_deterministic_algorithms(True, warn_only=bool(deterministic == "warn"))
         torch.backends.cudnn.benchmark = False
     elif benchmark is not None:
         torch.backends.cudnn.benchmark = benchmark

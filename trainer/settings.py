@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -41,11 +42,11 @@ class Settings:
     num_nodes: int = argument(1, "Machines that take part; each one starts this same program (with torchrun).")
     strategy: str | Strategy = argument(
         "auto",
-        'Where it runs: "single_device", "ddp", "fsdp", "deepspeed_stage_1" to "_3" (with "_offload"), "xla", '
-        '"xla_fsdp"; "auto" (ddp for several devices); or a Strategy object with options.',
+        'Where it runs: a name such as "ddp" or "fsdp"; "auto" (ddp for several devices); or a Strategy object with '
+        "options.",
     )
     precision: str | int | Precision = argument(
-        "32-true", 'Numbers: "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed".'
+        "32-true", 'Numbers: a name such as "32-true" or "bf16-mixed", or a Precision object.'
     )
 
     max_epochs: int | None = argument(
@@ -63,7 +64,9 @@ class Settings:
         "Seconds before the deadline at which to stop. Default: learnt from the run's steps, validations and saves.",
     )
     min_epochs: int | None = argument(None, "Ignore early stopping before this many epochs.")
-    min_steps: int | None = argument(None, "Ignore early stopping before this many steps.")
+    min_steps: int | None = argument(
+        None, "Ignore early stopping before this many steps. Without min_epochs, the first epoch is completed, too."
+    )
 
     limit_train_batches: int | float = argument(
         1.0,
@@ -145,9 +148,14 @@ class Settings:
         None, 'Blocks whose activations are computed again in the backward: "auto", class names, or as in find_blocks.'
     )
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name in NONE_IS_DEFAULT and getattr(self, field.name) is None:
+                object.__setattr__(self, field.name, field.default)
+
     def problems(self) -> list[str]:
-        """Return the problems of the values, one sentence each; `loop.resolved_config` checks names and objects."""
-        return [*_wrong_types(self), *_wrong_numbers(self), *_wrong_times(self), *_contradictions(self)]
+        """Return the problems of the values, one sentence each; `loop.resolved_config` checks names and types."""
+        return [*_wrong_folder(self), *_wrong_numbers(self), *_wrong_times(self), *_contradictions(self)]
 
     def logs_at(self, step: int) -> bool:
         """Return True if the log is flushed after this many steps."""
@@ -157,6 +165,11 @@ class Settings:
     def max_seconds(self) -> float | None:
         """Return `max_time` in seconds."""
         return None if self.max_time is None else read_duration(self.max_time, "max_time")
+
+    @property
+    def least_epochs(self) -> int:
+        """Return the epochs before which a stop is deferred; with `min_steps` alone 1, as in Lightning."""
+        return int(self.min_steps is not None) if self.min_epochs is None else self.min_epochs
 
     @property
     def root(self) -> Path:
@@ -171,6 +184,26 @@ class Settings:
 
 ARGUMENTS = tuple(field.name for field in dataclasses.fields(Settings))
 """The names of the Trainer's arguments."""
+
+
+NONE_IS_DEFAULT = (
+    "precision",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "val_check_interval",
+    "num_sanity_val_steps",
+    "gradient_clip_algorithm",
+    "log_every_n_steps",
+    "logger",
+    "enable_progress_bar",
+    "enable_checkpointing",
+    "enable_model_summary",
+    "default_root_dir",
+    "deterministic",
+)
+"""Arguments with the default None in Lightning: None stands for the default of this class."""
 
 
 def wrong_names(positional: Collection[object], unknown: Iterable[str]) -> list[str]:
@@ -204,7 +237,7 @@ LIGHTNING_EQUIVALENTS = {
 }
 """Arguments of other trainers -> the equivalents here."""
 
-_WHOLE_NUMBERS = {  # name: smallest value
+_INTEGERS = {  # name: smallest value
     "num_nodes": 1,
     "max_epochs": -1,
     "max_steps": -1,
@@ -221,6 +254,8 @@ _OPTIONAL_NUMBERS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "seed
 
 DEFAULT_MAX_EPOCHS = 1000
 """Epochs of a `fit` without max_epochs, max_steps and max_time."""
+MOST_DEVICES = 4096
+"""Maximum number of devices of one machine."""
 _LIMITS = (
     "limit_train_batches",
     "limit_val_batches",
@@ -229,56 +264,50 @@ _LIMITS = (
     "overfit_batches",
     "val_check_interval",
 )
-_FLAGS = (
-    "enable_progress_bar",
-    "enable_checkpointing",
-    "enable_model_summary",
-    "detect_anomaly",
-    "inference_mode",
-    "seed_per_sample",
-)
 
 
-def _wrong_types(settings: Settings) -> list[str]:
-    problems = [
-        f"{name}={value!r}: give True or False."
-        for name in _FLAGS
-        if not isinstance(value := getattr(settings, name), bool)
-    ]
-    if not isinstance(settings.default_root_dir, (str, Path)):
-        problems.append(f"default_root_dir={settings.default_root_dir!r}: give a folder, such as 'runs'.")
-    else:
-        try:
-            local_path(settings.default_root_dir)
-        except ConfigError as error:
-            problems.append(f"default_root_dir={error}")
-    if not isinstance(settings.benchmark, (bool, type(None))):
-        problems.append(f"benchmark={settings.benchmark!r}: give True, False or None.")
-    if settings.gradient_clip_algorithm not in ("norm", "value"):
-        problems.append(
-            f"gradient_clip_algorithm={settings.gradient_clip_algorithm!r}: allowed are 'norm' and 'value'."
-        )
-    if settings.deterministic not in (True, False, "warn"):
-        problems.append(f"deterministic={settings.deterministic!r}: allowed are True, False and 'warn'.")
-    return problems
+def _wrong_folder(settings: Settings) -> list[str]:
+    root = settings.default_root_dir
+    if not isinstance(root, (str, Path)):
+        return [f"default_root_dir={root!r}: give a folder, such as 'runs'."]
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(root)):
+        return [
+            f"default_root_dir={str(root)!r}: give a folder of this machine; checkpoints go to a URL with "
+            "callbacks=[ModelCheckpoint(dirpath='s3://...')]."
+        ]
+    try:
+        local_path(root)
+    except ConfigError as error:
+        return [f"default_root_dir={error}"]
+    return []
 
 
 def _wrong_numbers(settings: Settings) -> list[str]:
     problems = []
-    for name, smallest in _WHOLE_NUMBERS.items():
+    for name, smallest in _INTEGERS.items():
         value = getattr(settings, name)
         optional = name in _OPTIONAL_NUMBERS and value is None
-        if not optional and (type(value) is not int or value < smallest):
+        if not optional and (type(value) is not int or value < smallest or (value >= 2**63 and name != "seed")):
             hint = " For a schedule use GradientAccumulationScheduler." if isinstance(value, dict) else ""
-            problems.append(f"{name}={value!r}: give a whole number from {smallest}.{hint}")
+            problems.append(f"{name}={value!r}: give an integer from {smallest}.{hint}")
     for name in _LIMITS:
         value = getattr(settings, name)
-        if type(value) not in (int, float) or value < 0 or (type(value) is float and value > 1):
+        most = 1 if type(value) is float else 2**63 - 1
+        if type(value) not in (int, float) or not 0 <= value <= most:
             problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
+    devices = settings.devices
+    if isinstance(devices, str) and devices.strip().isdecimal():
+        devices = int(devices) if len(devices) < 10 else MOST_DEVICES + 1
+    if isinstance(devices, int) and devices > MOST_DEVICES:
+        problems.append(f"devices={settings.devices!r}: no machine has more than {MOST_DEVICES}: give their number.")
     clip = settings.gradient_clip_val
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or clip <= 0):
+    if clip is not None and not (is_finite_number(clip) and clip > 0):
         problems.append(f"gradient_clip_val={clip!r}: give a number above 0, or None for no clipping.")
-    if not isinstance(settings.fast_dev_run, int) or settings.fast_dev_run < 0:
+    if settings.gradient_clip_algorithm not in ("norm", "value"):
+        problems.append(
+            f"gradient_clip_algorithm={settings.gradient_clip_algorithm!r}: allowed are 'norm' and 'value'."
+        )
+    if not isinstance(settings.fast_dev_run, int) or not 0 <= settings.fast_dev_run < 2**63:
         problems.append(f"fast_dev_run={settings.fast_dev_run!r}: give True, False or a number of batches.")
     if settings.val_check_interval == 0:
         problems.append("val_check_interval=0: to turn validation off use limit_val_batches=0.")
@@ -289,8 +318,8 @@ def _wrong_times(settings: Settings) -> list[str]:
     problems = []
     for name in ("watchdog_seconds", "deadline_margin"):
         value = getattr(settings, name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and (not number or value < 0 or (value == 0 and name == "watchdog_seconds")):
+        least_is_wrong = value == 0 and name == "watchdog_seconds"
+        if value is not None and (not is_finite_number(value) or value < 0 or least_is_wrong):
             problems.append(f"{name}={value!r}: give seconds above 0, or None.")
     if settings.max_time is not None:
         try:
@@ -327,6 +356,12 @@ def _contradictions(settings: Settings) -> list[str]:
     return problems
 
 
+def is_finite_number(value: object) -> bool:
+    """Whether a value is a number that is neither nan nor infinite; True and False are not numbers."""
+    # An integer may be larger than any float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
@@ -334,9 +369,21 @@ def local_path(path: str | Path) -> Path:
     """Return a user's path of this machine; `~` and `~user` at its start are home folders.
 
     Raises:
-        ConfigError: there is no such user.
+        ConfigError: the value is not a path, no file system has such a path, or there is no such user.
     """
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
+        raise ConfigError(f"{path!r}: give a path of this machine as text, such as 'runs/first'.")
     expanded = os.path.expanduser(path)
+    try:
+        os.fsencode(expanded)
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{str(path)[:60]!r}: no file system has such a name, a character of it cannot be written."
+        ) from None
+    if len(os.fsencode(expanded)) > 4095 or any(len(os.fsencode(part)) > 255 for part in Path(expanded).parts):
+        raise ConfigError(
+            f"{str(path)[:60]!r}...: the path is too long. It may have 4095 bytes, and 255 between two slashes."
+        )
     if expanded.startswith("~"):
         raise ConfigError(
             f"{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the path in "
@@ -344,6 +391,18 @@ def local_path(path: str | Path) -> Path:
         )
     # The path of "./~x" must not be taken for a home folder when it is looked at again.
     return Path(expanded).absolute() if str(Path(expanded)).startswith("~") else Path(expanded)
+
+
+def make_folder(folder: Path, argument: str) -> None:
+    """Make a folder and those above it; `argument`: the one that names it.
+
+    Raises:
+        ConfigError: there is a file in its place, or the file system refuses.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{argument}: the folder {str(folder)!r} cannot be made: {error.strerror}.") from error
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -368,7 +427,8 @@ def read_duration(duration: str | timedelta | dict[str, float] | float, name: st
     except (TypeError, ValueError, OverflowError):
         pass
     seconds = duration.total_seconds() if isinstance(duration, timedelta) else duration
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or math.isnan(seconds):
+    is_number = isinstance(seconds, (int, float)) and (is_finite_number(seconds) or seconds == math.inf)
+    if not is_number or not isinstance(seconds, (int, float)):
         raise ConfigError(
             f"{name}={duration!r}: give 'DD:HH:MM:SS' (such as '00:12:00:00'), a timedelta, a dict such as "
             "{'hours': 2}, or seconds (a number)."

@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
+from trainer.arguments import check_constructor
+from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, materialize
-from trainer.data.transfer import make_transfer, move_to
+from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import did_you_mean, raise_problems, unknown_name_error
@@ -43,6 +44,8 @@ class StepConfig:
     schedulers: Sequence[object] | None = None
     run_dir: Path | None = None
     """Directory in which a strategy may write its configuration; None: write nothing."""
+    reuses_memory: bool = False
+    """Whether each forward overwrites the results of the last backward, as CUDA graphs do."""
 
     @property
     def clip_norm(self) -> float | None:
@@ -98,8 +101,16 @@ class Strategy:
 
     _arguments: Mapping[str, Any] = {}
     """The arguments that the constructor was given, by name; equal on all processes."""
+    _plain_forward: bool = False
+    """True if the precision's context of a forward does nothing, so that it can be left out."""
     _keeps_wrapper: bool = False
     """True if a module stays wrapped after the run, for later runs with the same strategy."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have the constructors of this package's strategies check the types of their arguments."""
+        super().__init_subclass__(**options)
+        if cls.__module__.startswith("trainer."):
+            check_constructor(cls)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse unknown options.
@@ -150,6 +161,8 @@ class Strategy:
                 f"strategy {self.name!r} runs one process, but devices x num_nodes asks for {num_processes}. "
                 "Use strategy='ddp', or devices=1."
             ]
+        if device_type == "mps" and precision.weights is torch.float64:
+            return [f"precision={precision.name!r} on MPS, which has no float64: use '32-true', or accelerator='cpu'."]
         return []
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
@@ -173,8 +186,12 @@ class Strategy:
         self.precision = precision
         self.device = self._choose_device(device_type, device_ids)
         self.scaler = precision.make_scaler(self.device)
-        self._unscaled: set[int] = set()
+        self._plain_forward = precision.forward_context(self.device) is NULL_CONTEXT
+        self._unscaled: dict[int, Optimizer] = {}
         """The optimizers, by `id`, whose gradients are unscaled in the step in progress."""
+        self._scale: torch.Tensor | None = None
+        self._scaled_by: dict[int, torch.Tensor] = {}
+        """With manual optimization: the current loss scale, and by the `id` of an optimizer that of its gradients."""
         # On a machine without an accelerator no tensor has to move.
         self._move = make_transfer(self.device)
         self._moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch
@@ -226,7 +243,7 @@ class Strategy:
         if not self._moves_batches:
             return batch
         batch = self._move(batch)
-        return move_to(batch, self.precision.convert_batch) if self.precision.casts_batch else batch
+        return map_leaves(batch, self.precision.convert_batch) if self.precision.casts_batch else batch
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-batch's forward and backward; gradients may be incomplete until the `last`."""
@@ -237,6 +254,8 @@ class Strategy:
 
         Where `training_step` returned None and the backward of a skipped batch is needed: return a `SkippedBatch`.
         """
+        if self._plain_forward:
+            return getattr(self.module, step)(*args)
         with self.precision.forward_context(self.device):
             return getattr(self.module, step)(*args)
 
@@ -252,8 +271,33 @@ class Strategy:
     def unscale(self, optimizer: Optimizer) -> None:
         """Undo the loss scaling of the gradients, unless this is done already; called before hooks and clipping."""
         if self.scaler is not None and has_gradients(optimizer) and id(optimizer) not in self._unscaled:
+            if self._scaled_by:
+                self.scale_gradients(optimizer)
             self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+            self._unscaled[id(optimizer)] = optimizer
+
+    def scale_gradients(self, optimizer: Optimizer) -> None:
+        """Scale the gradients that wait for a step of `optimizer` by the current loss scale, before a backward of
+        manual optimization adds to them: clipping may have unscaled them, or the scale may be another one now."""
+        scaler = self.scaler
+        if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None:
+            return
+        if self._scale is None:
+            self._scale = scaler._scale.clone()
+        before = self._scaled_by.get(id(optimizer), self._scale)
+        self._scaled_by[id(optimizer)] = self._scale
+        if self._unscaled.pop(id(optimizer), None) is not None:
+            states = scaler._per_optimizer_states
+            state = states.pop(id(optimizer))
+            states[id(state)] = state  # `update` uses the values only
+            overflows = torch.stack([*state["found_inf_per_device"].values()]).sum()
+            factor = torch.where(overflows > 0, torch.inf, self._scale)  # clipping may have made them finite
+        elif before is not self._scale:
+            factor = self._scale / before
+        else:
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad.mul_(factor)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         """Clip gradients of `optimizer` by their global norm (`"norm"`; return the norm), or by `"value"`."""
@@ -276,17 +320,20 @@ class Strategy:
             # With manual optimization it may step again before the scale changes, which torch refuses otherwise.
             states = self.scaler._per_optimizer_states
             state = states.pop(id(optimizer))
-            states[id(state)] = state  # `update` looks at the values only
-            self._unscaled.discard(id(optimizer))
+            states[id(state)] = state  # `update` uses the values only
+            self._unscaled.pop(id(optimizer), None)
+            self._scaled_by.pop(id(optimizer), None)
         else:
             optimizer.step(**options)
 
     def end_step(self) -> None:
         """Update the loss scale, if an optimizer used it; called after all optimizers of a step."""
         if self.scaler is not None:
+            for optimizer in [*self._unscaled.values()]:
+                self.scale_gradients(optimizer)  # clipped and not stepped: they wait for a later step
             if any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values()):
                 self.scaler.update()
-            self._unscaled.clear()
+                self._scale = None
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
         """Adapt to parameters that were frozen, unfrozen or added while training, the same ones on all processes.
@@ -325,7 +372,7 @@ class Strategy:
         Raises:
             CheckpointError: the state is that of another class of optimizer, or of other parameters.
         """
-        optimizer.load_state_dict(state_by_position(self.module, optimizer, state))
+        load_by_position(optimizer, state_by_position(self.module, optimizer, state))
 
     def teardown(self) -> None:
         """Remove the wrapper and leave the process group. The module keeps its weights, on its device."""

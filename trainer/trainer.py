@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 from torch.optim import Optimizer
@@ -21,37 +21,25 @@ from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
-from trainer.errors import RENAMED, ConfigError, NotRunningError, did_you_mean, raise_problems, unknown_name_error
+from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
+from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 from trainer.fault_tolerance.stop import exit_code
 from trainer.hyperparameters import with_plain_numbers
-from trainer.loop.accumulation import (
-    StepOutputs,
-    checked_loss,
-    even_window,
-    outputs_for_hooks,
-    with_loss_divisors,
-)
+from trainer.loop.accumulation import StepOutputs, checked_loss, even_window, loss_divisors, outputs_for_hooks
+from trainer.loop.agreement import compare
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
-from trainer.loop.manual import ManualOptimizer, manual_backward, manual_training_step
-from trainer.loop.resolved_config import resolve_config, settings_problems
+from trainer.loop.manual import ManualOptimizer
+from trainer.loop.resolved_config import checked_config
 from trainer.loop.run import Run, Session
 from trainer.loop.setup import start_run
-from trainer.loop.skipping import (
-    end_window_with_skipped,
-    ends_epoch,
-    is_exhausted,
-    may_end_epochs,
-    may_skip_batches,
-    skip_batch,
-)
 from trainer.loop.training_state import save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, copy_gradients, zero_grad_fast
 from trainer.precision import Precision
-from trainer.profiling import BACKWARD, DATA, FORWARD, OPTIMIZER, each_wait
+from trainer.profiling import DATA, each_wait
 from trainer.progress import Progress
 from trainer.seed import isolated_rng, seed_everything
 from trainer.settings import ARGUMENTS, Settings, wrong_names
@@ -123,11 +111,10 @@ class Trainer:
     ) -> None:
         arguments = locals()
         settings = Settings(**{name: arguments[name] for name in ARGUMENTS})
-        problems = [*wrong_names(positional, unknown), *settings_problems(settings)]
-        raise_problems(problems, "the Trainer's arguments")
+        self.config = checked_config(settings, wrong_names(positional, unknown))
         self.settings = settings
-        self.config = resolve_config(settings)
         self._session = Session(settings)
+        end_by_sigusr1_with_retry()
         self._run: Run | None = None
         if settings.seed is not None:
             seed_everything(settings.seed)
@@ -149,6 +136,7 @@ class Trainer:
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        allow_changes: Sequence[str] = (),
     ) -> None:
         """Train.
 
@@ -159,6 +147,8 @@ class Trainer:
             datamodule: provides the loaders instead.
             ckpt_path: the checkpoint to resume from: a folder, "best", or "last", which starts a new training if there
                 is no checkpoint yet, so that one command both starts and restarts a job.
+            allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
+                of `trainer.loop.changes.CHANGES`, such as "dataset", "shuffle", "optimizers".
 
         Raises:
             ConfigError: the run cannot work; raised before the first step where possible.
@@ -166,7 +156,7 @@ class Trainer:
                 complete and saved (not in a REPL or notebook).
         """
         data = {"train": train_dataloaders, "val": val_dataloaders}
-        with self._start("fit", module, data, datamodule, ckpt_path) as run:
+        with self._start("fit", module, data, datamodule, ckpt_path, allow_changes) as run:
             self._start_training(run)
             while not self._finished(run):
                 self._train_epoch(run)
@@ -181,8 +171,18 @@ class Trainer:
     ) -> dict[str, float]:
         """Run `validation_step` over the validation loaders; return the logged values, reduced over all processes.
 
-        Every sample counts exactly once, on any number of processes. `ckpt_path` as in `fit`; None: keep the module's
-        weights.
+        Every sample counts exactly once, on any number of processes.
+
+        Args:
+            module: its `validation_step` is called.
+            dataloaders: a loader, a list of loaders, or a dict of loaders by name; default: those of `datamodule` or
+                `module`.
+            datamodule: provides the loaders instead.
+            ckpt_path: the checkpoint whose weights to use: a folder, "best" or "last"; None: the module's weights.
+
+        Raises:
+            ConfigError: the run cannot work; raised before the first batch where possible.
+            CheckpointError: there is no such checkpoint, or it does not fit the module.
         """
         with self._start("validate", module, {"val": dataloaders}, datamodule, ckpt_path) as run:
             return run_validation(run)
@@ -194,7 +194,7 @@ class Trainer:
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
     ) -> dict[str, float]:
-        """Run `test_step` over the test loaders; otherwise as `validate`."""
+        """Run `test_step` over the test loaders; arguments, results and errors are those of `validate`."""
         with self._start("test", module, {"test": dataloaders}, datamodule, ckpt_path) as run:
             return run_test(run)
 
@@ -208,9 +208,17 @@ class Trainer:
     ) -> list[Any] | None:
         """Run `predict_step` over the prediction loaders.
 
-        Outputs go to callbacks such as PredictionWriter, batch by batch. With `return_predictions` the outputs of this
-        process are kept in memory and returned in order.
+        Outputs go to callbacks such as PredictionWriter, batch by batch.
+
+        Args:
+            module, dataloaders, datamodule, ckpt_path: as in `validate`.
+            return_predictions: keep the outputs of this process in memory, and return them in order.
+
+        Raises:
+            ConfigError, CheckpointError: as in `validate`.
         """
+        if not isinstance(return_predictions, bool):
+            raise ConfigError(f"return_predictions={shown(return_predictions)}: give True or False.")
         with self._start("predict", module, {"predict": dataloaders}, datamodule, ckpt_path) as run:
             outputs = run_prediction(run)
             if return_predictions:
@@ -236,6 +244,9 @@ class Trainer:
         """
         run = self._begun("save_checkpoint")
         run.check_all_ranks_call("save_checkpoint")
+        if self.strategy.shards_state:
+            fix = "All processes write their shards into one folder: give the same path everywhere."
+            compare(self.strategy.processes, iter([("save_checkpoint, path", f"folder {path}")]), fix)
         if self.stage == "fit":
             # Values logged so far belong to this step, not to the first step after a resume.
             run.read_metrics()
@@ -244,8 +255,15 @@ class Trainer:
         if self.is_global_zero:
             run.hooks.on_checkpoint_saved(str(as_storage_path(path)))
 
-    def save_with(self, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
-        """Pass the state of the run, and `info` with step and epoch, to `write` on rank 0. Collective.
+    def save_with(
+        self,
+        write: Callable[[dict[str, Any], dict[str, Any]], None],
+        info: Mapping[str, Any] | Callable[[list[str]], Mapping[str, Any]],
+    ) -> None:
+        """Pass the state of the run, and `info` with step, epoch and time, to `write` on rank 0. Collective.
+
+        `info` may be a function, called on all processes with the names of tensors that are not finite: these also go
+        into the info, as "nonfinite".
 
         If the state is sharded (`strategy.shards_state`), `write` is called on each process with its shards, to write
         them together with `self.checkpoint_group`. An error in `write` is raised on every process.
@@ -283,8 +301,11 @@ class Trainer:
         data: dict[str, Any],
         datamodule: DataModule | None,
         ckpt_path: str | Path | None,
+        allow_changes: Sequence[str] = (),
     ) -> AbstractContextManager[Run]:
-        return start_run(self.config, self._session, stage, module, data, datamodule, ckpt_path, self.adopt)
+        return start_run(
+            self.config, self._session, stage, module, data, datamodule, ckpt_path, self.adopt, allow_changes
+        )
 
     def adopt(self, run: Run) -> Trainer:
         """Attach the trainer to `run`, its module and its data module; return the first argument of its hooks."""
@@ -295,19 +316,17 @@ class Trainer:
         return self
 
     def _start_training(self, run: Run) -> None:
-        run.session.has_fit = True
+        self._session.has_fit = True
         for logger in run.loggers if self.is_global_zero else ():
             logger.log_hyperparameters(with_plain_numbers(run.hyperparameters()))
         run.hooks.on_fit_start()
         if run.progress.step == 0:
             sanity_check(run)
-        run.weights_loss_by_items = run.module.overrides("num_items")
-        run.may_skip_batches, run.may_end_epochs = may_skip_batches(run), may_end_epochs(run)
         if evaluating := [
             name or type(run.module).__name__ for name, m in run.module.named_modules() if not m.training
         ]:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
-        run.training = True
+        run.begin_training()
         run.hooks.on_train_start()
 
     def _train_epoch(self, run: Run) -> None:
@@ -315,13 +334,13 @@ class Trainer:
         if self.validation_due() and run.progress.validated_step != run.progress.step:
             validate_during_fit(run)
         windows = self._windows(run)
-        for window in windows:
-            with run.metrics.recording(run.metrics.train):
+        with run.metrics.recording(run.metrics.train):
+            for window in windows:
                 if run.closure_needed:
                     outputs, data, _ = self._step_with_closure(run, window)
                 else:
                     outputs, data, _ = self._train_step(run, window)
-                    if run.epoch_ended_by_module:
+                    if run.skipping.epoch_ended:
                         break
                     self._update(run)
                 self._count(run, window)
@@ -330,16 +349,17 @@ class Trainer:
                 del outputs, data
                 window.clear()
                 run.hooks.on_train_step_end()
-            run.flush_step()
-            if run.val_loaders and self.validation_due():
-                validate_during_fit(run)
-            if self._stopped_inside_epoch(run, windows):
-                return
+                run.flush_step()
+                if run.validation_interval is not None and self.validation_due():
+                    validate_during_fit(run)
+                if self._stopped_inside_epoch(run, windows):
+                    return
         self._end_epoch(run)
 
     def _start_epoch(self, run: Run) -> None:
         """Call the first hook of an epoch, and restore the random numbers of a resumed run."""
-        run.in_epoch, run.epoch_ended_by_module, resumed = True, False, run.progress.batch > 0
+        run.begin_epoch(self._validation_interval(run))
+        resumed = run.progress.batch > 0
         if not resumed:
             run.restore_rng()
         # In the middle of an epoch the hook is called a second time: values logged and numbers drawn in it are dropped.
@@ -367,39 +387,40 @@ class Trainer:
         Args:
             repeated: a closure runs the same step again; the batches have been announced before.
         """
-        module, hooks, strategy, metrics, phase = run.module, run.hooks, run.strategy, run.metrics, run.phase
-        metrics.start_window()
+        module, hooks, strategy, metrics, skipping = run.module, run.hooks, run.strategy, run.metrics, run.skipping
+        metrics.start_window(window[0])
         if not module.automatic_optimization:
-            return manual_training_step(run, window)
+            return run.manual.training_step(window)
         for optimizer in run.optimizers:
             hooks.on_before_zero_grad(optimizer)
             zero_grad_fast(optimizer)
         losses: list[torch.Tensor] = []
         last = len(window) - 1
-        for position, batch in enumerate(with_loss_divisors(window, module, strategy, run.weights_loss_by_items)):
-            data, batch_idx = run.transfer(batch.data, 0), run.progress.batch + position
-            metrics.start_batch(data, batch.samples)
+        divisors = loss_divisors(window, module, strategy, run.weights_loss_by_items)
+        for position, batch in enumerate(window):
+            divisor, batch_idx = divisors[position], run.progress.batch + position
+            if position > 0:
+                metrics.start_batch(batch.data, batch.samples)
+            data = metrics.batch = run.transfer(batch.data, 0)
             if not repeated:
                 hooks.on_train_batch_start(data, batch_idx)
-                if run.may_end_epochs and ends_epoch(run, position):
+                if skipping.may_end_epochs and skipping.ends_epoch(position):
                     return None, None, []
             if position == 0 and run.trainable is not None:
                 run.trainable.follow()
             with strategy.gradient_sync(last=position == last):
-                with phase(FORWARD):
-                    outputs = strategy.call_step("training_step", data, batch_idx)
+                outputs = run.forward("training_step", data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 if outputs is None or type(outputs) is SkippedBatch:
-                    skip_batch(run, outputs, batch.loss_divisor, len(window))
+                    skipping.skip(outputs, divisor, len(window))
                     outputs = None
                 else:
                     loss = checked_loss(outputs, module, run.settings.detect_anomaly)
-                    metrics.watch_loss(run.progress.step + 1, loss)
-                    if batch.loss_divisor is not None:
-                        loss = loss / batch.loss_divisor
+                    metrics.watch_loss(run.progress.step + 1, loss, divisor)
+                    if divisor is not None:
+                        loss = loss / divisor
                     hooks.on_before_backward(loss)
-                    with phase(BACKWARD):
-                        strategy.backward(loss)
+                    run.backward(loss)
                     hooks.on_after_backward()
                     if run.closure_needed:
                         losses.append(loss.detach())
@@ -411,20 +432,19 @@ class Trainer:
                 if not repeated:
                     hooks.on_train_batch_end(outputs, data, batch_idx)
                 del outputs, data
-        if run.may_skip_batches:
-            end_window_with_skipped(run)
+        if skipping.may_skip:
+            skipping.end_window()
         return outputs, data, losses
 
     def _update(self, run: Run) -> None:
         """Clip and step every optimizer."""
-        if not run.module.automatic_optimization or run.skipped_window:
+        if not run.module.automatic_optimization or run.skipping.whole_step:
             return
         if run.trainable is not None:
             run.trainable.require_unchanged()
         for optimizer in run.optimizers:
             self._before_optimizer_step(run, optimizer)
-            with run.phase(OPTIMIZER):
-                run.strategy.step(optimizer)
+            run.optimizer_step(optimizer)
         run.strategy.end_step()
 
     def _before_optimizer_step(self, run: Run, optimizer: Optimizer) -> None:
@@ -445,8 +465,7 @@ class Trainer:
             self._before_optimizer_step(run, run.optimizers[0])
             return torch.stack(evaluations[0][2]).sum()
 
-        with run.phase(OPTIMIZER):
-            run.strategy.step(run.optimizers[0], closure)
+        run.optimizer_step(run.optimizers[0], closure)
         return evaluations.pop()
 
     def _count(self, run: Run, window: list[Batch]) -> None:
@@ -465,8 +484,8 @@ class Trainer:
         progress, metrics = run.progress, run.metrics
         if progress.batch == 0 and self.max_epochs is None:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
-        if not run.module.automatic_optimization and run.manual_steps == 0:
-            log.warning("training_step stepped no optimizer in a whole epoch: call self.optimizers().step() in it")
+        if not run.module.automatic_optimization:
+            run.manual.check_epoch()
         if self._epoch_validates() and progress.validated_step != progress.step:
             validate_during_fit(run)
         if run.module.automatic_optimization:
@@ -477,22 +496,22 @@ class Trainer:
             self._step_schedulers(run, "epoch", progress.epoch + 1, on_plateau=True)
         run.saving_hooks.on_train_epoch_end()  # the schedulers' steps are part of the checkpoint
         run.log_to_loggers(metrics.read_epoch(metrics.hook_metrics))
-        progress.next_epoch()
-        run.in_epoch = False
+        run.end_epoch()
 
     def _publish_epoch(self, run: Run) -> None:
         """Publish the values of the epoch, and call its last hook, which may log more."""
-        # Callbacks also see the last step's values of names that are logged by step only.
+        # Callbacks also see the latest values of names that are logged by step only.
         run.update_metrics(run.metrics.read_step())
         run.log_to_loggers(run.metrics.read_epoch(run.metrics.train))
-        run.hooks.on_train_epoch_end()
+        with run.metrics.in_ending(run.metrics.hook_metrics):
+            run.hooks.on_train_epoch_end()
         run.log_to_loggers(run.metrics.read_epoch(run.metrics.hook_metrics))
         run.metrics.reset_computed()
 
     def _end_training(self, run: Run) -> None:
         run.metrics.read_losses()
-        run.tell_nonfinite_losses()
-        run.stop_reason = run.stop_reason or run.stop_coordinator.finish(run.progress.step)
+        run.numbers.after_reading()
+        run.take_last_stop()
         for_good = run.in_epoch and not exit_code(run.stop_reason)
         if for_good:
             # The checkpoint comes first: going on from it, the epoch has one end, where its batches end.
@@ -505,8 +524,9 @@ class Trainer:
             if not for_good:
                 run.saving_hooks.on_train_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
-            run.training = False
+            run.end_training()
             run.hooks.on_fit_end()
+            run.log_to_loggers(run.metrics.read_epoch(closing))
 
     # -- conditions ----------------------------------------------------------------------------------------------------
 
@@ -520,7 +540,7 @@ class Trainer:
         """Return True to leave the epoch unfinished; after the epoch's last batch only a signal does that."""
         if not run.stops() and not self._out_of_steps(run):
             return False
-        return exit_code(run.stop_reason) != 0 or not is_exhausted(run, windows)
+        return exit_code(run.stop_reason) != 0 or not run.skipping.is_exhausted(windows)
 
     def _out_of_steps(self, run: Run) -> bool:
         last = run.settings.max_steps
@@ -528,14 +548,15 @@ class Trainer:
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""
-        batch, interval, length = self.progress.batch, self.val_check_interval, self.num_training_batches
-        if not self.val_loaders or batch == 0 or (interval == 1.0 and isinstance(interval, float)):
-            return False
-        if not self._epoch_may_validate():
-            return False
-        every = interval if isinstance(interval, int) else max(1, int((length or 1) * interval))
-        window = batch % self.accumulate_grad_batches or self.accumulate_grad_batches
-        return batch % every < window
+        interval = None if self._run is None else self._run.validation_interval
+        batch, micro_batches = self.progress.batch, self.accumulate_grad_batches
+        return interval is not None and batch > 0 and batch % interval < (batch % micro_batches or micro_batches)
+
+    def _validation_interval(self, run: Run) -> int | None:
+        interval = self.val_check_interval
+        if not run.val_loaders or not self._epoch_may_validate() or (isinstance(interval, float) and interval == 1.0):
+            return None
+        return interval if isinstance(interval, int) else max(1, int((run.num_training_batches or 1) * interval))
 
     def _epoch_validates(self) -> bool:
         """Return True if validation is due at the end of this epoch."""
@@ -593,7 +614,7 @@ class Trainer:
 
     def manual_backward(self, loss: torch.Tensor) -> None:
         """Run backward in manual optimization; see `TrainModule.manual_backward`."""
-        manual_backward(self.run, loss)
+        self.run.manual.backward(loss)
 
     def background_checkpoint_group(self, name: str) -> ProcessGroup:
         """Return `checkpoint_group` for a background thread. `name`: of the write, not used before."""
@@ -622,14 +643,6 @@ class Trainer:
         if self._run is None:
             raise NotRunningError("nothing has run yet: call fit or another stage first.")
         return self._run
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Raise the attribute's own error; for a name of an earlier version one that gives the current name."""
-            if name in RENAMED:
-                raise AttributeError(f"Trainer has no attribute {name!r}.{did_you_mean(name, dir(type(self)))}")
-            return object.__getattribute__(self, name)
 
     def _begun(self, method: str) -> Run:
         if self._run is None:
@@ -731,17 +744,17 @@ class Trainer:
     @property
     def test_loaders(self) -> dict[str, BatchLoader]:
         """The test loaders by name."""
-        return {} if self._run is None else self._run.test_loaders
+        return {} if self._run is None else self._run.loaders.test
 
     @property
     def predict_loaders(self) -> dict[str, BatchLoader]:
         """The prediction loaders by name."""
-        return {} if self._run is None else self._run.predict_loaders
+        return {} if self._run is None else self._run.loaders.predict
 
     @property
     def dataloader_names(self) -> list[str]:
         """The names of the loaders of the current evaluation."""
-        return [] if self._run is None else self._run.dataloader_names
+        return [] if self._run is None else list(self._run.loaders.evaluated)
 
     # -- progress ------------------------------------------------------------------------------------------------------
 
@@ -782,12 +795,16 @@ class Trainer:
 
     @property
     def accumulate_grad_batches(self) -> int:
-        """Micro-batches per step. Callbacks may set this between two steps, for the next window."""
+        """Micro-batches per step. Callbacks may set this between two steps, from the next window until `fit` ends."""
         return self._session.accumulate_grad_batches
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, micro_batches: int) -> None:
+        if type(micro_batches) is not int or micro_batches < 1:
+            raise ConfigError(f"accumulate_grad_batches = {shown(micro_batches)}: give an integer from 1.")
         self._session.accumulate_grad_batches = micro_batches
+        if self.stage is None:
+            self._session.configured_window = micro_batches
 
     @property
     def num_training_batches(self) -> int | None:
@@ -828,13 +845,15 @@ class Trainer:
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """The latest values that went to the loggers, reduced over all processes, 0-dim tensors in a new dict."""
-        return as_tensors(self._session.logged_metrics)
+        """The values of `callback_metrics` that go to the loggers, under the names that they have there."""
+        latest = {} if self._run is None else self._run.metrics.latest("logger")
+        return as_tensors({**self._session.logged_metrics, **latest})
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The latest values that the progress bar shows."""
-        return self._session.progress_bar_metrics
+        """The values of `callback_metrics` with `prog_bar=True`, as numbers: each access reads the device."""
+        latest = {} if self._run is None else self._run.metrics.latest("progress_bar")
+        return {name: float(value) for name, value in {**self._session.progress_bar_metrics, **latest}.items()}
 
     @property
     def loggers(self) -> list[Logger]:
@@ -899,6 +918,16 @@ class Trainer:
     def config_text(self) -> str | None:
         """The configuration as YAML, as the run directory has it; None without a call of `record_config`."""
         return self._session.config_text
+
+    @property
+    def resolved_config(self) -> Never:
+        """The name of `config_text` in earlier versions.
+
+        Raises:
+            AttributeError: always; it gives the current name.
+        """
+        # Not in a `__getattr__`, with which every attribute that the loop reads takes longer.
+        raise AttributeError("Trainer has no attribute 'resolved_config'. It is called 'config_text' now.")
 
     @property
     def checkpoint_group(self) -> ProcessGroup:

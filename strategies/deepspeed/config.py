@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.disk import replace_notes
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.precision import Precision
 from trainer.settings import local_path
@@ -134,7 +135,7 @@ def hidden_size_of(module: nn.Module) -> int | None:
 
 def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
     """Write a resolved configuration into the run directory, as deepspeed.json."""
-    (run_dir / "deepspeed.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    replace_notes(run_dir / "deepspeed.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _parse(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
@@ -191,7 +192,7 @@ class ResolvedDeepSpeed:
         self._rest()
 
     def _value(self, path: str, default: Any = None) -> Any:
-        """Return the value at a dotted path; the default where there is none, or "auto"."""
+        """Return the value at a dotted path; the default if there is no value, or "auto"."""
         part: Any = self.config
         for name in path.split("."):
             part = part.get(name) if isinstance(part, dict) else None
@@ -237,7 +238,7 @@ class ResolvedDeepSpeed:
                     self.problems.append(f"{section} to nvme needs a folder: give nvme_path=.")
         number = self._value(stage)
         if type(number) is not int:  # DeepSpeed would take "3" and 3.0 for 3
-            self.problems.append(f"{stage}={json.dumps(number)}: give 1, 2 or 3, as a whole number.")
+            self.problems.append(f"{stage}={json.dumps(number)}: give 1, 2 or 3, as an integer.")
         if self._offloads("offload_param") and number != 3:
             self.problems.append(f"offload_param needs stage 3, and the stage is {number}: use 'deepspeed_stage_3'.")
         if self._offloads("offload_optimizer") and number == 0:
@@ -375,19 +376,22 @@ def optimizer_section(config: dict[str, Any], optimizer: Optimizer | None) -> tu
             f'Return a {given} there, or write "auto" here.'
         ], []
     if section.get("params") == AUTO:
-        section["params"] = dict.fromkeys(HYPERPARAMETERS & set(optimizer.defaults), AUTO)
+        section["params"] = {name: AUTO for name in HYPERPARAMETERS if name in optimizer.defaults}
     parameters = section.get("params", {})
-    actual = {name: _hyperparameters(optimizer, name) for name in parameters}
-    unused = [name for name, values in actual.items() if not values]
-    problems = [
-        f"optimizer.params.{name}={parameters[name]!r} in the DeepSpeed configuration, but the {kind} of "
-        f'configure_optimizers has {values[0]!r}. Make them the same, or write "auto" here.'
-        for name, values in actual.items()
-        if values and parameters[name] != AUTO and not any(_equal(parameters[name], value) for value in values)
-    ]
-    filled = {name: actual[name][0] if value == AUTO and actual[name] else value for name, value in parameters.items()}
-    parameters.clear()
-    parameters.update((name, value) for name, value in filled.items() if value != AUTO)
+    problems, unused = [], []
+    for name, value in [*parameters.items()]:
+        actual = _hyperparameters(optimizer, name)
+        if not actual:
+            unused.append(name)
+        elif value != AUTO and not any(_equal(value, one) for one in actual):
+            problems.append(
+                f"optimizer.params.{name}={value!r} in the DeepSpeed configuration, but the {kind} of "
+                f'configure_optimizers has {actual[0]!r}. Make them the same, or write "auto" here.'
+            )
+        if value == AUTO and actual:
+            parameters[name] = actual[0]
+        elif value == AUTO:
+            del parameters[name]
     notes = [f"the {kind} has no {', '.join(unused)}: without effect in the section 'optimizer'"] if unused else []
     return problems, notes
 
@@ -434,7 +438,7 @@ def scheduler_problems(
     ]
 
 
-HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum"}
+HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "momentum")
 """The arguments of optimizers that a section whose "params" are "auto" is filled with."""
 
 

@@ -12,7 +12,7 @@ from trainer.errors import did_you_mean
 
 AUTO = "auto"
 
-READ_BY_THE_ENGINE = (*("activation_checkpointing", "aio", "autotuning", "flops_profiler", "sequence_parallel_size"),)
+READ_BY_THE_ENGINE = ("activation_checkpointing", "aio", "autotuning", "flops_profiler", "sequence_parallel_size")
 """Keys that `DeepSpeedConfig` does not look up: it hands the dict to other parts of DeepSpeed (0.19.8), which do."""
 
 MODELS = {
@@ -119,7 +119,7 @@ def _section_problems(key: str, value: Any) -> list[str]:
     if key in (*MODELS, "optimizer", "scheduler") and not isinstance(value, Mapping):
         return [f"{key}={value!r}: give an object, as in DeepSpeed's documentation: {{...}}."]
     if key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        return [] if type(value) is int and value > 0 else [f"{key}={value!r}: give a whole number from 1, or 'auto'."]
+        return [] if type(value) is int and value > 0 else [f"{key}={value!r}: give an integer from 1, or 'auto'."]
     if key == "gradient_clipping":
         number = type(value) in (int, float) and value >= 0
         return [] if number else [f"{key}={value!r}: give a number, 0 for no clipping, or 'auto'."]

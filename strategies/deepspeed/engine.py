@@ -33,7 +33,7 @@ def import_deepspeed(device_type: str) -> Any:
         MissingPackageError: it is not installed.
     """
     if find_spec("deepspeed") is None:
-        raise MissingPackageError("deepspeed", "deepspeed", "strategy 'deepspeed'")
+        raise MissingPackageError("deepspeed", "strategy 'deepspeed'")
     if device_type == "cpu" or not torch.accelerator.is_available():  # a dry run for GPUs on a machine without
         os.environ["DS_ACCELERATOR"] = "cpu"
     with warnings.catch_warnings():

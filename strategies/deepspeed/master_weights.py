@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.optimizer_state import has_own_dtype
 from trainer.checkpoint.shards import EMPTY_SLICE, FlatSlice, Loadable, Shard, StoredTensor, materialize, read_slice
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.model.weights import check_fit
 from trainer.strategies.deepspeed.partitioning import (
     is_zero3_partitioned,
@@ -33,13 +34,13 @@ class ParameterSlice:
     """The part of a parameter whose master weights this process holds, in float32."""
 
     shape: tuple[int, ...]
-    """Of the full parameter."""
+    """Shape of the full parameter."""
     extent: FlatSlice
     """Which of its elements; `EMPTY_SLICE`: other processes hold them."""
     flat: int
     """Number of the flat tensor that holds them: DeepSpeed flattens parameters into few tensors."""
     offset: int
-    """Of the first one in the flat tensor."""
+    """Position of the first of these elements in the flat tensor."""
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a view of these elements of the flat tensor, or of a state that is as large."""
@@ -59,7 +60,10 @@ class MasterWeights:
         """The optimizer's group of each flat tensor."""
         self.flats: list[torch.Tensor] = self._find()
         self.buffers = [flat.grad for flat in self.flats]
-        """Where gradients are summed, if that is outside of the device."""
+        """The buffers in which gradients are summed, if these are not on the device."""
+
+        self._seen: list[tuple[nn.Parameter, int, torch.Tensor]] = []
+        """The parameters that the module computes with, each with its version and its memory after the last step."""
 
     def _find(self) -> list[torch.Tensor]:
         # With bf16 and gradients summed in fp32, ZeRO 1 has another class with other names for the same things.
@@ -89,6 +93,23 @@ class MasterWeights:
     def refresh(self) -> None:
         """Copy master weights into the weights that the module computes with. Collective."""
         self.zero.update_lp_params()
+
+    def remember_weights(self) -> None:
+        """Note the state of the parameters that the module computes with, as the engine has left them."""
+        self._seen = [(parameter, parameter._version, parameter.data) for parameter in self.pieces]
+
+    def take_over_changes(self) -> None:
+        """Give the master weights the values of parameters that hooks have changed since `remember_weights`.
+
+        Without that the next step would overwrite the changes. Those of `p.data.mul_()` cannot be noticed.
+        """
+        changed = [(p, data) for p, version, data in self._seen if p._version != version or not data.is_set_to(p.data)]
+        if changed:
+            for parameter, data in changed:
+                data.copy_(parameter.data)
+                parameter.data = data  # a part of the engine's flat tensor
+            self.write({parameter: parameter.data for parameter, _ in changed})
+            self.remember_weights()
 
     def begin_step(self) -> None:
         """Zero the buffers of gradients, before the first backward of a step.
@@ -152,8 +173,15 @@ class MasterWeights:
             )
         return Shard(self.detached_copy(piece.of(value)), piece.shape, piece.extent)
 
-    def load_states(self, states: Mapping[str, Mapping[str, Any]], names: Mapping[nn.Parameter, str]) -> None:
+    def load_states(
+        self,
+        states: Mapping[str, Mapping[str, Any]],
+        names: Mapping[nn.Parameter, str],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
         """Set the optimizer's states from those of full parameters, of which only this process's shards are read.
+
+        `dtypes`: of the parameters, by name, when the states were saved.
 
         Raises:
             CheckpointError: they are of other shapes, or cannot be kept together.
@@ -167,7 +195,8 @@ class MasterWeights:
                         if key in OF_ALL_ELEMENTS:
                             self._require_equal(common, key, value, name)
                         elif isinstance(value, (torch.Tensor, StoredTensor)):
-                            self._write_as_follower(number, key, value, name, piece, flat)
+                            dtype = value.dtype if has_own_dtype(value, dtypes.get(name)) else flat.dtype
+                            self._write_as_follower(number, key, value, name, piece, dtype)
                         else:
                             self.optimizer.state[self.flats[number]][key] = value
                 for key, as_number in common.items():
@@ -199,15 +228,16 @@ class MasterWeights:
         return type(self.optimizer).__module__.startswith("deepspeed.")
 
     def _write_as_follower(
-        self, number: int, key: str, value: Loadable, name: str, piece: ParameterSlice, flat: torch.Tensor
+        self, number: int, key: str, value: Loadable, name: str, piece: ParameterSlice, dtype: torch.dtype
     ) -> None:
         if tuple(value.shape) != piece.shape:
             raise CheckpointError(
                 f"the checkpoint's {key!r} of {name!r} has the shape {tuple(value.shape)}; needed is {piece.shape}."
             )
-        state = self.optimizer.state[self.flats[number]]
+        flat = self.flats[number]
+        state = self.optimizer.state[flat]
         if state.get(key) is None:
-            state[key] = torch.zeros_like(flat, requires_grad=False)
+            state[key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
         piece.of(state[key]).copy_(read_slice(value, piece.extent))
 
     def pieces_of(self, number: int) -> dict[nn.Parameter, ParameterSlice]:
@@ -254,6 +284,18 @@ class Zero3MasterWeights(MasterWeights):
             self.zero._optimizer_states_and_gradient_swap_out(number)
         else:
             self.zero._release_swap_buffers(number)
+
+    def take_over_changes(self) -> None:
+        """Raise ConfigError for parameters that were changed: each process holds a slice of their values, elsewhere."""
+        for parameter, version, _ in self._seen:
+            here: Any = parameter
+            gathered = here.ds_status is not type(here.ds_status).NOT_AVAILABLE
+            if parameter._version != version or (parameter.numel() and not gathered):
+                raise ConfigError(
+                    f"a parameter of shape {list(here.ds_shape)} was changed while training, and DeepSpeed's stage 3 "
+                    "keeps the values elsewhere, so that the change would be lost: change it before fit, in "
+                    "configure_model; or use stage 2, 'fsdp' or 'ddp'."
+                )
 
     def begin_step(self) -> None:
         super().begin_step()

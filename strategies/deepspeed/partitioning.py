@@ -53,7 +53,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def expose_shapes(module: nn.Module) -> None:
-    """Give partitioned parameters their shape, without memory: `configure_optimizers` may look at `p.ndim`."""
+    """Give partitioned parameters their shapes, without memory, because `configure_optimizers` may read `p.ndim`."""
     for parameter in partitioned_parameters(module):
         parameter.data = parameter.data.new_empty(1).expand(parameter.ds_shape)
 

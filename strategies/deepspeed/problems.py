@@ -98,7 +98,7 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
         )
     if kind == "Adagrad":
         problems.append(
-            "DeepSpeed makes an Adagrad of its own in the place of yours, which schedules do not reach: use "
+            "DeepSpeed makes an Adagrad of its own instead of yours, which schedules do not reach: use "
             "torch.optim.AdamW or RMSprop."
         )
     for number, group in enumerate(optimizer.param_groups):

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.arguments import PositiveFloat
 from trainer.checkpoint.optimizer_state import matching_groups
 from trainer.checkpoint.shards import Loadable, Shard
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError, install_command, raise_problems
 from trainer.model.blocks import BlockPolicy
-from trainer.model.init_device import InitDevice, build_context, check_init_device
+from trainer.model.init_device import InitDevice, build_context
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.precision import Precision
@@ -112,10 +113,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         nvme_path: str | Path | None = None,
         cpu_adam: bool = False,
         init_device: InitDevice = "cpu",
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: PositiveFloat = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
-        check_init_device(init_device)
         self.init_device = init_device
         self.given = config
         self.given_stage = self.default_stage if stage is None else stage
@@ -153,7 +153,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             return [
                 *problems,
                 f"strategy {self.name!r} needs the package 'deepspeed', which is not installed. "
-                'Install it with: pip install "exact-trainer[deepspeed]"',
+                f"Install it with: {install_command('deepspeed')}",
             ]
         if self.init_device != "cpu" and self.stage != 3:
             problems.append(f"init_device={self.init_device!r} needs stage 3, and the stage is {self.stage}.")
@@ -249,6 +249,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         kind = Zero3MasterWeights if self.stage == 3 else MasterWeights
         self.masters = kind(self.engine.optimizer, self.engine.basic_optimizer)
         self.masters.write(full)
+        self.masters.remember_weights()
         self.begun = False
         if low is torch.float16:
             self.scaler = LossScale(self.engine.optimizer.loss_scaler)  # type: ignore[assignment]
@@ -307,6 +308,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def call_step(self, step: str, *args: Any) -> Any:
         if self.engine is None or (self.stage < 3 and step != "training_step"):
             return super().call_step(step, *args)
+        if self.masters is not None:
+            self.masters.take_over_changes()
         try:
             with local_rank_env(self._device_number):
                 if not torch.is_inference_mode_enabled():
@@ -326,7 +329,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         pass
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
-        """Check only: the engine clips in its step, by the norm that it was given at the start."""
+        """Do nothing, because the engine clips in its step, by the norm that it was given at the start.
+
+        Raises:
+            ConfigError: `value` or `algorithm` differs from that at the start.
+        """
         if algorithm != "norm" or value != self.clip_norm:
             raise ConfigError(
                 f"strategy {self.name!r} clips by the norm {self.clip_norm}, as it was at the start, and cannot clip "
@@ -337,7 +344,10 @@ class DeepSpeedStrategy(DistributedStrategy):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         if closure is not None:
             raise ConfigError(f"strategy {self.name!r} cannot evaluate the loss several times a step.")
+        assert self.masters is not None
+        self.masters.take_over_changes()
         self.engine.step()
+        self.masters.remember_weights()
         self.begun = False
 
     def end_step(self) -> None:
@@ -355,6 +365,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
+        if self.engine is not None and self.masters is not None:
+            self.masters.take_over_changes()
         return weights(self.module, self.masters)
 
     def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
@@ -363,6 +375,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             return
         if self.masters is not None:
             self.masters.refresh()
+            self.masters.remember_weights()
         else:
             self.engine.optimizer.partition_all_parameters()
 
@@ -383,7 +396,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         own = [[names[parameter] for parameter in parameters] for parameters in self.groups]
         saved = matching_groups(self.module, optimizer, state, own)
-        self.masters.load_states(state["state"], names)
+        self.masters.load_states(state["state"], names, state.get("dtypes", {}))
         for group, options in zip(optimizer.param_groups, saved, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
 

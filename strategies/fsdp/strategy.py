@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -14,14 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from trainer.checkpoint.optimizer_state import state_by_name, state_by_position
+from trainer.arguments import Limit, PositiveFloat
+from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard
-from trainer.errors import ConfigError, raise_problems, unknown_name_error
+from trainer.data.transfer import map_leaves
+from trainer.errors import ConfigError, raise_problems
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, blocks_in_words, exclude_tied_weights, find_blocks
-from trainer.model.init_device import InitDevice, build_context, check_init_device, initial_values, named_tensors
+from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
+from trainer.optimizers import copy_gradients
 from trainer.precision import Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategy import StepConfig, wrapping_problems
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 log = logging.getLogger("trainer")
-
-SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -72,20 +73,15 @@ class FSDPStrategy(DistributedStrategy):
         self,
         sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD",
         auto_wrap_policy: BlockPolicy = "auto",
-        reshard_after_forward: bool | int | None = None,
+        reshard_after_forward: bool | Annotated[int, Limit("from", 2)] | None = None,
         device_mesh: tuple[int, int] | None = None,
         cpu_offload: bool = False,
         accumulate_unsharded: bool = True,
-        reduce_dtype: str | None = None,
+        reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         init_device: InitDevice = "cpu",
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: PositiveFloat = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
-        check_init_device(init_device)
-        if sharding_strategy not in SHARDING:
-            raise unknown_name_error("sharding_strategy", sharding_strategy, SHARDING)
-        if reduce_dtype not in (None, "float32", "bfloat16", "float16"):
-            raise unknown_name_error("reduce_dtype", reduce_dtype, ["float32", "bfloat16", "float16"])
         self.sharding_strategy = sharding_strategy
         self.auto_wrap_policy = auto_wrap_policy
         self.reshard_after_forward = reshard_after_forward
@@ -98,7 +94,12 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped_blocks = ""
         """The wrapped units other than the module itself, in words."""
         self._mesh: DeviceMesh | None = None
+        self._parameters: list[Any] = []
+        """torch's records of the sharded parameters."""
         self._will_load_checkpoint = False
+        self._reuses_memory = False
+        self._communicates = True
+        """True if a backward reduces the gradients over processes; else each process keeps full gradients."""
 
     # -- before anything is started ------------------------------------------------------------------------------------
 
@@ -179,8 +180,6 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
         from trainer.strategies.fsdp.dtensors import set_values
 
         self.module = module
@@ -190,15 +189,15 @@ class FSDPStrategy(DistributedStrategy):
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one
             # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
-            for unit in self.wrapped.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
+            reshard_all(self.wrapped)
+            self._parameters = list(fsdp_parameters(self.wrapped))
             return
         self._refuse(module)
         self.precision.convert_module(module)
         loaded = module.state_dict(keep_vars=True).keys() if self._will_load_checkpoint else ()
         values = initial_values(module, self.init_device, loaded, self.device)
         self.wrapped = self._shard(module)
+        self._parameters = list(fsdp_parameters(self.wrapped))
         # Not as a submodule: the module's own keys stay as they are.
         module.__dict__["_wrapper"] = self.wrapped
         self._allocate(module)
@@ -236,7 +235,10 @@ class FSDPStrategy(DistributedStrategy):
         reshard = self.reshard_after_forward
         if reshard is None:
             reshard = self.sharding_strategy != "SHARD_GRAD_OP"
-        chosen = find_blocks(module, self.auto_wrap_policy)
+        try:
+            chosen = find_blocks(module, self.auto_wrap_policy)
+        except ConfigError as error:
+            raise ConfigError(f"auto_wrap_policy: {error}") from error.__cause__
         blocks = exclude_tied_weights(module, chosen)
         tied = [name for name in chosen if name not in blocks]
         if tied:
@@ -245,11 +247,14 @@ class FSDPStrategy(DistributedStrategy):
         norms = norms_with_statistics(module) if self.precision.autocast is not None else []
         for norm in norms:
             fully_shard(norm, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
+        root = _FSDPForward(module)
+        for unit in (*blocks.values(), root):
+            unit.register_forward_hook(copy_views)
         for block in blocks.values():
             if block not in norms:
                 fully_shard(block, reshard_after_forward=reshard, **options)
         # What is in no block stays gathered: its backward comes right after its forward.
-        wrapped = fully_shard(StepForward(module), reshard_after_forward=False if blocks else reshard, **options)
+        wrapped = fully_shard(root, reshard_after_forward=False if blocks else reshard, **options)
         if blocks:
             log.info("fsdp gathers one at a time: %s", self.wrapped_blocks)
         else:
@@ -272,25 +277,34 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _allocate(self, module: TrainModule) -> None:
-        """Memory for the shards of what is on the meta device, and the buffers' place."""
-        place = torch.device("cpu") if self.cpu_offload else self.device
-        self.wrapped._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t)
+        """Allocate the shards of what is on the meta device, and move the buffers to their device."""
+        device = torch.device("cpu") if self.cpu_offload else self.device
+        self.wrapped._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         for buffer in module.buffers():
             if buffer.device != self.device:
                 buffer.data = buffer.data.to(self.device)
 
+    def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+        self._reuses_memory = config.reuses_memory
+        return optimizers
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
+        if step == "training_step":
+            refuse_replaced_parameters(self._parameters, self.name)
         with self.precision.forward_context(self.device):
             if not torch.is_inference_mode_enabled():
-                outputs = self.wrapped(step, *args)
+                outputs = self.wrapped(step, _Hidden(args))
                 if self._steps_by_hand and step == "training_step":
                     self.wrapped.reshard()
+                elif not torch.is_grad_enabled():
+                    # A validation inside fit: hooks that change gathered copies would change nothing.
+                    reshard_all(self.wrapped)
                 return outputs
             # Weights that are gathered in inference mode could not be used for training afterwards.
             with torch.inference_mode(False), torch.no_grad():
-                return self.wrapped(step, *args)
+                return self.wrapped(step, _Hidden(args))
 
     @property
     def _steps_by_hand(self) -> bool:
@@ -302,6 +316,8 @@ class FSDPStrategy(DistributedStrategy):
             loss = self.scaler.scale(loss)
         if not self._steps_by_hand:
             loss.backward()
+            if self._reuses_memory and not self._communicates:
+                copy_gradients(unsharded_parameters(self.wrapped))
             return
         # FSDP2 expects one backward, after the step method: what is in no block has its hook on the outputs, and is
         # sharded after the backward, although this step may use it again.
@@ -322,10 +338,12 @@ class FSDPStrategy(DistributedStrategy):
     @contextmanager
     def _communicating(self, now: bool) -> Iterator[None]:
         self.wrapped.set_requires_gradient_sync(now)
+        self._communicates = now
         try:
             yield
         finally:
             self.wrapped.set_requires_gradient_sync(True)
+            self._communicates = True
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         from torch.distributed.tensor import DTensor
@@ -334,7 +352,11 @@ class FSDPStrategy(DistributedStrategy):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
-        """Sharded parameters may be frozen and unfrozen; those of layers that were added are not sharded."""
+        """Accept parameters that were frozen or unfrozen, but no added ones, which would not be sharded.
+
+        Raises:
+            ConfigError: a parameter was added.
+        """
         plain = [name for name, p in self.module.named_parameters() if not hasattr(p, "device_mesh")]
         if plain:
             raise ConfigError(
@@ -369,7 +391,7 @@ class FSDPStrategy(DistributedStrategy):
         def take(name: str, value: Loadable) -> torch.Tensor:
             return part_as_dtensor(value, parameters[name])
 
-        optimizer.load_state_dict(state_by_position(self.module, optimizer, state, take))
+        load_by_position(optimizer, state_by_position(self.module, optimizer, state, take))
 
     def __str__(self) -> str:
         units = (
@@ -377,6 +399,93 @@ class FSDPStrategy(DistributedStrategy):
         )
         offload = ", CPU offload" if self.cpu_offload else ""
         return f"{self.name} ({self.sharding_strategy}{offload}; {units})"
+
+
+class _Hidden:
+    """The arguments of a step, hidden from FSDP2, which would move each of their tensors to its device.
+
+    A batch is where it belongs: tensors that the module's `transfer_batch_to_device` leaves on the host, such as
+    lengths, stay there under every strategy.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+
+
+class _FSDPForward(StepForward):
+    def forward(self, step: str, hidden: _Hidden) -> Any:
+        return super().forward(step, *hidden.arguments)
+
+
+def copy_views(unit: nn.Module, arguments: Any, output: Any) -> Any:
+    """Return the output of a unit with views replaced by copies; None if there are no views.
+
+    An operation in place on a view, such as `x += y`, would silently drop the hook by which FSDP2 gathers the unit's
+    weights for its backward.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    found = False
+
+    def copied(leaf: Any) -> Any:
+        nonlocal found
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._is_view():
+            found = True
+            return leaf.clone()
+        return leaf
+
+    same = copied(output) if isinstance(output, torch.Tensor) else map_leaves(output, copied)
+    return same if found else None
+
+
+def fsdp_parameters(wrapped: nn.Module) -> Iterator[Any]:
+    """Yield torch's records of the parameters that FSDP2 shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in wrapped.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            # torch 2.13 has several groups; before it there was one, or None.
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            for group in filter(None, groups):
+                yield from group.fsdp_params
+
+
+def unsharded_parameters(wrapped: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield FSDP2's full parameters, whose gradients wait in them for the last micro-batch of a window."""
+    for parameter in fsdp_parameters(wrapped):
+        if hasattr(parameter, "_unsharded_param"):  # it is made in the first forward
+            yield parameter._unsharded_param
+
+
+def reshard_all(wrapped: nn.Module) -> None:
+    """Free all gathered parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for unit in wrapped.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def refuse_replaced_parameters(parameters: list[Any], strategy: str) -> None:
+    """Raise ConfigError for one of torch's `fsdp_parameters` with other values than those that FSDP2 gathers.
+
+    `module.weight = nn.Parameter(...)` and `p.data = ...` would have no effect: FSDP2 keeps its own shards.
+    """
+    for parameter in parameters:
+        place, sharded = parameter._module_info, parameter.sharded_param
+        current = place.module._parameters.get(place.param_name)
+        # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
+        if (current is sharded and not sharded.data_ptr()) or current is vars(parameter).get("_unsharded_param"):
+            continue
+        name = f"{type(place.module).__name__}.{place.param_name}"
+        raise ConfigError(
+            f"{name} of shape {list(sharded.shape)} was replaced while training, by `module.{place.param_name} = ...`, "
+            f"by `p.data = ...` or by load_state_dict(assign=True), and strategy {strategy!r} goes on with the shards "
+            "that it has. Change them in place, on all processes: with torch.no_grad(): "
+            "p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) (from torch.distributed.tensor); or use "
+            "strategy 'ddp'."
+        )
 
 
 def norms_with_statistics(module: nn.Module) -> list[nn.Module]:

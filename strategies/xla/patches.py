@@ -17,11 +17,10 @@ Undo = Callable[[], None]
 
 
 def recompute(block: nn.Module) -> Undo:
-    """Let a block compute its activations again in the backward pass, with torch_xla's own function: torch's does not
-    know the device.
+    """Have a block recompute its activations in the backward pass, with torch_xla's own function; returns the undo.
 
-    torch_xla's restores the seed with which the step began, not the one of this block, so that dropout would draw other
-    numbers the second time. Here each call has a seed of its own.
+    torch's function does not support the device. torch_xla's restores the seed from the beginning of the step, not of
+    this block, so dropout would draw other numbers when it recomputes: here each call has a seed of its own.
     """
     import torch_xla.core.xla_model as xm
     from torch_xla.utils.checkpoint import checkpoint

@@ -12,7 +12,7 @@ Spec = tuple[str | None, ...]
 """For each dimension of a tensor, the axis of the mesh over which it is sharded; None: not sharded."""
 
 AXIS = "fsdp"
-"""The one axis of the mesh: all devices."""
+"""Name of the mesh's only axis, along which all devices lie."""
 
 
 class SpmdMesh:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.optimizer_state import state_by_name
 from trainer.checkpoint.shards import Loadable, Shard
-from trainer.data.transfer import move_to
+from trainer.data.transfer import map_leaves
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_xla_problem
 from trainer.errors import ConfigError, raise_problems
@@ -25,12 +25,7 @@ from trainer.model.blocks import BlockPolicy, find_blocks
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
-from trainer.strategies.xla.patches import (
-    advance_seed,
-    barrier_after_backward,
-    recompute,
-    unbiased_running_variance,
-)
+from trainer.strategies.xla.patches import advance_seed, barrier_after_backward, recompute, unbiased_running_variance
 from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
 from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties
 from trainer.strategy import StepConfig, Strategy
@@ -77,9 +72,9 @@ class XlaStrategy(Strategy):
             raise ConfigError(f"compile_warmup_steps={compile_warmup_steps}: give a number of steps, 0 or more.")
         self.recompilation_monitor = XlaRecompilationMonitor(compile_warmup_steps)
         self._lengths: list[int] = []
-        """Of the tensors of a training batch, the longest so far of each."""
+        """The largest first dimension so far of each tensor of a training batch."""
         self._place = 0
-        """How many tensors of the batch in hand have been placed."""
+        """Number of tensors of the current batch that have been placed."""
         self._recomputes = False
         self._undo: list[Callable[[], None]] = []
 
@@ -202,7 +197,7 @@ class XlaStrategy(Strategy):
         """Send the batch to the devices, sharded by its samples, floating tensors cast if the precision says so."""
         with torch.inference_mode(False):  # see `call_step`
             self._place = 0
-            batch = move_to(batch, self._placed)
+            batch = map_leaves(batch, self._placed)
         self.recompilation_monitor.batch(batch)
         return batch
 
@@ -313,10 +308,7 @@ class XlaFsdpStrategy(XlaStrategy):
     name: ClassVar[str] = "xla_fsdp"
 
     def __init__(
-        self,
-        auto_wrap_policy: BlockPolicy = "auto",
-        pad_last_batch: bool = False,
-        compile_warmup_steps: int = 10,
+        self, auto_wrap_policy: BlockPolicy = "auto", pad_last_batch: bool = False, compile_warmup_steps: int = 10
     ) -> None:
         super().__init__(pad_last_batch, compile_warmup_steps)
         self.auto_wrap_policy = auto_wrap_policy

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import trainer.callbacks
-from trainer import Callback, ConfigError
-from trainer.callback import PROFILERS, callback_named
+from trainer import Callback, ConfigError, Trainer
+from trainer.callback import DEFAULT_CALLBACKS, PROFILERS, Checkpoint, callback_named
 from trainer.callbacks import CALLBACKS
 
 
@@ -28,6 +28,7 @@ def test_every_callback_of_the_folder_is_in_the_table() -> None:
         }
     assert found == set(CALLBACKS)
     assert set(PROFILERS.values()) <= set(CALLBACKS)
+    assert {CALLBACKS[name].in_place_of for name in DEFAULT_CALLBACKS.values()} == set(DEFAULT_CALLBACKS)
 
 
 def test_by_name() -> None:
@@ -41,3 +42,20 @@ def test_the_folder_refuses_another_name(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delitem(sys.modules, "callbacks", raising=False)
     with pytest.raises(ImportError, match=r"from trainer.callbacks import"):
         importlib.import_module("callbacks")
+
+
+@pytest.mark.parametrize("argument", DEFAULT_CALLBACKS)
+def test_a_callback_of_ones_own_takes_the_place_of_a_default(argument: str) -> None:
+    base: type[Callback] = Checkpoint if argument == "enable_checkpointing" else Callback
+    own = type("Own", (base,), {"in_place_of": argument})()
+    inherited = type("Mine", (CALLBACKS[DEFAULT_CALLBACKS[argument]],), {})()
+    for given in (own, inherited):
+        kinds = {type(callback).__name__ for callback in Trainer(callbacks=[given], logger=False).callbacks}
+        others = set(DEFAULT_CALLBACKS.values()) - {DEFAULT_CALLBACKS[argument]}
+        assert kinds == others | {type(given).__name__}
+
+
+def test_an_unknown_place_is_refused() -> None:
+    own = type("Own", (Callback,), {"in_place_of": "progress_bar"})()
+    with pytest.raises(ConfigError, match=r"Own.in_place_of='progress_bar': allowed are None, .*'enable_progress_bar'"):
+        Trainer(callbacks=[own])

@@ -121,6 +121,11 @@ def test_an_end_in_the_middle_of_an_epoch_is_saved() -> None:
     assert there(trainer.run_dir / "checkpoints") == ["epoch=1-step=6"]
 
 
+def test_the_end_of_training_is_of_the_epoch_that_has_ended() -> None:
+    trainer = fit([ModelCheckpoint(every_n_epochs=2, save_top_k=-1)], max_epochs=3)
+    assert there(trainer.run_dir / "checkpoints") == ["epoch=1-step=8", "epoch=2-step=12"]
+
+
 @pytest.mark.parametrize("save", [True, False])
 def test_an_exception_is_saved_if_wanted(save: bool, tmp_path: Path) -> None:
     class Failing(Toy):
@@ -234,20 +239,20 @@ def test_what_was_not_logged_is_named_with_what_was() -> None:
     ("arguments", "message"),
     [
         ({"every_n_epochs": 1, "every_n_train_steps": 1}, "give one of every_n_train_steps, every_n_epochs"),
-        ({"every_n_epochs": -1}, "every_n_epochs=-1: give a whole number from 1, or 0 to turn it off"),
-        ({"every_n_train_steps": 1.5}, r"every_n_train_steps=1\.5: give a whole number"),
+        ({"every_n_epochs": -1}, r"every_n_epochs=-1\): give an integer from 0 \(0: never\) or None"),
+        ({"every_n_train_steps": 1.5}, r"every_n_train_steps=1\.5\): give an integer"),
         ({"train_time_interval": "1h"}, "train_time_interval='1h': give 'DD:HH:MM:SS'"),
         ({"train_time_interval": timedelta(0)}, "give a time above 0"),
-        ({"save_top_k": -2}, "save_top_k=-2: give a number, 0 for none, or -1 for all"),
-        ({"monitor": "val_loss", "mode": "minimum"}, "mode='minimum': allowed are 'min' and 'max'"),
-        ({"monitor": 3}, "monitor=3: give the name of a logged value"),
+        ({"save_top_k": -2}, r"save_top_k=-2\): give an integer from -1 \(0: none, -1: all\)"),
+        ({"monitor": "val_loss", "mode": "minimum"}, r"mode='minimum'\): give 'min', 'max' or None"),
+        ({"monitor": 3}, r"monitor=3\): give text or None"),
         ({"monitor": "val_acc"}, r"this name says that larger is better: give mode='max'"),
-        ({"save_last": "link"}, "save_last='link': give True or False"),
-        ({"async_save": 1}, "async_save=1: give True or False"),
-        ({"on_write_error": "warning"}, r"on_write_error='warning': allowed are .*Did you mean 'warn'"),
-        ({"dirpath": 3}, "dirpath=3: give a folder, or a URL"),
+        ({"save_last": "link"}, r"save_last='link'\): give True or False"),
+        ({"async_save": 1}, r"async_save=1\): give True or False"),
+        ({"on_write_error": "warning"}, r"on_write_error='warning'\): give 'raise' or 'warn'.*Did you mean 'warn'"),
+        ({"dirpath": 3}, r"dirpath=3\): give text, a path or None"),
         ({"dirpath": "nosuch://x"}, "dirpath: 'nosuch://x': fsspec cannot open it"),
-        ({"filename": 3}, "filename=3: give a text"),
+        ({"filename": 3}, r"filename=3\): give text or None"),
         ({"filename": "{epoch"}, "a brace has no partner"),
         ({"filename": "{val_loss:.2q}"}, r"'val_loss' cannot be written as '\.2q'"),
     ],
@@ -316,7 +321,9 @@ def test_a_checkpoint_by_hand_is_announced_too(tmp_path: Path) -> None:
 
     quiet(max_epochs=1, callbacks=SavedPaths()).fit(Toy(), loader(4))
     assert saved == [str(tmp_path / "by hand")]
-    assert read_manifest(tmp_path / "by hand").info == {"step": 2, "epoch": 0, "why": "a test"}
+    info = read_manifest(tmp_path / "by hand").info
+    assert type(info.pop("captured")) is int
+    assert info == {"step": 2, "epoch": 0, "why": "a test"}
     assert read_checkpoint(tmp_path / "by hand")["progress"]["step"] == 2
 
 

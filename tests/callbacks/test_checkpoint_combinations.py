@@ -234,7 +234,7 @@ def _on_two(folder: str) -> None:
     torch.set_num_threads(1)
     cases = [case for seed in range(30) if (case := Case.drawn(random.Random(seed))).trigger != "time"]
     for number, case in enumerate(cases[:8]):
-        # A signal stops several processes at one step, but it cannot be told beforehand at which.
+        # A signal stops several processes at one step, but nobody knows beforehand at which.
         case.interrupted = [False] * len(case.ends)
         check(case, Path(folder) / str(number), [0.0], processes=2)
 

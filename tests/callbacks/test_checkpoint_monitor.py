@@ -165,7 +165,7 @@ def test_the_newest_by_step_or_epoch(monitor: str, kept: list[int], trigger: dic
     "trigger", [{}, {"every_n_train_steps": 2}, {"train_time_interval": 1000}, {"every_n_epochs": 3}]
 )
 @pytest.mark.parametrize("wrong", [{"monitor": "val_los"}, {"filename": "{val_los:.1f}"}])
-def test_a_name_misspelt_is_told_after_the_first_validation(trigger: dict[str, Any], wrong: dict[str, Any]) -> None:
+def test_a_name_misspelt_is_reported_after_the_first_validation(trigger: dict[str, Any], wrong: dict[str, Any]) -> None:
     trainer = quiet(
         max_epochs=3, val_check_interval=2, enable_checkpointing=True, callbacks=ModelCheckpoint(**trigger, **wrong)
     )
@@ -189,15 +189,15 @@ def test_a_value_not_known_yet_is_nan_in_a_name() -> None:
     ]
 
 
-def test_an_unclear_mode_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unclear_mode_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     class Score(Toy):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("score", -float(self.current_epoch))
+            self.log("points", -float(self.current_epoch))
 
-    checkpoint = ModelCheckpoint(monitor="score", filename="{epoch}")
+    checkpoint = ModelCheckpoint(monitor="points", filename="{epoch}")
     with caplog.at_level(logging.WARNING, logger="trainer"):
         fit(checkpoint, Score(), epochs=3)
-    assert caplog.text.count("ModelCheckpoint(monitor='score'): smaller is better") == 1
+    assert caplog.text.count("ModelCheckpoint(monitor='points'): smaller is better") == 1
     assert Path(checkpoint.best_model_path).name == "epoch=2"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.helpers.processes import start_python
 from tests.helpers.saving import At, SavedPaths, fit, steps, there
 from tests.helpers.toy import Toy, loader, quiet
-from trainer import ConfigError, Trainer
+from trainer import Callback, ConfigError, Trainer
 from trainer.checkpoint.format import is_committed
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 
@@ -52,6 +53,39 @@ def test_checkpoints_in_an_object_store(async_save: bool, memory: str, tmp_path:
     quiet().validate(Toy(), loader(2), ckpt_path=second.best_model_path)
     with pytest.raises(ConfigError, match=r"does not exist"):
         quiet().validate(Toy(), loader(2), ckpt_path=f"{memory}/none")
+
+
+@pytest.mark.parametrize("second_place", ["b", None], ids=["its own folder", "the run directory"])
+@pytest.mark.parametrize(("every", "step"), [((2, 3), 3), ((3, 2), 3), ((1, 1), 3), ((2, 2), 2)], ids=str)
+def test_the_newest_of_several_is_the_last(
+    every: tuple[int, int], step: int, second_place: str | None, tmp_path: Path
+) -> None:
+    """After an error in the fourth step each goes on with all of its own checkpoints."""
+    begun: list[int] = []
+
+    class Begins(Callback):
+        def on_train_start(self, trainer: Trainer, module: Any) -> None:
+            begun.append(trainer.global_step)
+
+    def fails(trainer: Trainer) -> None:
+        raise ArithmeticError
+
+    def run(*others: Callback) -> None:
+        places = tmp_path / "a", second_place and tmp_path / second_place
+        both = [
+            steps(dirpath=place, every_n_train_steps=n, save_top_k=-1, monitor=monitor)
+            for place, n, monitor in zip(places, every, ("train_loss", None), strict=True)
+        ]
+        trainer = fit([*others, *both], default_root_dir=tmp_path / "runs", ckpt_path="last")
+        for one, place in zip(both, places, strict=True):
+            assert sorted(one.kept) == sorted(there(place or trainer.run_dir / "checkpoints"))
+
+    with pytest.raises(ArithmeticError):
+        run(At(step4=fails))
+    for manifest in (tmp_path / "a").glob("*/manifest.json"):
+        os.utime(manifest)  # committed after the other's, as an asynchronous one may be
+    run(Begins())
+    assert begun == [step]
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:

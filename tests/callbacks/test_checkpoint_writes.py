@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import resource
+import signal
+import stat
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from tests.helpers.toy import Toy
 from trainer import Callback, CheckpointError, Trainer
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint import async_writer as writer
+from trainer.checkpoint import disk
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import read_checkpoint, read_manifest, verify_checkpoint
@@ -148,6 +154,179 @@ class Wide(Toy):
         self.more = torch.nn.Parameter(torch.zeros(50_000))
 
 
+# -- file systems that refuse other things -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", ["EINVAL", "ENOTSUP", "EBADF"])
+def test_a_file_system_that_cannot_flush_folders(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fsync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    disk._warn_no_flush.cache_clear()
+    fit([steps(dirpath=tmp_path / "c")])
+    assert there(tmp_path / "c") == ["step=5", "step=6"]
+    assert caplog.text.count("a power cut may take the newest files") == 1
+
+
+@contextmanager
+def renames_refused(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> Iterator[None]:
+    """Refuse to rename the folder of this name, as a server does for one that is in use."""
+    rename = os.rename
+
+    def refuse(source: Any, target: Any) -> None:
+        if Path(source).name == name:
+            raise OSError(code, os.strerror(code))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        yield
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("on_write_error", ["raise", "warn"])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_deleted_later(
+    on_write_error: str, async_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    checkpoint = steps(dirpath=tmp_path, async_save=async_save, on_write_error=on_write_error, save_top_k=1)
+    seen: list[list[str]] = []
+    with renames_refused(monkeypatch, "step=1", errno.EBUSY):
+        fit([At(step3=lambda trainer: (wait_for(checkpoint), seen.append(there(tmp_path)))), checkpoint], max_steps=4)
+    assert seen == [["step=1", "step=2"]]
+    assert there(tmp_path) == ["step=1", "step=4"]
+    assert caplog.text.count("stays until it can be deleted: cannot remove") == 1
+    assert "NO CHECKPOINT" not in caplog.text
+    # The next run of this training knows of it.
+    fit([steps(dirpath=tmp_path, save_top_k=1)], 6, ckpt_path="last")
+    assert there(tmp_path) == ["step=6"]
+
+
+def test_a_link_in_the_place_of_an_old_checkpoint_is_deleted_and_its_target_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bigger, folder = tmp_path / "bigger disk", tmp_path / "c"
+
+    def move(trainer: Trainer) -> None:
+        (folder / "step=1").rename(bigger)
+        (folder / "step=1").symlink_to(bigger)
+
+    fit([At(step3=move), steps(dirpath=folder)])
+    assert there(folder) == ["step=5", "step=6"]
+    assert verify_checkpoint(bigger) == []
+    assert f"{bigger}, is not deleted" in caplog.text
+
+
+def test_what_remains_of_a_deletion_is_deleted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in use on a server stay as .nfs..., so that their folder cannot be deleted yet."""
+    unlink = os.unlink
+    busy = [True]
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> None:
+        if busy and str(path).endswith("manifest.json"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    fit([At(step5=lambda trainer: busy.clear()), steps(dirpath=tmp_path / "c", save_top_k=1)])
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["last.json", "step=6"]
+
+
+@pytest.fixture
+def refused_pointers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Refuse to replace the files of these names."""
+    replace, refused = os.replace, list[str]()
+
+    def refuse(source: Any, target: Any) -> None:
+        if Path(target).name in refused:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    return refused
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_pointer_that_cannot_be_replaced_is_no_lost_checkpoint(
+    async_save: bool, tmp_path: Path, refused_pointers: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = steps(dirpath=tmp_path, async_save=async_save, on_write_error="warn")
+    seen: list[Any] = []
+
+    def look(trainer: Trainer) -> None:
+        wait_for(checkpoint)
+        seen.append((there(tmp_path), CheckpointDirectory(tmp_path).resolve("last").name, checkpoint.last))
+        refused_pointers.clear()
+
+    refuse = At(step3=lambda trainer: (wait_for(checkpoint), refused_pointers.append("last.json")), step7=look)
+    fit([refuse, checkpoint], 8)
+    # The one that the pointer leads to stays, and only the newest ones beside it.
+    assert seen == [(["step=2", "step=5", "step=6"], "step=6", "step=6")]
+    assert there(tmp_path) == ["step=7", "step=8"]
+    assert "NO CHECKPOINT" not in caplog.text
+    assert caplog.text.count("was written, and cannot write") == 4
+
+
+def test_a_pointer_that_cannot_be_replaced_ends_the_run_with_true_words(
+    tmp_path: Path, refused_pointers: list[str]
+) -> None:
+    refused_pointers.append("last.json")
+    with pytest.raises(WriteError, match=r"step=1 was written, and cannot write .*last"):
+        fit([steps(dirpath=tmp_path)])
+    refused_pointers.clear()
+    assert there(tmp_path) == ["step=1"]
+    assert fit([steps(dirpath=tmp_path)], ckpt_path="last").global_step == 6
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.usefixtures("unlimited")
+def test_a_run_whose_last_weights_are_not_saved_does_not_end_well(async_save: bool, tmp_path: Path) -> None:
+    checkpoint = steps(dirpath=tmp_path / "c", async_save=async_save, on_write_error="warn")
+    full = At(step4=lambda trainer: (wait_for(checkpoint), limit_files(1000)))
+    with pytest.raises(WriteError, match=r"step 6, and its last weights are NOT SAVED: .*still step=3\."):
+        fit([full, checkpoint])
+    assert there(tmp_path / "c") == ["step=2", "step=3"]
+    limit_files(-1)
+    checkpoint = steps(dirpath=tmp_path / "c", async_save=async_save, on_write_error="warn")
+    full = At(step4=lambda trainer: (wait_for(checkpoint), limit_files(1000)))
+    again = At(step6=lambda trainer: limit_files(-1))
+    fit([full, again, checkpoint])
+    assert there(tmp_path / "c")[-1].startswith("step=6")
+
+
+@pytest.mark.usefixtures("unlimited")
+def test_a_run_that_is_to_be_started_again_is_so_though_its_last_weights_are_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With "warn" a cluster's warning means the same as without a full disk: 75, and it goes on from before."""
+
+    def stop(number: signal.Signals, policy: str) -> Any:
+        def fill_and_stop(trainer: Trainer) -> None:
+            limit_files(1000)
+            signal.raise_signal(number)
+
+        folder = tmp_path / f"{number.name}-{policy}"
+        fit([At(step4=fill_and_stop), steps(dirpath=folder, on_write_error=policy)])
+
+    with caplog.at_level(logging.ERROR, "trainer"), pytest.raises(SystemExit) as ended:
+        stop(signal.SIGUSR1, "warn")
+    assert ended.value.code == 75
+    assert "step 4, and its last weights are NOT SAVED" in caplog.text
+    assert "The last checkpoint is still step=3. The exit code stays 75" in caplog.text
+    for number, policy in ((signal.SIGTERM, "warn"), (signal.SIGUSR1, "raise")):
+        limit_files(-1)
+        with pytest.raises(WriteError):
+            stop(number, policy)
+    limit_files(-1)
+    assert fit([steps(dirpath=tmp_path / "SIGUSR1-warn")], ckpt_path="last").global_step == 6
+
+
 def test_what_cannot_be_stored_ends_the_run_whatever_the_policy(tmp_path: Path) -> None:
     class Odd(Toy):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -173,6 +352,7 @@ def test_the_same_checkpoints_in_the_background(tmp_path: Path) -> None:
         for part in ("progress", "callbacks", "optimizers"):
             assert one[part] == other[part]
     infos = [read_manifest(tmp_path / which / "step=6").info for which in ("True", "False")]
+    assert [type(info.pop("captured")) for info in infos] == [int, int]
     assert infos[0] == infos[1]
 
 

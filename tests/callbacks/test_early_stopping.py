@@ -39,6 +39,7 @@ def epochs_run(values: list[float], **options: Any) -> int:
         ([5, 5, 5, 5], {"patience": 2}, 3),
         ([1, 2, 3, 2, 1, 0], {"patience": 2, "mode": "max"}, 5),
         ([5, 4.95, 4.91, 4.8], {"patience": 2, "min_delta": 0.1}, 3),
+        ([5, 5.4, 5.8, 6.4, 6.8, 7.4], {"patience": 1, "min_delta": -0.5}, 4),
         ([5, 4, 0.5, 0.4], {"stopping_threshold": 1}, 3),
         ([5, 4, 50, 3], {"divergence_threshold": 10}, 3),
         ([5, 4, math.nan, 3], {}, 3),
@@ -72,7 +73,7 @@ def test_a_value_of_the_training_epoch_is_found_at_its_end() -> None:
             return self._loss(batch)
 
     for val in (None, loader(1)):
-        trainer = quiet(max_epochs=9, callbacks=[EarlyStopping("score", patience=2)])
+        trainer = quiet(max_epochs=9, callbacks=[EarlyStopping("score", patience=2, mode="min")])
         trainer.fit(Trained(), loader(2), val)
         assert trainer.current_epoch == 3
         assert "2 epochs" in str(trainer.stop_reason)

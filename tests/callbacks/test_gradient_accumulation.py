@@ -48,6 +48,27 @@ def test_a_resumed_epoch_goes_on_with_its_own_windows() -> None:
     assert second.seen == [(1, 4), (1, 6), (1, 8)]
 
 
+def test_a_window_set_while_training_ends_with_the_fit_and_one_set_before_it_stays() -> None:
+    class Grows(Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.accumulate_grad_batches = 4
+
+    trainer, steps = quiet(max_epochs=2, callbacks=Grows()), []
+    for window in (None, None, 2):
+        if window is not None:
+            trainer.accumulate_grad_batches = window
+        trainer.fit(Toy(), loader(8))
+        steps.append(trainer.global_step)
+    assert steps == [8 + 2, 8 + 2, 4 + 2]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, "2", None, True])
+def test_a_window_that_is_no_number_of_batches_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"accumulate_grad_batches = .*: give an integer from 1"):
+        quiet().accumulate_grad_batches = wrong
+
+
 def test_keys_of_a_json_file_are_strings() -> None:
     assert GradientAccumulationScheduler({"4": 2, "0": 8}).scheduling == {0: 8, 4: 2}  # type: ignore[dict-item]
 

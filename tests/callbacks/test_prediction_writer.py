@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,17 @@ def test_json_of_anything() -> None:
     assert write(lambda x: {"mean": 1.5, "of": x.shape[0]}, format="jsonl") == [{"mean": 1.5, "of": 4}] * 3
     assert write(lambda x: None, format="jsonl") == [None] * 3
     assert write(lambda x: x.new_ones(()), format="jsonl") == [1] * 3
+
+
+@FORMATS
+@pytest.mark.parametrize("write_interval", ["batch", "epoch"])
+def test_a_folder_that_cannot_be_written_to_is_named(format: str, write_interval: str) -> None:
+    def without_folder(x: torch.Tensor) -> torch.Tensor:
+        shutil.rmtree("out", ignore_errors=True)
+        return x
+
+    with pytest.raises(ConfigError, match=r"cannot write the predictions .*out.*: .*No such file.* call predict again"):
+        write(without_folder, format=format, write_interval=write_interval)
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,8 @@ def test_the_exit_code_does_not_suffer(redirect: str, tmp_path: Path) -> None:
 
 def test_a_batch_costs_next_to_nothing() -> None:
     bar = ProgressBar()
-    trainer = quiet(max_epochs=1, callbacks=[bar])
+    trainer = quiet(max_steps=1)
+    trainer.fit(Toy(), loader())
     bar.setup(trainer, None, "fit")  # type: ignore[arg-type]
     bar._next = time.monotonic() + 100
     calls: list[str] = []

@@ -87,5 +87,5 @@ def test_an_exchange_of_values_or_signs_changes_the_checksum() -> None:
 
 
 def test_a_wrong_interval() -> None:
-    with pytest.raises(ConfigError, match="whole number from 1"):
+    with pytest.raises(ConfigError, match="integer from 1"):
         ReplicaCheck(0)

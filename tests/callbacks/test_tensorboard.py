@@ -143,7 +143,5 @@ def test_tensorboard_is_imported_late_and_missed_in_words(monkeypatch: pytest.Mo
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without_tensorboard)
     trainer = quiet(max_epochs=1, logger=TensorBoardLogger())
-    with pytest.raises(
-        MissingPackageError, match=r'TensorBoardLogger needs .* pip install "exact-trainer\[tensorboard\]"'
-    ):
+    with pytest.raises(MissingPackageError, match=r'TensorBoardLogger needs .* pip install "tensorboard>=2.16"'):
         trainer.fit(Toy(), loader(1))

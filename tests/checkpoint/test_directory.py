@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from trainer.checkpoint.directory import CheckpointDirectory, locate
+from trainer.checkpoint.disk import this_machine
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.writing import write_checkpoint
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 
 
 def add(directory: CheckpointDirectory, name: str, **info: Any) -> Path:
@@ -211,6 +213,45 @@ def test_leftovers_of_dead_writers_are_cleaned(
     assert leftovers["not ours"].exists()
     assert names(directory) == ["c", "b", "a"]
     assert CheckpointDirectory(directory.folder / "none").clean() == []
+
+
+def test_leftovers_of_another_machine_stay_while_they_may_be_in_use(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    names = {
+        "other": f".tmp-x-m00000000-{dead.pid}-00000000",
+        "own": f".tmp-x-{this_machine()}-{dead.pid}-00000000",
+        "deleted": f".del-x-m00000000-{os.getpid()}-00000000",
+    }
+    paths = {which: directory.folder / name for which, name in names.items()}
+    for path in paths.values():
+        path.mkdir()
+        (path / "model.safetensors").write_text("partial")
+    # This machine's clock may be wrong: the file system's counts.
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 10**8)
+    assert sorted(directory.clean()) == sorted([paths["own"], paths["deleted"]])
+    os.utime(paths["other"], (0, 0))
+    assert directory.clean() == []  # the file in it has grown
+    os.utime(paths["other"] / "model.safetensors", (0, 0))
+    os.utime(paths["other"], (0, 0))
+    assert directory.clean() == [paths["other"]]
+
+
+def test_the_longest_names_have_temporary_ones(tmp_path: Path) -> None:
+    name = "x" * 255
+    for number in (1, 2):
+        write_checkpoint(tmp_path / name, {"number": number}, overwrite=True)
+    directory = CheckpointDirectory(tmp_path)
+    directory.set_pointer("last", name)
+    write_checkpoint(tmp_path / "y", {})
+    directory.remove(name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.json", "y"]
+    for too_long in ("x" * 256, "a\0b"):
+        with pytest.raises((CheckpointError, ConfigError)):
+            write_checkpoint(tmp_path / too_long, {})
 
 
 def test_a_checkpoint_set_aside_by_a_dead_writer_goes_back(

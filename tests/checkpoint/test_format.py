@@ -283,6 +283,36 @@ def test_forged_data_is_refused(content: Any, checkpoint: Path, reseal: Callable
         read_checkpoint(checkpoint)
 
 
+def sharded(shape: list[int], *parts: list[int]) -> dict[str, Any]:
+    return {"model": {"$tensor": "a.bias", "dtype": "float32", "shape": shape, "parts": [*parts]}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        sharded([10**14], [0, 0, 10**14, 0, 1]),
+        sharded([10**14], [0, 0, 10, 0, 1], [1, 10, 10**14 - 10, 0, 1]),
+        sharded([2**40, 2**40, 0]),
+        {"model": {"$tensor": "a.bias", "dtype": "float32", "shape": [2**62, 2**62, 0]}},
+    ],
+    ids=["one file", "two files", "empty, sharded", "empty"],
+)
+def test_no_memory_is_taken_for_tensors_that_are_not_there(
+    content: Any, checkpoint: Path, reseal: Callable[..., None]
+) -> None:
+    """Memory for 10**14 elements is nowhere, so that asking for it would be a RuntimeError of torch."""
+    for rank in range(2):
+        (checkpoint / f"model.0000{rank}.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "checkpoint.json").write_text(json.dumps(content))
+    names = ["checkpoint.json", "model.00000.safetensors", "model.00001.safetensors"]
+    empty = {"bytes": 0, "sha256": ""}
+    reseal(checkpoint, lambda body: body.update(files=dict.fromkeys(names, empty)))
+    reseal(checkpoint)
+    with pytest.raises(CheckpointError, match="step=3"):
+        read_checkpoint(checkpoint)
+
+
 @pytest.mark.parametrize(
     "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "model.pt", "", ".", "..", "x.safetensors\n"]
 )
@@ -355,5 +385,5 @@ def test_a_wrong_path_says_what_there_is(checkpoint: Path, tmp_path: Path) -> No
 
 def test_a_newer_format_says_what_to_do(checkpoint: Path, reseal: Callable[..., None]) -> None:
     reseal(checkpoint, lambda body: body.update(version=2))
-    with pytest.raises(CheckpointError, match=r"newer version .*format 2.*pip install --upgrade"):
+    with pytest.raises(CheckpointError, match=r"newer version .*format 2.*git pull"):
         read_checkpoint(checkpoint)

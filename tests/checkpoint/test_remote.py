@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.disk import WriteError
+from tests.helpers.saving import At, fit, steps, there
+from trainer.checkpoint import remote
+from trainer.checkpoint.directory import CheckpointDirectory, locate
+from trainer.checkpoint.disk import ReadError, WriteError
 from trainer.checkpoint.format import is_committed, read_checkpoint, read_metadata, verify_checkpoint
 from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.storage import as_storage_path
@@ -48,6 +51,7 @@ class Objects(LocalFileSystem):
 @pytest.fixture(params=["memory", "objects"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
     fsspec.register_implementation("objects", Objects, clobber=True)
+    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0))
     # All instances in a process share their contents.
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
@@ -264,14 +268,14 @@ def test_a_killed_writer_leaves_complete_checkpoints_or_nothing(tmp_path: Path) 
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     fsspec.register_implementation("objects", Objects, clobber=True)
-    for fault, there in FAULTS.items():
+    for fault, left in FAULTS.items():
         folder = RemotePath(f"objects://{tmp_path}/{fault.replace('=', '_').replace(':', '_')}")
         store = CheckpointDirectory(folder)
-        assert [path.name for path in store.list()] == there, fault
-        assert store.newest_valid() == folder / there[-1]
+        assert [path.name for path in store.list()] == left, fault
+        assert store.newest_valid() == folder / left[-1]
         expected = "new" if fault.startswith(("after_pointer", "in_removal")) else "old"
         assert json.loads((folder / "last.json").read_bytes()) == {"checkpoint": expected}, fault
-        if "new" not in there:
+        if "new" not in left:
             add(folder, "new", 2)  # a resumed run writes the same name
         assert verify_checkpoint(folder / "new") == []
 
@@ -323,3 +327,174 @@ def test_times_are_those_of_the_store(folder: RemotePath) -> None:
     written = (add(folder, "a", 1) / "manifest.json").modified()
     assert written is not None
     assert abs(written - time.time()) < 60
+
+
+class Flaky(Objects):
+    """An object store of which every operation may fail, in `share` of the cases, before or after it was done."""
+
+    protocol = "flaky"
+    rng = random.Random(0)
+    share = 0.0
+    errors = 0
+
+    def _maybe(self, operation: Callable[[], Any]) -> Any:
+        fails = Flaky.rng.random() < Flaky.share
+        result = None if fails and Flaky.rng.random() < 0.5 else operation()
+        if fails:
+            Flaky.errors += 1
+            raise Flaky.rng.choice(
+                [ConnectionResetError("reset"), OSError(5, "Input/output error"), KeyError("SlowDown")]
+            )
+        return result
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        return self._maybe(lambda: super(Flaky, self).open(path, mode, **kwargs))
+
+    def rm_file(self, path: str) -> None:
+        self._maybe(lambda: super(Flaky, self).rm_file(path))
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: Any = None) -> None:
+        self._maybe(lambda: super(Flaky, self).rm(path, recursive, maxdepth))
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        return self._maybe(lambda: super(Flaky, self).info(path, **kwargs))
+
+    def isfile(self, path: str) -> Any:
+        return self._maybe(lambda: super(Flaky, self).isfile(path))
+
+    def isdir(self, path: str) -> Any:
+        return self._maybe(lambda: super(Flaky, self).isdir(path))
+
+    def exists(self, path: str, **kwargs: Any) -> Any:
+        return self._maybe(lambda: super(Flaky, self).exists(path, **kwargs))
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        return self._maybe(lambda: super(Flaky, self).ls(path, detail, **kwargs))
+
+    def modified(self, path: str) -> Any:
+        return self._maybe(lambda: super(Flaky, self).modified(path))
+
+
+@pytest.fixture
+def flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePath]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    monkeypatch.setattr(remote, "PAUSES", (0.0,) * 6)
+    monkeypatch.setattr(Flaky, "rng", random.Random(0))
+    yield RemotePath(f"flaky://{tmp_path}/run")
+    Flaky.share, Flaky.errors = 0.0, 0
+
+
+def test_errors_that_pass_change_nothing(flaky: RemotePath) -> None:
+    Flaky.share = 0.05
+    store = CheckpointDirectory(flaky)
+    for number in range(20):
+        add(flaky, str(number), number)
+        store.set_pointer("last", str(number))
+        if number > 1:
+            store.remove(str(number - 2))
+        assert store.resolve("last") == flaky / str(number)
+        assert read_checkpoint(flaky / str(number))["step"] == number
+        assert store.clean() == []
+    assert Flaky.errors > 20
+    Flaky.share = 0.0
+    assert [path.name for path in store.list()] == ["18", "19"]
+    assert {name.partition("/")[0] for name in objects(flaky)} == {"18", "19", "last.json"}
+    assert verify_checkpoint(flaky / "19") == []
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_damage(flaky: RemotePath) -> None:
+    store = CheckpointDirectory(flaky)
+    for number in (1, 2):
+        add(flaky, str(number), number)
+    store.set_pointer("last", "2")
+    Flaky.share = 1.0
+    calls: list[Callable[[], Any]] = [
+        lambda: store.resolve("last"),
+        lambda: store.resolve("best"),
+        lambda: store.resolve("1"),
+        lambda: store.pointer("last"),
+        lambda: store.newest_valid(),
+        lambda: store.corruption_report(),
+        lambda: store.list(),
+        lambda: store.info("1"),
+        lambda: store.clean(),
+        lambda: locate(f"{flaky}/last"),
+        lambda: read_checkpoint(flaky / "1"),
+        lambda: verify_checkpoint(flaky / "1"),
+    ]
+    for call in calls:
+        with pytest.raises(ReadError):
+            call()
+    for change_it in (lambda: store.remove("1"), lambda: store.set_pointer("last", "1")):
+        with pytest.raises(CheckpointError):
+            change_it()
+    with pytest.raises(WriteError, match="cannot write the checkpoint"):
+        add(flaky, "3", 3)
+
+
+def test_a_reset_in_the_newest_checkpoint_alone_does_not_lead_to_an_older_one(
+    flaky: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointDirectory(flaky)
+    for number in (1, 2):
+        add(flaky, str(number), number)
+    store.set_pointer("last", "2")
+    open_ = Objects.open
+    for name in ("manifest.json", "checkpoint.json", "model.safetensors"):
+
+        def reset(self: Any, path: str, mode: str = "rb", name: str = name, **kwargs: Any) -> Any:
+            if path.endswith(f"2/{name}"):
+                raise ConnectionResetError("reset")
+            return open_(self, path, mode, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Objects, "open", reset)
+            with pytest.raises(ReadError, match=f"2/{name} cannot be read: .*no older checkpoint is used"):
+                store.resolve("last")
+    assert store.resolve("last") == flaky / "2"
+
+
+def test_a_connection_that_ends_early_is_opened_again(flaky: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(flaky, "1", 1)
+    open_, rng = Objects.open, random.Random(0)
+
+    class Short:
+        def __init__(self, file: Any) -> None:
+            self._file, self.left = file, rng.randrange(2000)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def read(self, size: int) -> bytes:
+            size = min(size, self.left)
+            self.left -= size
+            return bytes(self._file.read(size))
+
+    monkeypatch.setattr(remote, "PAUSES", (0.0,) * 50)
+    monkeypatch.setattr(Objects, "open", lambda self, path, mode="rb", **more: Short(open_(self, path, mode, **more)))
+    assert read_checkpoint(flaky / "1")["model"]["w"].tolist() == [1.0] * 300
+    assert verify_checkpoint(flaky / "1") == []
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_training_goes_on_while_the_store_is_away(
+    async_save: bool, flaky: RemotePath, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = steps(dirpath=str(flaky), async_save=async_save, on_write_error="warn")
+
+    def wait() -> None:
+        if checkpoint._writer is not None:
+            checkpoint._writer.wait()
+
+    away = At(
+        step3=lambda trainer: (wait(), setattr(Flaky, "share", 1.0)),
+        step5=lambda trainer: (wait(), setattr(Flaky, "share", 0.0)),
+    )
+    fit([away, checkpoint], 8, max_steps=6)
+    assert there(str(flaky)) == ["step=5", "step=6"]
+    assert caplog.text.count("NO CHECKPOINT WAS WRITTEN") == 2
+    assert "The last checkpoint is still step=2." in caplog.text
+    again = steps(dirpath=str(flaky), on_write_error="warn")
+    away = At(step7=lambda trainer: setattr(Flaky, "share", 1.0))
+    with pytest.raises(WriteError, match="last weights are NOT SAVED"):
+        fit([away, again], 8, ckpt_path="last")

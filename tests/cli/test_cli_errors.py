@@ -13,7 +13,7 @@ from tests.helpers.project import Command
 from tests.tiers import Inputs
 
 NET = "module: mymodel.py:Net\n"
-KEYS = "Top-level keys: module, data, trainer, ckpt_path."
+KEYS = "Top-level keys: module, data, trainer, ckpt_path, allow_changes."
 
 
 def net(*arguments: str) -> str:
@@ -193,12 +193,12 @@ ONE = {
     "callback's value": (
         callbacks("class_path: EarlyStopping\n    init_args:\n      monitor: x\n      patience: 0"),
         "7",
-        ["trainer.callbacks.0: EarlyStopping(patience=0): give a whole number of checks, from 1."],
+        ["trainer.callbacks.0: EarlyStopping(patience=0): give an integer from 1 up to 2,147,483,647."],
     ),
     "negative": (
         NET + "trainer:\n  seed: 1\n  max_steps: -7\n",
         "4",
-        ["trainer.max_steps=-7: give a whole number from"],
+        ["trainer.max_steps=-7: give an integer from"],
     ),
     "contradiction": (
         NET + "trainer:\n  min_epochs: 5\n  max_epochs: 1\n",
@@ -445,3 +445,53 @@ def test_an_error_of_the_run_names_the_users_line_without_a_traceback(command: C
     assert code == 2
     assert "train_dataloader" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "name", ["builtins.object", "sys.exit", "time.sleep", "odd.py:gone", "odd.py:lie", "x" * 5000, f"{'x' * 5000}.Net"]
+)
+def test_classes_that_are_none(name: str, command: Command) -> None:
+    Path("odd.py").write_text("lie = 3\ndef __getattr__(name):\n    raise RuntimeError('not here')\n")
+    code, _, error = command("fit", f"--module={name}")
+    assert code == 2, error
+    assert error.startswith("error: ")
+    assert len(error) < 3000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("estimate", "--params", "1e999"),
+        ("estimate", "--params", "7B", "--nproc-per-node", "9" * 5000),
+        ("launch", "--nproc-per-node", "9" * 5000, "train.py"),
+        ("launch", "--nnodes", "9" * 5000, "train.py"),
+        ("launch", "--max-restarts", "9" * 5000, "train.py"),
+        ("launch", "--nnodes", "2", "--rdzv", f"host:{'9' * 5000}", "train.py"),
+        ("launch", "--slurm", "--print", "--nodes", "9" * 5000, "train.py"),
+        ("launch", "x" * 5000),
+        ("fit", "--config", "x" * 5000 + ".yaml"),
+    ],
+    ids=lambda line: " ".join(word[:20] for word in line),
+)
+def test_words_that_are_too_long(line: tuple[str, ...], command: Command) -> None:
+    Path("train.py").write_text("")
+    code, _, error = command(*line)
+    assert code == 2, error
+    assert "error: " in error
+    assert "Traceback" not in error
+
+
+def test_a_value_of_the_command_line_does_not_hide_a_wrong_one_of_the_file(command: Command) -> None:
+    Path("list.yaml").write_text(NET + "trainer: [{max_steps: 1}]\n")
+    code, _, error = command("fit", "--config", "list.yaml", "--trainer.max_epochs=1", "--dry-run")
+    assert code == 2
+    assert 'list.yaml:2: trainer: given [{"max_steps": 1}], allowed: the trainer\'s arguments by name.' in error
+
+
+def test_a_file_with_very_many_mistakes_gives_a_short_message(command: Command) -> None:
+    Path("many.yaml").write_text(NET + "trainer:\n" + "".join(f"  argument_{number}: 1\n" for number in range(5000)))
+    code, _, error = command("fit", "--config", "many.yaml")
+    assert code == 2
+    assert "5000 problems" in error
+    assert "and 4970 more" in error
+    assert len(error) < 20_000

@@ -76,11 +76,11 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 def test_answers_are_checked_and_asked_again(terminal: Terminal, command: Command) -> None:
     terminal.until("Which? [auto] ")
     terminal.type("gpuu\n")
-    assert "'gpuu' is none of them" in terminal.until("Which? [auto] ")
+    assert "'gpuu' is not an option" in terminal.until("Which? [auto] ")
     terminal.type("1\n")
     terminal.until("How many machines? [1] ")
     terminal.type("0\n")
-    assert "whole number from 1" in terminal.until("How many machines? [1] ")
+    assert "integer from 1" in terminal.until("How many machines? [1] ")
     terminal.type("2\n")
     assert "on each machine" in terminal.until("[all] ")
     terminal.type("4\n")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,8 +69,26 @@ def test_without_ray(project: Path, command: Command, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "ray", None)
     code, _, err = command(*FIT, "--ray", "num_workers=2")
     assert code == 2
-    assert 'pip install "exact-trainer[ray]"' in err
+    assert 'pip install "ray[train]>=2.51"' in err
     assert not (project / "runs").exists()
+
+
+def test_the_last_lines_are_printed_once(
+    project: Path, command: Command, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In Ray's workers `print` prints, and logs what it prints, which Ray shows as well."""
+    plain = builtins.print
+
+    def printed_and_logged(*words: Any, sep: str = " ", file: Any = None, **options: Any) -> None:
+        plain(*words, sep=sep, file=file, **options)
+        logging.getLogger().info(sep.join(map(str, words)))
+
+    monkeypatch.setattr(builtins, "print", printed_and_logged)
+    caplog.set_level(logging.INFO)
+    code, out, _ = command(*FIT, "--trainer.max_steps", "2", "--trainer.enable_progress_bar", "false")
+    assert code == 0
+    assert out.count("after 2 steps:") == 1
+    assert "after 2 steps:" not in caplog.text
 
 
 def test_a_relative_folder_is_refused_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import ROOT, run_python
+from tests.helpers.processes import ROOT, fork_python, run_python
 from tests.helpers.project import Command
 from trainer.cli import init
 from trainer.cli.init import FOLDER, NEEDS, TEMPLATES
@@ -65,7 +65,7 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
     assert commands[0][:3] == ["-m", "trainer", "fit"]
     assert commands[-1][:2] == ["-m", "pytest"]
     for words in commands:
-        result = run_python(*words, cwd=project, env={"PYTHONPATH": str(path)}).check()
+        result = fork_python(*words, cwd=project, env={"PYTHONPATH": str(path)}).wait().check()
         assert result.stdout.strip()
         if words == commands[0]:
             assert "after 3 steps:" in result.stdout

@@ -229,10 +229,10 @@ def test_env_says_who_decided_and_why(command: Command) -> None:
 @pytest.mark.parametrize(
     ("variables", "line", "answers"),
     [
-        (TORCHRUN, "torchrun: rank 5 of 8, on this machine 1 of 4, machine 1 of 2, meeting at localhost:29500", {}),
+        (TORCHRUN, "torchrun: rank 5 of 8, on this machine 1 of 4, machine 1 of 2, rendezvous at localhost:29500", {}),
         (
             SRUN,
-            "Slurm: rank 3 of 5, on this machine 1 of 2, machine 1 of 3, meeting at node08:",
+            "Slurm: rank 3 of 5, on this machine 1 of 2, machine 1 of 3, rendezvous at node08:",
             {"torchrun": "no: RANK"},
         ),
         ({**SRUN, **OPEN_MPI}, "mpirun (Open MPI): rank 3 of 4", {"Slurm": "not asked: Open MPI comes first"}),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from trainer.arguments import PositiveInt
 from trainer.config.files import read_file, to_yaml
 from trainer.config.tree import (
     Diagnostics,
@@ -138,7 +139,11 @@ def test_json_is_read_as_json() -> None:
             "run.yaml:1: the tag 'tag:yaml.org,2002:python/object:os.system'",
         ),
         ("run.yaml", "? [a]\n: 3\n", "run.yaml:1: a key must be a name"),
-        ("run.yaml", "", "run.yaml: the file is empty; a configuration has the keys module, data, trainer, ckpt_path."),
+        (
+            "run.yaml",
+            "",
+            "run.yaml: the file is empty; a configuration has the keys module, data, trainer, ckpt_path, allow_change",
+        ),
         ("run.yaml", "\n# only this\n", "run.yaml: the file is empty"),
         ("run.yaml", "\n- a\n", "run.yaml:2: this is not a mapping of names to values"),
         ("run.json", "", "run.json: the file is empty"),
@@ -306,6 +311,9 @@ def test_values_that_fit(value: Any, annotation: Any, expected: Any) -> None:
         ("c", Literal["a", "b"], '"a" or "b"'),
         ([1, "a"], list[int] | str, "a list of integers or text"),
         ({"a": 1}, dict[str, str] | None, "a mapping of texts to texts or null"),
+        ("x", PositiveInt | None, "an integer from 1 up to 2,147,483,647 or null"),
+        ([1], tuple[int, str], "a list (an integer, text)"),
+        (3, type[Path | json.JSONDecoder], "the path of a class (Path, JSONDecoder)"),
     ],
 )
 def test_values_that_do_not_fit(value: Any, annotation: Any, words: str) -> None:

@@ -154,6 +154,25 @@ def test_a_folder_of_data_does_not_hide_a_module(monkeypatch: pytest.MonkeyPatch
     assert sys.modules["layers"].shared is shared
 
 
+def test_a_relative_import_inside_a_function_finds_its_own_project() -> None:
+    files = [write(owner, "a package") for owner in ("first", "second")]
+    for owner, file in zip(("first", "second"), files, strict=True):
+        path = Path(file).parent / "net/module.py"
+        path.write_text(
+            path.read_text() + "\n    def late(self):\n        from . import layers\n        return layers.OWNER\n"
+        )
+        _, module, _ = build(file)
+        assert getattr(module, "late")() == owner  # noqa: B009
+
+
+def test_an_installed_module_is_not_hidden_by_a_file_of_its_name() -> None:
+    first = write("first", "files")
+    (Path(first).parent / "importlib.py").write_text("raise ValueError('imported')\n")
+    (Path(first).parent / "layers.py").write_text("import importlib\nOWNER = 'first'\n")
+    build(first)
+    assert sys.modules["layers"].importlib is importlib
+
+
 def test_the_place_of_an_error_is_in_the_users_code() -> None:
     Path("mine.py").write_text("from trainer import TrainModule\nclass Net(TrainModule):\n    pass\nNet().trainer\n")
     with pytest.raises(ConfigError) as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from tests.helpers.processes import start_python
+from tests.helpers.processes import fork_python
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.toy import quiet
 from trainer import ConfigError
@@ -42,6 +43,18 @@ class Items:
 class Indices(Items, Sampler[Any]):
     def items(self) -> Iterator[Any]:
         return (index % SAMPLES for index in range(self.given))
+
+
+class LaterWrong(Indices):
+    """Gives other indices on rank 1, of which its attributes say nothing."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__(SAMPLES, SAMPLES)
+        self.more = more
+
+    def items(self) -> Iterator[Any]:
+        given = self.given + (self.more if os.environ.get("RANK") == "1" else 0)
+        return (index % SAMPLES for index in range(given))
 
 
 class Batches(Items, Sampler[Any]):
@@ -92,6 +105,8 @@ def a_loader(kind: str, off: int, **options: Any) -> Any:
         return DataLoader(Stream(SAMPLES + off * BATCH, SAMPLES), BATCH, **options)
     if kind == "sampler":
         return DataLoader(Samples(), BATCH, sampler=Indices(SAMPLES + off * BATCH, SAMPLES), **options)
+    if kind == "sampler on one":
+        return DataLoader(Samples(), BATCH, sampler=LaterWrong(off * BATCH), **options)
     if kind == "batch sampler":
         return DataLoader(Samples(), batch_sampler=Batches(FULL + off, FULL), **options)
     assert kind == "dataset"
@@ -152,24 +167,29 @@ def test_each_worker_of_a_stream_may_have_a_short_batch() -> None:
 # -- one of two processes ----------------------------------------------------------------------------------------------
 
 ON_ONE_RANK = {
-    "ddp": ("train", "sampler", 3, "the training loader gave more than 4 batches"),
+    "ddp": ("train", "sampler on one", 3, "the training loader gave more than 4 batches"),
     "fsdp": ("val", "dataset", -2, "Samples raised StopIteration"),
     "deepspeed_stage_2": ("train", "iterable", -2, "the training loader gave only 6 batches, and its length is 8"),
-    "deepspeed_stage_3": ("val", "sampler", -2, "the evaluation loader gave only 3 batches, and its length is 4"),
+    "deepspeed_stage_3": (
+        "val",
+        "sampler on one",
+        -2,
+        "the evaluation loader gave only 3 batches, and its length is 4",
+    ),
 }
 
 
 def fit(strategy: str) -> None:
     where, kind, off, _ = ON_ONE_RANK[strategy]
-    wrong = a_loader(kind, off if os.environ.get("RANK") == "1" else 0)
+    wrong = a_loader(kind, off if "on one" in kind or os.environ.get("RANK") == "1" else 0)
     train, val = (wrong, None) if where == "train" else (a_loader("dataset", 0), wrong)
     trainer = quiet(strategy=strategy, devices=2, max_epochs=1, watchdog_seconds=100)
     trainer.fit(MLP(), train, val)
 
 
 def test_a_process_whose_loader_is_wrong_ends_the_run_in_words_on_every_strategy() -> None:
-    script = "import sys\nfrom tests.data.test_lengths import fit\nfit(sys.argv[1])\n"
-    running = {strategy: start_python(script, strategy) for strategy in ON_ONE_RANK}
+    Path("train.py").write_text("import sys\nfrom tests.data.test_lengths import fit\nfit(sys.argv[1])\n")
+    running = {strategy: fork_python("train.py", strategy) for strategy in ON_ONE_RANK}
     try:
         for strategy, (*_, expected) in ON_ONE_RANK.items():
             said = running[strategy].wait().check(1).stderr

@@ -16,6 +16,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from tests.helpers.toy import Toy, quiet
 from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sharded_loader import ShardedDataLoader
@@ -157,8 +158,9 @@ def test_options_of_the_loader_are_kept() -> None:
     sharded = loader_of(made)
     assert isinstance(sharded, ShardedDataLoader)
     again = sharded._loader
-    for name in ("num_workers", "prefetch_factor", "timeout", "multiprocessing_context", "persistent_workers"):
+    for name in ("num_workers", "prefetch_factor", "timeout", "persistent_workers"):
         assert getattr(again, name) == getattr(made, name)
+    assert again.multiprocessing_context.get_start_method() == "fork"
 
 
 def test_without_automatic_batching_every_index_is_a_batch() -> None:
@@ -237,6 +239,51 @@ def test_an_iterable_dataset_is_used_as_it_is() -> None:
     assert values(batch_loader.iterate(0, 2)) == [[8, 9]]
     assert loader_of(DataLoader(data, batch_size=4), training=False).note is None
     assert loader_of(DataLoader(data, batch_size=4), limit=2).length == 2
+
+
+class Streamed(IterableDataset[Any]):
+    """Five samples of features and a target, one by one."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(5, 4, generator=generator)
+        self.y = torch.randn(5, 1, generator=generator)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(self.x, self.y, strict=True)
+
+
+def test_a_short_batch_of_an_iterable_dataset_weighs_by_its_samples() -> None:
+    data, module = Streamed(), Toy()
+    by_hand = Toy()
+    by_hand.load_state_dict(module.state_dict())
+    quiet(max_epochs=1, accumulate_grad_batches=3).fit(module, DataLoader(data, batch_size=2))
+    optimizer = by_hand.configure_optimizers()
+    torch.nn.functional.mse_loss(by_hand.layer(data.x), data.y).backward()
+    optimizer.step()
+    for ours, theirs in zip(module.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def pairs(rows: list[Any]) -> Any:
+    return torch.tensor(rows), torch.zeros(2, len(rows))
+
+
+@pytest.mark.parametrize(
+    ("loader", "samples"),
+    [
+        (lambda: DataLoader(Stream(5), batch_size=2), [2, 2, 1]),
+        (lambda: Subclass(Numbers(5), batch_size=2), [2, 2, 1]),
+        (lambda: DataLoader(Stream(5), batch_size=2, collate_fn=list), [None, None, None]),
+        (lambda: DataLoader(Stream(6), batch_size=3, collate_fn=pairs), [None, None]),  # which dimension is it?
+        (lambda: DataLoader(Stream(2), batch_size=None), [None, None]),
+        (lambda: [torch.ones(3), torch.ones(2)], [None, None]),
+    ],
+)
+def test_the_samples_of_a_batch_that_others_have_made(loader: Any, samples: list[int | None]) -> None:
+    assert [batch.samples for batch in loader_of(loader()).iterate(0)] == samples
+    assert [batch.total for batch in loader_of(loader()).iterate(0)] == samples
+    assert [batch.total for batch in loader_of(loader(), 1, 2).iterate(0)] == [None] * len(samples)
 
 
 def test_the_limit_takes_nothing_more() -> None:

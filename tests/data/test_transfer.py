@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict
+import copy
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import InitVar, dataclass, field
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainer.data.transfer import PrefetchCopy, make_transfer, move_to
+from trainer.data.transfer import PrefetchCopy, make_transfer, map_leaves, move_to
 
 
 class OwnKind:
@@ -63,8 +67,12 @@ def test_the_batch_sizes_of_a_packed_sequence_stay_on_the_cpu(enforce_sorted: bo
     assert moved.data.is_meta
     assert torch.equal(moved.batch_sizes, packed.batch_sizes)
     assert enforce_sorted or moved.sorted_indices.is_meta
-    half = move_to(packed, lambda leaf: leaf.bfloat16() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf)
+    half = map_leaves(packed, in_bfloat16)
     assert half.data.dtype is torch.bfloat16
+
+
+def in_bfloat16(leaf: Any) -> Any:
+    return leaf.bfloat16() if torch.is_tensor(leaf) and leaf.is_floating_point() else leaf
 
 
 class Pair(NamedTuple):
@@ -88,6 +96,157 @@ def test_a_namedtuple_moves_as_it_says() -> None:
     assert [part.is_meta for part in move_to(PairWithTo(x, sizes), torch.device("meta"))] == [True, False]
 
 
+class Edge(NamedTuple):
+    """A field of this name is no method."""
+
+    start: torch.Tensor
+    to: torch.Tensor
+
+
+class Inside:
+    """A batch class that moves its `x` and leaves its `sizes`, and makes a note of that."""
+
+    moves: list[str]
+
+    def to(self: Any, device: Any) -> Any:
+        same = copy.copy(self)
+        if isinstance(self, dict | UserDict):
+            same["x"] = self["x"].to(device)
+        elif isinstance(self, list):
+            same[0] = self[0].to(device)
+        else:
+            object.__setattr__(same, "x", self.x.to(device))
+        object.__setattr__(same, "moves", [type(self).__name__])
+        return same
+
+
+class OwnDict(Inside, dict):  # type: ignore[type-arg]
+    pass
+
+
+class OwnUserDict(Inside, UserDict):  # type: ignore[type-arg]
+    pass
+
+
+class OwnList(Inside, list):  # type: ignore[type-arg]
+    pass
+
+
+@dataclass
+class OwnDataclass(Inside):
+    x: torch.Tensor
+    sizes: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OwnFrozen(Inside):
+    x: torch.Tensor
+    sizes: torch.Tensor
+
+
+def items_of(batch: Any) -> list[Any]:
+    if isinstance(batch, dict | UserDict):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, list) else [batch.x, batch.sizes]
+
+
+@pytest.mark.parametrize("kind", [OwnDict, OwnUserDict, OwnList, OwnDataclass, OwnFrozen])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_class_with_a_method_to_moves_as_that_says(kind: Any, nested: bool) -> None:
+    x, sizes = torch.ones(2), torch.ones(1)
+    of_entries = OwnDict, OwnUserDict
+    own = kind(x=x, sizes=sizes) if kind in of_entries else kind([x, sizes]) if kind is OwnList else kind(x, sizes)
+    moved = move_to({"a": [own]}, torch.device("meta"))["a"][0] if nested else move_to(own, torch.device("meta"))
+    assert type(moved) is kind
+    assert moved.moves == [kind.__name__]
+    assert [part.is_meta for part in items_of(moved)] == [True, False]
+    # Casting to a dtype is the precision's, which a method `to` may not know.
+    assert [part.dtype for part in items_of(map_leaves(own, in_bfloat16))] == [torch.bfloat16] * 2
+
+
+class InPlace(dict[str, Any]):
+    """Hugging Face's older habit: `to` returns nothing."""
+
+    def to(self, device: Any) -> None:
+        self["x"] = self["x"].to(device)
+
+
+def test_a_method_to_that_returns_nothing_has_moved_in_place() -> None:
+    batch = InPlace(x=torch.ones(2))
+    assert move_to([batch], torch.device("meta"))[0]["x"].is_meta
+
+
+def test_a_field_called_to_is_no_method() -> None:
+    edge = move_to(Edge(torch.ones(2), torch.ones(2)), torch.device("meta"))
+    assert edge.start.is_meta
+    assert edge.to.is_meta
+    named = SimpleNamespace(to=torch.ones(1))
+    assert move_to([named], torch.device("meta"))[0] is named
+
+
+@dataclass
+class WithMore:
+    """Fields that the constructor does not take, or takes without keeping them."""
+
+    x: torch.Tensor
+    scale: InitVar[float]
+    late: Any = field(init=False, default=None)
+    made: list[str] = field(default_factory=list, init=False)
+    unset: torch.Tensor = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.x = self.x * scale
+        self.made.append("made")
+
+
+def test_a_dataclass_is_copied_without_making_it_again() -> None:
+    batch = WithMore(torch.ones(2), 3.0)
+    batch.late = torch.ones(1)
+    moved = move_to(batch, torch.device("meta"))
+    assert moved.x.is_meta
+    assert moved.late.is_meta
+    assert moved.made == ["made"]
+    same = map_leaves(batch, in_bfloat16)
+    assert same.x.tolist() == [3.0, 3.0]
+    assert not batch.late.is_meta
+
+
+class Extended(list[Any]):
+    """A list with an attribute and a constructor of its own."""
+
+    def __init__(self, items: Any, name: str) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class ReadOnly(Mapping[str, Any]):
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def test_containers_keep_their_class_and_attributes() -> None:
+    x = torch.ones(2)
+    meta = torch.device("meta")
+    extended = move_to(Extended([x], "a"), meta)
+    assert (type(extended), extended.name, extended[0].is_meta) == (Extended, "a", True)
+    for kind in (deque, UserList):
+        moved = move_to(kind([x, "text"]), meta)
+        assert (type(moved), moved[0].is_meta, moved[1]) == (kind, True, "text")
+    read_only = move_to(ReadOnly({"x": x}), meta)
+    assert (type(read_only), read_only["x"].is_meta) == (ReadOnly, True)
+    assert move_to(MappingProxyType({"x": x}), meta)["x"].is_meta
+    assert not x.is_meta
+
+
 class Encoding(UserDict):  # type: ignore[type-arg]
     """Hugging Face's BatchEncoding in small: its `to` waits for the device."""
 
@@ -97,6 +256,8 @@ class Encoding(UserDict):  # type: ignore[type-arg]
 
     def to(self, device: Any) -> Encoding:
         raise AssertionError("moved on the computing stream")
+
+    to.__module__ = "transformers.tokenization_utils_base"
 
 
 def test_mappings_keep_their_class_and_move_entry_by_entry() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # of torch, in torchdata
@@ -90,6 +92,27 @@ def test_persistent_workers_end_with_each_stage(make: Callable[[], Any], capfd: 
     trainer.predict(module, val)
     assert workers() == 0
     assert "can only test a child process" not in capfd.readouterr().err
+
+
+GARBAGE = """
+import gc, torch, torch.distributed as dist
+from tests.data.test_worker_lifetime import LOADERS
+from tests.helpers.toy import Toy, quiet
+
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+kept = {"group": dist.distributed_c10d._get_default_group()}
+kept["itself"] = kept
+dist.destroy_process_group()
+del kept
+quiet(max_epochs=1).fit(Toy(), LOADERS["plain"](batch_size=3, num_workers=1))
+"""
+
+
+def test_a_worker_leaves_the_garbage_of_its_parent_alone(tmp_path: Path) -> None:
+    """The worker collects garbage (see Numbers). A process group without its threads would make it hang."""
+    run_python(GARBAGE, cwd=tmp_path, timeout=60).check(0)
 
 
 def test_they_persist_from_epoch_to_epoch() -> None:

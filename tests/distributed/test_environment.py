@@ -85,8 +85,8 @@ def test_partial_variables_are_named(missing: str) -> None:
         ({"RANK": "8"}, "RANK=8 must be smaller than WORLD_SIZE=8"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 must be smaller than LOCAL_WORLD_SIZE=4"),
         ({"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE=16 must not be larger than WORLD_SIZE=8"),
-        ({"RANK": "one"}, "RANK='one' is not a whole number"),
-        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1' is not a whole number"),
+        ({"RANK": "one"}, "RANK='one' is not an integer"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE='-1' is not an integer"),
         ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is not"),
         ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port: give all processes the same one from 1 to 65535"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a port"),
@@ -183,7 +183,7 @@ def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch)
         ({**OPEN_MPI, "LOCAL_RANK": "0"}, r"LOCAL_RANK=0 is set, but mpirun \(Open MPI\) says 1"),
         ({**SRUN, "SLURM_PROCID": "5"}, "SLURM_PROCID=5 must be smaller than SLURM_STEP_NUM_TASKS=5"),
         ({**SRUN, "SLURM_PROCID": "4"}, "not in the order of the nodes. Start with srun --distribution=block"),
-        ({**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' is not a whole number"),
+        ({**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID='x' is not an integer"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "do not fit SLURM_STEP_TASKS_PER_NODE"),
         ({**SRUN, "SLURM_STEP_NODELIST": "node[1-"}, r"list of nodes 'node\[1-' .* Set MASTER_ADDR to the first"),
         (
@@ -245,7 +245,7 @@ NO_LOCAL = "MPI_LOCALRANKID or PMI_LOCAL_RANK, MPI_LOCALNRANKS or PMI_LOCAL_SIZE
         ),
         ({"MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE=4 set, but not MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_LOCAL"),
         ({name: HYDRA[name] for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")}, "but not MPI_LOCALNRANKS or"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE='x' is not a whole number"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "x"}, "PMI_SIZE='x' is not an integer"),
         # As in a batch script, where Slurm does not set these variables.
         ({**BATCH, "PMI_RANK": "0", "PMI_SIZE": "2"}, f"but not {NO_LOCAL}"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_environment import HYDRA, KUBEFLOW, OPEN_MPI
-from tests.helpers.processes import run_python, start_python
+from tests.helpers.processes import fork_python, run_python
 from tests.helpers.training import make, steps_of, weights_of
 from trainer.distributed.rendezvous import free_port
 
@@ -57,7 +57,7 @@ def test_they_join_and_train_together(tmp_path: Path, own: str, variables: Calla
     script, port = make(tmp_path / "run"), str(free_port())
     launcher = ["-m", "trainer", "launch"] if variables is pods else []
     started = [
-        start_python(
+        fork_python(
             *launcher,
             str(script),
             str(script.parent / "out"),
@@ -65,6 +65,7 @@ def test_they_join_and_train_together(tmp_path: Path, own: str, variables: Calla
             "0",
             cwd=tmp_path,
             env={**variables(rank), "MASTER_PORT": port, "PET_MASTER_PORT": port},
+            number=rank,
         )
         for rank in (0, 1)
     ]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -57,8 +58,10 @@ def test_nobody_listens() -> None:
 def test_whoever_listens_later_is_found() -> None:
     port = free_port()
     stores: list[TCPStore] = []
-    threading.Timer(0.5, lambda: stores.append(open_store("127.0.0.1", port, "", wait=30))).start()
+    later = threading.Timer(0.5, lambda: stores.append(open_store("127.0.0.1", port, "", wait=30)))
+    later.start()
     connect("127.0.0.1", port, "the place", wait=60).set("key", "value")
+    later.join()
     assert stores[0].get("key") == b"value"
 
 
@@ -72,6 +75,37 @@ def test_somebody_else_listens(taken: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("trainer.distributed.rendezvous._HANDSHAKE_S", 0.5)
     with pytest.raises(TrainerError, match=f"127.0.0.1:{taken}, the place, is in use by something that is not torch's"):
         connect("127.0.0.1", taken, "the place", wait=1)
+
+
+SERVERS = {
+    "web": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "binary": b"\x15\x03\x01\x00\x02\x02",
+}
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_another_program_answers(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    class Answer(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            if kind != "ssh":
+                self.rfile.readline()
+            self.wfile.write(SERVERS[kind])
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads, block_on_close = True, False
+
+    with Server(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        said = repr(SERVERS[kind].splitlines()[0].decode("ascii", "backslashreplace"))
+        with pytest.raises(TrainerError) as raised:
+            connect("127.0.0.1", port, "where the machines meet", wait=60)
+        server.shutdown()
+    assert f"is in use by something that is not torch's store, and answers {said}. Give another port" in str(
+        raised.value
+    )
+    assert f":{port}" not in capfd.readouterr().err  # torch's own client would print its stack, many times
 
 
 def test_own_addresses() -> None:

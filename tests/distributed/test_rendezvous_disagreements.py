@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import start_python
+from tests.helpers.processes import fork_python, start_python
 from trainer.distributed.environment import Environment
 from trainer.distributed.rendezvous import free_port, join_store
 from trainer.testing.processes import Result
@@ -36,10 +37,11 @@ else:
 
 def join(*places: tuple[int, int]) -> list[Result]:
     """Start a process for each rank and world size, and wait until all have ended."""
+    Path("join.py").write_text(JOIN)
     port = str(free_port())
     started = [
-        start_python(
-            JOIN,
+        fork_python(
+            "join.py",
             env={
                 "RANK": str(rank),
                 "LOCAL_RANK": "0",
@@ -48,8 +50,9 @@ def join(*places: tuple[int, int]) -> list[Result]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             },
+            number=number,
         )
-        for rank, size in places
+        for number, (rank, size) in enumerate(places)
     ]
     return [one.wait().check() for one in started]
 

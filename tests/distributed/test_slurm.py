@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_environment import SRUN
-from tests.helpers.processes import start_python, wait_until
+from tests.helpers.processes import fork_python, start_python, wait_until
 from tests.helpers.training import make, steps_of
 from trainer.distributed.slurm import hosts, requeue, tasks_per_node, was_requeued
 from trainer.errors import ConfigError
@@ -114,7 +114,8 @@ def test_a_job_that_was_put_back_goes_on_by_itself(tmp_path: Path) -> None:
     queue = {"TRAINER_REQUEUE": "1", "SLURM_STEP_ID": str(os.getpid())}
     for count, steps in (("", 3), ("1", 5)):
         env = {**queue, "SLURM_RESTART_COUNT": count}
-        tasks = [start_python(script, str(out), str(steps), "0", "None", env=task(rank, **env)) for rank in (0, 1)]
+        start = (script, str(out), str(steps), "0", "None")
+        tasks = [fork_python(*start, env=task(rank, **env), number=rank) for rank in (0, 1)]
         for one in tasks:
             one.wait().check()
     assert steps_of(out) == [1, 2, 3, 4, 5]

@@ -27,6 +27,7 @@ from trainer.callbacks import CSVLogger, ModelCheckpoint, PredictionWriter, Stra
 from trainer.checkpoint.format import read_checkpoint
 from trainer.data.transfer import make_transfer, move_to
 from trainer.errors import ConfigError
+from trainer.model.init_device import initial_values
 
 pytestmark = pytest.mark.timeout(900)  # the first test compiles the device
 DEVICE = "emulated:0"
@@ -181,7 +182,7 @@ def _waits_between_flushes() -> None:
         assert between.found == {}, settings
 
 
-def test_a_loss_that_is_not_finite_is_told_when_values_are_read() -> None:
+def test_a_loss_that_is_not_finite_is_reported_when_values_are_read() -> None:
     in_its_own_process(_loss_that_is_nan)
 
 
@@ -191,15 +192,108 @@ def _loss_that_is_nan() -> None:
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if self.global_step == 2 else loss
 
-    told: list[str] = []
+    reported: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trainer").addHandler(handler)
     data = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=4)
     between = Between(waits(), first=1, last=4)
     Trainer(devices=1, max_epochs=1, log_every_n_steps=5, callbacks=[between], **QUIET).fit(Diverges(), data)
     assert between.found == {}
-    assert len([one for one in told if one.startswith("the loss of step 3 is nan on rank 0")]) == 1
+    assert len([one for one in reported if one.startswith("the loss of step 3 is nan on rank 0")]) == 1
+
+
+class Masked(Toy):
+    """A loss that is a mean over the samples whose target is not NaN."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.mean(*batch)
+
+    def mean(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        there = ~y.isnan()
+        errors = (self.layer(x) - torch.where(there, y, 0)).square() * there
+        return errors.sum() / there.sum().clamp(min=1)
+
+    def num_items(self, batch: Any) -> Any:
+        items = (~batch[1].isnan()).sum()
+        return int(items) if items.device.type == "cpu" else items
+
+
+def test_numbers_of_items_are_summed_on_the_device() -> None:
+    """Hosts that sum them would wait for each other in every step."""
+    in_its_own_process(_sums_of_items)
+
+
+def _sums_of_items() -> None:
+    x, y = (part.clone() for part in toy_loader(6).dataset.tensors)  # type: ignore[attr-defined]
+    y[::3] = float("nan")
+    y[8:12] = float("nan")
+    summed: list[torch.device] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def listening(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        summed.append(tensor.device)
+        return all_reduce(tensor, *args, **options)
+
+    torch.distributed.all_reduce = listening
+    module = Masked()
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = Trainer(accelerator="emulated", devices=2, max_epochs=1, log_every_n_steps=100, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(x, y), 2))
+    assert trainer.global_step == 6
+    assert [device.type for device in summed] == ["emulated"] * 6
+
+    alone = Masked()
+    alone.load_state_dict(trainer.strategy.processes.broadcast_object(start))
+    for part, target in zip(x.split(4), y.split(4), strict=True):
+        alone.zero_grad()
+        if not target.isnan().all():
+            alone.mean(part, target).backward()
+            torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name].cpu(), value)
+
+
+def test_batches_without_items_change_nothing() -> None:
+    in_its_own_process(_no_items)
+
+
+def _no_items() -> None:
+    module, x = Masked(), torch.randn(8, 4, device=DEVICE)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    nothing = DataLoader(TensorDataset(x, torch.full_like(x[:, :1], float("nan"))), 2)
+    Trainer(devices=1, max_epochs=1, accumulate_grad_batches=2, **QUIET).fit(module, nothing)
+    for name, value in before.items():
+        assert torch.equal(module.state_dict()[name].cpu(), value), name
+
+
+def test_initial_values_travel_between_the_devices() -> None:
+    in_its_own_process(_initial_values)
+
+
+def _initial_values() -> None:
+    sent: list[torch.device] = []
+    broadcast = torch.distributed.broadcast
+
+    class Sending(Toy):
+        def on_fit_start(self) -> None:
+            def listening(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+                sent.append(tensor.device)
+                return broadcast(tensor, *args, **options)
+
+            torch.distributed.broadcast = listening
+            torch.manual_seed(self.trainer.rank)
+            built = nn.Sequential(nn.Linear(3, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
+            own = {name: value.clone() for name, value in built.state_dict().items()}
+            assert list(initial_values(built, "cpu", ("0.bias",), self.trainer.device)) == []
+            expected = self.trainer.strategy.processes.broadcast_object(own)
+            expected["0.bias"] = own["0.bias"]
+            assert_same_bits(dict(built.state_dict()), dict(expected))
+            assert {value.device.type for value in built.state_dict().values()} == {"cpu"}
+            torch.distributed.broadcast = broadcast
+
+    Trainer(accelerator="emulated", devices=2, max_steps=1, **QUIET).fit(Sending(), toy_loader(2))
+    assert [device.type for device in sent if device.type != "cpu"] == ["emulated"] * 3
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -261,6 +355,8 @@ class Encoding(UserDict):  # type: ignore[type-arg]
     def to(self, device: Any) -> Encoding:
         self.data = {name: value.to(device) for name, value in self.data.items()}
         return self
+
+    to.__module__ = "transformers.tokenization_utils_base"
 
 
 class Own:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import ROOT, Result, Running
+from tests.helpers.processes import ROOT, Result, Running, fork_python
 from trainer.checkpoint.format import verify_checkpoint
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -46,10 +46,10 @@ def commands(section: str) -> list[str]:
 
 
 def shortened(command: str) -> list[str]:
-    """Return the command's words, with this Python and options that shorten the run."""
+    """Return the words after `python`, with options that shorten the run."""
     start = max((start for start in SHORTER if command.startswith(start)), key=len)
     words = shlex.split(f"{command} {SHORTER[start]}")
-    return [sys.executable, *(["-m", "trainer"] if words[0] == "trainer" else []), *words[1:]]
+    return [*(["-m", "trainer"] if words[0] == "trainer" else []), *words[1:]]
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Callable[[str], Result]:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     def run(command: str) -> Result:
-        return Running(shortened(command), tmp_path, ENVIRONMENT).wait().check()
+        return fork_python(*shortened(command), cwd=tmp_path).wait().check()
 
     return run
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from tests.helpers.processes import Running, start_python
+from tests.helpers.processes import Running, fork_python
 from trainer import ConfigError
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 
@@ -27,6 +28,8 @@ class Net(TrainModule):
     def training_step(self, batch, batch_idx):
         loss = self.layer(batch[0]).square().mean()
         self.log("loss", loss)
+        if sys.argv[2] == "in a step" and self.trainer.global_step == 3 and self.trainer.rank == 1:
+            self.trainer.save_checkpoint("by hand")
         return loss
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -35,6 +38,9 @@ class Wrong(Callback):
     def on_train_step_end(self, trainer, module):
         if trainer.global_step == 3:
             CALLS[sys.argv[2]](trainer)
+    def on_train_epoch_end(self, trainer, module):
+        if sys.argv[2] == "at an epoch's end" and trainer.is_global_zero:
+            trainer.save_checkpoint("by hand")
     def on_fit_start(self, trainer, module):
         assert trainer.global_rank == trainer.rank == trainer.local_rank == int(os.environ.get("LOCAL_RANK", 0))
     def on_fit_end(self, trainer, module):
@@ -45,7 +51,9 @@ CALLS = {
     "rank 0 saves": lambda t: t.is_global_zero and t.save_checkpoint("by hand"),
     "another call": lambda t: t.read_metrics() if t.rank else t.save_checkpoint("by hand"),
     "rank 0 reads": lambda t: t.is_global_zero and t.read_metrics(),
+    "at an epoch's end": lambda t: None,
     "at the end": lambda t: None,
+    "in a step": lambda t: None,
     "other samples": lambda t: None,
     "late": lambda t: (t.rank and __import__("time").sleep(3), t.read_metrics(), t.save_checkpoint("by hand")),
 }
@@ -67,14 +75,24 @@ TOLD = {
     ("ddp", "another call"): (" calls read_metrics (in ", " calls save_checkpoint (in "),
     # Rank 1 answers with a call of the same name by another callback.
     ("ddp", "rank 0 reads"): (" calls read_metrics (in checkpoint.py, ", ", <lambda>)"),
+    ("ddp", "in a step"): (
+        "rank 1 calls save_checkpoint (in ",
+        "training_step), and rank 0 waits for it in all_reduce",
+    ),
     ("ddp", "other samples"): ("the training loader, samples in an epoch: 64 on rank 0, and 65 on rank 1",),
+    # Rank 1 reads the values logged in the hook.
+    ("ddp", "at an epoch's end"): (
+        "rank 0 calls save_checkpoint (in ",
+        "on_train_epoch_end), and rank 1 has gone on without",
+    ),
     ("ddp", "at the end"): ("rank 1 calls full_state_dict (in ", "on_fit_end), and rank 0 has gone on without"),
 }
 
 
 def test_a_call_on_some_processes_is_reported() -> None:
     """All cases share one start of two processes; in the last one a process is only late."""
-    running: dict[tuple[str, str], Running] = {key: start_python(SCRIPT, *key) for key in [*TOLD, ("ddp", "late")]}
+    Path("train.py").write_text(SCRIPT)
+    running: dict[tuple[str, str], Running] = {key: fork_python("train.py", *key) for key in [*TOLD, ("ddp", "late")]}
     try:
         results = {key: one.wait() for key, one in running.items()}
     finally:
@@ -113,7 +131,7 @@ def test_the_requests_grow_with_the_processes_not_with_their_square() -> None:
     assert sum(requests.values()) <= 4 * world, requests
 
 
-def test_each_rank_is_told_of_another_call() -> None:
+def test_each_rank_names_the_call_of_the_others() -> None:
     store = HashStore()
     for rank, call in ((1, "save"), (2, "read")):
         store.set(f"collective/1/{rank}", call)

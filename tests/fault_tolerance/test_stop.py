@@ -5,19 +5,22 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
 
-from tests.helpers.processes import alive, descendants, run_distributed, wait_until
+from tests.helpers.processes import run_distributed
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback
 from trainer.distributed.environment import detect_environment
 from trainer.errors import TrainerError
 from trainer.fault_tolerance.failure import report_failure
-from trainer.fault_tolerance.stop import StopCoordinator, exit_code, ignore_signals_in_worker
+from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 
 # -- one process ---------------------------------------------------------------------------------------------------
 
@@ -99,6 +102,86 @@ def test_install_outside_the_main_thread_takes_no_signals() -> None:
     assert signal.getsignal(signal.SIGINT) is before
     coordinator.request("enough")
     assert coordinator.check(1) == "enough"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "teardown"])
+def test_a_signal_that_comes_after_the_last_step_is_not_lost(name: str, hook: str, tmp_path: Path) -> None:
+    received: list[int] = []
+
+    class Late(Callback):
+        pass
+
+    def send(self: Any, trainer: Any, module: Any, *stage: str) -> None:
+        signal.raise_signal(signal.Signals[name])
+
+    setattr(Late, hook, send)
+    before = signal.signal(signal.Signals[name], lambda number, frame: received.append(number))
+    try:
+        trainer = quiet(max_epochs=1, default_root_dir=tmp_path, callbacks=[Late()])
+        trainer.fit(Toy(), loader(2))
+    finally:
+        signal.signal(signal.Signals[name], before)
+    assert trainer.global_step == 2
+    assert received == [signal.Signals[name]]
+
+
+@pytest.mark.parametrize(
+    ("hook", "checkpoints", "words"),
+    [
+        ("setup", True, "stopped after step 0: SIGTERM. There is no checkpoint (there was no step): started again, it"),
+        ("on_train_batch_end", True, "stopped after step 1: SIGTERM. To go on, start it again with ckpt_path='last'"),
+        ("on_train_batch_end", False, "stopped after step 1: SIGTERM. There is no checkpoint (no ModelCheckpoint has"),
+    ],
+)
+def test_the_last_words_tell_what_is_saved(
+    hook: str, checkpoints: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(Callback):
+        pass
+
+    setattr(Stopped, hook, lambda *_: signal.raise_signal(signal.SIGTERM))
+    trainer = quiet(max_epochs=1, default_root_dir=tmp_path, callbacks=[Stopped()], enable_checkpointing=checkpoints)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(Toy(), loader(3))
+    assert ended.value.code == 143
+    assert words in capsys.readouterr().out
+    assert any(tmp_path.rglob("manifest.json")) == ("To go on" in words)
+
+
+def test_a_stop_before_the_first_new_step_names_the_checkpoint_of_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    first = quiet(max_epochs=1, max_steps=2, default_root_dir=tmp_path)
+    first.fit(Toy(), loader(4))
+    first.save_checkpoint(tmp_path / "saved")
+    again = quiet(max_epochs=1, default_root_dir=tmp_path, callbacks=[Stopped()])
+    with pytest.raises(SystemExit):
+        again.fit(Toy(), loader(4), ckpt_path=tmp_path / "saved")
+    assert f"has saved nothing since {tmp_path / 'saved'}: to go on from there" in capsys.readouterr().out
+
+
+def test_a_signal_is_not_lost_to_an_earlier_request_to_stop(tmp_path: Path) -> None:
+    received: list[int] = []
+
+    class Both(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.stop("enough")
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        trainer = quiet(max_epochs=1, default_root_dir=tmp_path, callbacks=[Both()])
+        with suppress(SystemExit):
+            trainer.fit(Toy(), loader(5))
+            assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert trainer.global_step == 1
 
 
 def test_exit_codes() -> None:
@@ -255,35 +338,3 @@ def test_a_rank_that_failed_is_named_though_nobody_asked_to_stop() -> None:
     message, _ = run_distributed(the_others_fail, 2, "failed")
     assert "lost the other processes at step" in message
     assert "rank 1 failed" in message
-
-
-# -- data workers --------------------------------------------------------------------------------------------------
-
-
-class Slow(Dataset[int]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.01)
-        return index
-
-
-def test_data_workers_outlive_the_signals_but_obey_their_process() -> None:
-    others = set(descendants(os.getpid()))
-    loader = DataLoader(Slow(), batch_size=4, num_workers=1, worker_init_fn=lambda _: ignore_signals_in_worker())
-    batches = iter(loader)
-    seen = next(batches).tolist()
-    (worker,) = set(descendants(os.getpid())) - others
-    # The signal comes from another process than its parent, as torchrun's would.
-    for name in ("INT", "TERM", "TERM"):
-        os.system(f"kill -{name} {worker}")
-    for batch in batches:
-        seen += batch.tolist()
-    assert seen == list(range(64))
-    batches = iter(loader)
-    next(batches)
-    (worker,) = [pid for pid in descendants(os.getpid()) if pid not in {worker, *others} and alive(pid)]
-    batches._shutdown_workers = lambda: None  # type: ignore[union-attr]
-    os.kill(worker, signal.SIGTERM)
-    wait_until(lambda: not alive(worker))

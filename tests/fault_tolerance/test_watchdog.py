@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -87,6 +88,26 @@ def test_names_the_collectives_in_which_the_processes_wait(tmp_path: Path) -> No
     kept = sorted(tmp_path.glob("runs/*/flight-recorder-rank*.json"))
     assert [path.stem[-1] for path in kept] == ["0", "1"]
     assert json.loads(kept[1].read_text())["entries"][-1]["profiling_name"] == "gloo:broadcast"
+
+
+class ReadsWhileOneHangs(Callback):
+    """Call a collective of the trainer's on rank 1, while rank 0 hangs."""
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step == 2:
+            trainer.read_metrics() if trainer.rank == 1 else time.sleep(60)
+
+
+def fit_with_a_read_while_one_hangs() -> None:
+    trainer = quiet(strategy="ddp", devices=2, max_epochs=1, watchdog_seconds=2.0, callbacks=ReadsWhileOneHangs())
+    trainer.fit(Toy(), loader())
+
+
+def test_names_the_call_of_the_users_that_led_into_this_package(tmp_path: Path) -> None:
+    script = "from tests.fault_tolerance.test_watchdog import fit_with_a_read_while_one_hangs as f\nf()\n"
+    errors = run_python(script, cwd=tmp_path).check(1).stderr
+    (line,) = [line for line in errors.splitlines() if line.startswith("  rank 1: ") and "steps done" in line]
+    assert re.search(r", called from on_train_step_end \(.*test_watchdog\.py:\d+\)", line), errors
 
 
 def test_the_limit_is_a_number_of_seconds() -> None:

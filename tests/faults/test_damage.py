@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks._sigkill_training import Net, main
-from benchmarks.sigkill import problems
+from benchmarks._chaos_training import Net, main
+from benchmarks.chaos import problems
 from tests.checkpoint.conftest import reseal
 from trainer import Trainer
 from trainer.checkpoint.directory import CheckpointDirectory
-from trainer.checkpoint.format import verify_checkpoint
+from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
+from trainer.checkpoint.generator_states import check_torch_states
+from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, TrainerError
+from trainer.progress import Progress
 from trainer.testing import compare_runs, each_damage
 
 FILES = ["manifest.json", "checkpoint.json", "model.safetensors", "optimizers.safetensors", "rng.safetensors"]
@@ -198,11 +203,11 @@ def test_hostile_json_is_refused(bomb: str, stopped: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"seed": "1; import os"}, "'seed' is a str"),
+        ({"seed": "1; import os"}, "the checkpoint['seed'] is of type str"),
         ({"world_size": 10**9}, "'rng' has 1 entries for 1000000000 processes"),
-        ({"progress": {"step": 3}}, "no 'epoch' that is a number"),
-        ({"progress": {"step": -5, "epoch": 0}}, "no 'step' that is a number"),
-        ({"callbacks": None, "run_dir": None}, "'run_dir' is a NoneType"),
+        ({"progress": {"step": 3}}, "the checkpoint['progress'] has no 'epoch'"),
+        ({"progress": {**Progress().state_dict(), "step": -5}}, "the checkpoint['progress']['step'] is -5"),
+        ({"callbacks": None, "run_dir": None}, "the checkpoint['callbacks'] is None"),
     ],
 )
 def test_what_no_training_writes_is_refused(change: dict[str, Any], names: str, stopped: Path) -> None:
@@ -210,7 +215,92 @@ def test_what_no_training_writes_is_refused(change: dict[str, Any], names: str, 
     data = json.loads((path / "checkpoint.json").read_text())
     (path / "checkpoint.json").write_text(json.dumps({**data, **change}))
     reseal(path)
-    with pytest.raises(CheckpointError, match=names):
+    with pytest.raises(CheckpointError, match=re.escape(names)):
+        train(stopped.parent, 3)
+
+
+def torch_state(left: int, position: int) -> torch.Tensor:
+    state = torch.Generator().manual_seed(1).get_state()
+    state[8:12] = torch.tensor([left], dtype=torch.int32).view(torch.uint8)
+    state[16:24] = torch.tensor([position], dtype=torch.int64).view(torch.uint8)
+    return state
+
+
+def numpy_state(**changes: Any) -> dict[str, Any]:
+    state: Any = np.random.RandomState(1).get_state(legacy=False)
+    key = torch.from_numpy(state["state"]["key"].astype(np.int64))
+    return {**state, "state": {"key": key, "pos": 624, **changes}}
+
+
+def philox_state(position: int) -> dict[str, Any]:
+    return {**np.random.Philox(1).state, "buffer_pos": position, "gauss": 0.0, "has_gauss": 0}
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "numpy far": {"numpy": numpy_state(pos=100_000)},
+    "numpy before": {"numpy": numpy_state(pos=-1)},
+    "numpy one after": {"numpy": numpy_state(pos=625)},
+    "numpy no number": {"numpy": numpy_state(pos=3.0)},
+    "numpy few words": {"numpy": numpy_state(key=torch.zeros(10, dtype=torch.int64))},
+    "numpy other": {"numpy": {"bit_generator": "os.system", "state": {}}},
+    "numpy Philox": {"numpy": philox_state(-1000)},
+    "torch beyond": {"torch": torch_state(left=624, position=600)},
+    "torch none left": {"torch": torch_state(left=0, position=0)},
+    "torch short": {"torch": torch.zeros(16, dtype=torch.uint8)},
+    "torch words": {"torch": torch.zeros(5056)},
+    "python words": {"python": {"version": 3, "words": torch.zeros(3, dtype=torch.int64), "gauss": None}},
+    "python index": {"python": {"version": 3, "words": torch.full((625,), 10**6), "gauss": None}},
+    "python text": {"python": {"version": 3, "words": "625", "gauss": None}},
+    "missing": {"numpy": None},
+}
+
+
+@pytest.mark.parametrize("forged", STATES)
+def test_states_of_generators_that_are_none_are_refused(forged: str, stopped: Path) -> None:
+    path = last(stopped)
+    state = read_checkpoint(path)
+    state["rng"][0] |= STATES[forged]
+    write_checkpoint(path, state, info={"step": 1}, overwrite=True)
+    with pytest.raises(CheckpointError, match=f"'rng' of rank 0: '{forged.split()[0].replace('missing', 'numpy')}"):
+        train(stopped.parent, 3)
+
+
+def test_states_of_generators_in_a_loaders_state_are_checked() -> None:
+    check_torch_states({"sampler": [torch_state(left=1, position=0)], "other": torch.zeros(3)}, "'loader'")
+    with pytest.raises(CheckpointError, match="'loader': 'torch' has the position 2 with 624 words left"):
+        check_torch_states({"sampler": [{"generator": torch_state(left=624, position=2)}]}, "'loader'")
+
+
+def exchange(state: dict[str, Any], key: str, value: torch.Tensor) -> None:
+    next(iter(state["optimizers"][0]["state"].values()))[key] = value
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: exchange(state, "exp_avg", torch.zeros(1)), r"'exp_avg' of .* has the shape \[1\]"),
+        (lambda state: exchange(state, "step", torch.zeros(0)), r"'step' of .* has the shape \[0\]"),
+        (lambda state: state["optimizers"][0].pop("state"), r"the checkpoint\['optimizers'\]\[0\] has no 'state'"),
+        (lambda state: state["optimizers"][0].update(param_groups=3), r"\[0\]\['param_groups'\] is 3"),
+        (lambda state: state.update(measured={"loss": 3}), r"the checkpoint\['measured'\]\['loss'\] is 3"),
+        (lambda state: state.update(metrics=[{"train": 3}]), r"the checkpoint\['metrics'\]\[0\] has no 'hooks'"),
+        (
+            lambda state: state["callbacks"].update(ModelCheckpoint={}),
+            "ModelCheckpoint has no 'kept'",
+        ),
+        (
+            lambda state: state["progress"].update(batch=2**70),
+            r"the checkpoint\['progress'\]\['batch'\] is of type int",
+        ),
+    ],
+    ids=["moment", "step", "no state", "no groups", "measured", "metrics", "callback", "counter"],
+)
+def test_entries_that_do_not_fit_are_named(change: Callable[[Any], Any], words: str, stopped: Path) -> None:
+    path = last(stopped)
+    state = read_checkpoint(path)
+    change(state)
+    write_checkpoint(path, state, info={"step": 1}, overwrite=True)
+    with pytest.raises(CheckpointError, match=words):
         train(stopped.parent, 3)
 
 

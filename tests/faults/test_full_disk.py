@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._sigkill_training import main
-from benchmarks.sigkill import SCRIPT, problems, python_path
+from benchmarks._chaos_training import main
+from benchmarks.chaos import TRAINING, problems, python_path
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import verify_checkpoint
 from trainer.errors import CheckpointError
@@ -40,7 +40,7 @@ def test_a_small_disk(uninterrupted: Path, tmp_path: Path) -> None:
             disk = stack.enter_context(small_disk(tmp_path / "disk", size=130_000))
         except PermissionError as error:
             pytest.skip(str(error))
-        result = run_python(SCRIPT, str(disk), *OPTIONS, cwd=tmp_path, env=python_path()).check(1)
+        result = run_python(*TRAINING, str(disk), *OPTIONS, cwd=tmp_path, env=python_path()).check(1)
         assert "No space left on device (0 MB are free there)" in result.stderr
         assert "Earlier checkpoints are unchanged; the partial one was removed" in result.stderr
         assert_the_former_stays(disk / "version_0")

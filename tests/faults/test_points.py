@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sigkill import problems
+from benchmarks.chaos import problems
 from tests.helpers.processes import ROOT, run_python
 from trainer.fault_tolerance.fault_points import POINTS
 from trainer.testing import fault
@@ -42,7 +42,7 @@ FAULTS = {
 DRIVER = """
 import json, os, sys, traceback
 import torch._dynamo  # optimizers import it
-from benchmarks import _sigkill_training as training
+from benchmarks import _chaos_training as training
 
 def process(folder, fault=""):
     child = os.fork()

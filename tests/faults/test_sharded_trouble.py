@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.processes import ROOT, Running, run_python, start_python
+from tests.helpers.processes import ROOT, Result, Running, fork_python
 from tests.helpers.trouble import STEPS, TROUBLE
+from tests.tiers import selected
 from trainer.strategies import STRATEGIES
 from trainer.testing import fault
 from trainer.testing.compare import compare_runs
@@ -41,30 +44,53 @@ ELSEWHERE = (
     "killed while it writes its part",
     "killed in the background while it writes its part",
 )
+CASES = [
+    (strategy, name)
+    for strategy in (*KINDS, *OTHERS)
+    for name in (ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else ELSEWHERE)
+]
 AGAIN = {"max_restarts": 1}
 
 
 def start(strategy: str, *runs: dict[str, Any], env: dict[str, str] | None = None) -> Running:
-    return start_python(SCRIPT, *(json.dumps({"strategy": strategy, **run}) for run in runs), env=env)
+    return fork_python(SCRIPT, *(json.dumps({"strategy": strategy, **run}) for run in runs), env=env)
 
 
-@pytest.mark.parametrize("strategy", [*KINDS, *OTHERS])
-def test_it_goes_on_to_the_same_bits(strategy: str) -> None:
-    start(strategy, {"root": "uninterrupted"}).wait(200).check(0)
-    names = ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else ELSEWHERE
-    disturbed = {name: DISTURBED[name] for name in names}
-    uninterrupted = Path("uninterrupted/version_0")
-    running = [start(strategy, {"root": name, **AGAIN, **run}, env=env) for name, (run, env) in disturbed.items()]
-    try:
-        results = [one.wait(280) for one in running]
-    finally:
-        for one in running:
-            one.kill()
-    for name, result in zip(disturbed, results, strict=True):
-        result.check(0)
-        assert "starting all processes again (1 of 1)" in result.stderr, (name, result.stderr)
-        assert compare_runs(uninterrupted, Path(name) / "version_0") == [], name
-        assert list(Path(name).glob("version_0/checkpoints/.tmp-*")) == [], name
+Ended = tuple[Path, dict[str, Result]]
+"""The folder of a strategy's runs, and their results."""
+
+
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ended]:
+    """Return a function that runs, once, all cases of a strategy beside each other."""
+
+    @cache
+    def run_all(strategy: str) -> Ended:
+        folder = tmp_path_factory.mktemp(strategy)
+        names = [name for other, name in selected(request, "strategy", "name") if other == strategy]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            start(strategy, {"root": "uninterrupted"}).wait(200).check(0)
+            running = {}
+            for name in names:
+                run, env = DISTURBED[name]
+                running[name] = start(strategy, {"root": name, **AGAIN, **run}, env=env)
+            try:
+                return folder, {name: one.wait(280) for name, one in running.items()}
+            finally:
+                for one in running.values():
+                    one.kill()
+
+    return run_all
+
+
+@pytest.mark.parametrize(("strategy", "name"), CASES, ids=[" ".join(case) for case in CASES])
+def test_it_goes_on_to_the_same_bits(ended: Callable[[str], Ended], strategy: str, name: str) -> None:
+    folder, results = ended(strategy)
+    result = results[name].check(0)
+    assert "starting all processes again (1 of 1)" in result.stderr, result.stderr
+    assert compare_runs(folder / "uninterrupted/version_0", folder / name / "version_0") == []
+    assert list((folder / name).glob("version_0/checkpoints/.tmp-*")) == []
 
 
 @pytest.mark.parametrize("strategy", KINDS)
@@ -78,7 +104,7 @@ def test_an_agreed_stop_is_saved_and_gone_on_from(strategy: str) -> None:
         *({"root": name, **run} for name, run in stops.items()),
         *({"root": n} for n in stops),
     ]
-    result = run_python(SCRIPT, *(json.dumps({"strategy": strategy, **run}) for run in runs), timeout=280).check(0)
+    result = start(strategy, *runs).wait(280).check(0)
     for name in stops:
         (line,) = {line for line in result.stdout.splitlines() if line.startswith(f"{name} ") and line.endswith("143")}
         assert TROUBLE < int(line.removeprefix(name).split()[0]) < STEPS

@@ -198,12 +198,12 @@ def gather_full(strategy: Strategy, state: Any) -> Any:
     if not isinstance(state, Shard):
         return state.clone() if isinstance(state, torch.Tensor) else state
     total = torch.full((math.prod(state.shape),), math.nan, dtype=state.local.dtype)
-    for shard in strategy.processes.all_gather_object(Shard(state.local.clone(), state.shape, state.extent)):
-        assert shard.shape == state.shape
-        assert shard.local.numel() == shard.extent.numel
-        part = shard.extent.take(total)
+    for shape, extent, local in strategy.processes.all_gather_object((state.shape, state.extent, state.local)):
+        assert shape == state.shape
+        assert local.numel() == extent.numel
+        part = extent.take(total)
         assert part.isnan().all()
-        part.copy_(shard.local.reshape(-1))
+        part.copy_(local.reshape(-1))
     assert not total.isnan().any()
     return total.view(state.shape)
 

@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -110,7 +110,7 @@ def serve(folder: Path) -> None:
             importlib.import_module(name)
     signal.signal(signal.SIGCHLD, lambda *_: _write_exit_codes(folder))
     for line in sys.stdin:
-        # A child's end is written when its process id has been told.
+        # A child's end is written when its process id has been sent.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         pid = os.fork()
         if pid == 0:
@@ -148,10 +148,15 @@ def _become(code: str, cwd: str, env: dict[str, str], path: list[str], stdout: s
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
         status = 0
     except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
+        # As Python ends: os._exit does not wait for threads, nor call what was registered.
+        threading._shutdown()
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

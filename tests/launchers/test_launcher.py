@@ -27,6 +27,22 @@ die_with_parent()
 rank = int(os.environ["RANK"])
 """
 
+PROGRAMS = {
+    "a dash as the last argument": ([__file__, "--out", "-"], ""),
+    "options": (["-u", "-W", "ignore", "-Xdev", "-X", "utf8", "-Werror", __file__, "-"], ""),
+    "a long option": (["--check-hash-based-pycs", "always", __file__], ""),
+    "a folder": ([os.path.dirname(__file__), "-"], ""),
+    "a command": (["-uc", "pass", "-"], ""),
+    "a command in one word": (["-cpass"], ""),
+    "a module": (["-m", "json.tool", "-"], ""),
+    "nothing": ([], "its program came from standard input"),
+    "only options": (["-u", "-X", "dev"], "its program came from standard input"),
+    "a dash": (["-u", "-", "train.py"], "its program came from standard input"),
+    "no file": (["gone.py"], "'gone.py' is not found from the current directory"),
+    "no module": (["-um", "gone.train"], "the module 'gone.train' is not found from the current directory"),
+}
+"""Arguments of Python, and the beginning of why the program cannot be started a second time; empty: it can."""
+
 LOOP = (
     BEGIN
     + """
@@ -182,16 +198,28 @@ def test_where_it_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> No
     thread.start()
     thread.join()
     assert reasons == ["this is not its main thread"]
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", [__file__, "--out", "-"])
-        patch.setattr(sys, "orig_argv", [sys.executable, __file__, "--out", "-"])
-        assert can_relaunch({}) is None
-    monkeypatch.setattr(sys, "argv", ["gone.py"])
-    assert "'gone.py' is not found from the current directory" in str(can_relaunch({}))
+    monkeypatch.setattr(sys, "argv", ["--changed", "by", "the program"])
+    Path("elsewhere").mkdir()
+    Path("elsewhere", "gone.py").touch()
+    monkeypatch.syspath_prepend(str(Path("elsewhere").resolve()))  # as the folder in which Python was started
+    for words, reason in PROGRAMS.values():
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, *words])
+        found = can_relaunch({})
+        assert (found or "").startswith(reason), (words, found)
+        assert bool(found) is bool(reason), (words, found)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     assert can_relaunch({}) == "it was itself started by multiprocessing"
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert can_relaunch({}) == "it is an interactive session"
+
+
+@pytest.mark.parametrize("words", [("-u", "/dev/stdin"), ("-",)])
+def test_a_program_from_a_pipe_is_not_started_twice(words: tuple[str, ...]) -> None:
+    """/dev/stdin is empty for the processes that would be started: they would end well, and have done nothing."""
+    source = b"from trainer.launchers.launcher import can_relaunch\nprint(can_relaunch())"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)} | {"PYTEST_CURRENT_TEST": ""}
+    done = subprocess.run([sys.executable, *words], input=source, capture_output=True, env=env)
+    assert done.stdout.startswith(b"its program came from "), done
 
 
 def test_die_with_parent_does_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

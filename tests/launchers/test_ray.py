@@ -110,7 +110,7 @@ sys.exit(code)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(find_spec("ray") is None, reason='needs Ray: pip install "exact-trainer[ray]"')
+@pytest.mark.skipif(find_spec("ray") is None, reason='needs Ray: pip install "ray[train]"')
 def test_killed_workers_in_a_job_of_the_users_and_of_the_command(tmp_path: Path) -> None:
     """Both run in one job, and neither may resume the other's run; rank 0 is killed in one, rank 1 in the other."""
     for name, text in (("users.py", USERS), ("run.yaml", CONFIG), ("job.py", JOB)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,28 @@ def manual_with_schedule(library: Library, Net: Any, record: Record) -> Any:  # 
     return Module
 
 
+def manual_with_closure(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer = self.optimizers()
+
+            def closure() -> Any:
+                loss = self.wrote(self.loss_of(batch))
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                return loss
+
+            returned = optimizer.step(closure=closure)
+            record.noted.append(float(returned))
+            return returned
+
+    return Module
+
+
 # -- logged values -----------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +268,236 @@ def notes_metrics(library: Library, Net: Any, record: Record) -> Any:  # noqa: N
             note(self, "train epoch")
 
     return Module
+
+
+def metrics_in_every_hook(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    """Note how many batches two metrics contain in every hook between two epochs and evaluations."""
+
+    def hook(name: str) -> Any:
+        def note(self: Any) -> None:
+            counts = (name, self.train_error.update_count, self.val_error.update_count)
+            record.noted.append((*counts, *(float(metric.compute()) for metric in self.metrics if metric.update_count)))
+
+        return note
+
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.train_error, self.val_error = MeanSquaredError(), MeanSquaredError()
+            self.metrics = [self.train_error, self.val_error]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.train_error(self(batch[0]).detach(), batch[1])
+            self.log("train_error", self.train_error, on_step=False, on_epoch=True)
+            return self.wrote(self.loss_of(batch))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.val_error(self(batch[0]), batch[1])
+            self.log("val_error", self.val_error)
+
+        test_step = validation_step
+
+    stages = [f"{stage}{part}" for stage in ("train", "validation", "test") for part in ("", "_epoch")]
+    hooks = [f"on_{stage}_{place}" for stage in stages for place in ("start", "end")]
+    return type("Module", (Module,), {name: hook(name) for name in hooks})
+
+
+def latest_values(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.wrote(self.loss_of(batch))
+            self.log("loss", loss)
+            self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("bar", loss, prog_bar=True, logger=False)
+            return loss
+
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            for values in (self.trainer.logged_metrics, self.trainer.progress_bar_metrics):
+                record.noted.append({name: float(value) for name, value in values.items() if name != "epoch"})
+            record.noted.append({type(value).__name__ for value in self.trainer.progress_bar_metrics.values()})
+
+        def on_train_epoch_end(self) -> None:
+            record.noted.append(sorted({"epoch", *self.trainer.logged_metrics}))
+
+    return Module
+
+
+def logged_in_both_ways(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("both", self.loss_of(batch), on_step=True, on_epoch=True)
+            self.log("epoch_only", self.loss_of(batch), prog_bar=True)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("end", 3.0)
+
+    return Module
+
+
+def logs_seldom(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    """Log one value in one step of an epoch, and note it in all hooks after it."""
+
+    def hook(self: Any, *arguments: Any) -> None:
+        found = self.trainer.callback_metrics.get("seldom")
+        record.noted.append(None if found is None else float(found))
+
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 1:
+                self.log("seldom", loss)
+            return loss
+
+    hooks = ("on_train_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_epoch_start")
+    return type("Module", (Module,), dict.fromkeys(hooks, hook))
+
+
+def logs_and_reads(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    """Log in hooks and look at once, in the module's hooks and in those of a callback after another."""
+
+    class Module(Net):
+        def note(self) -> None:
+            trainer = self.trainer
+            for values in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
+                record.noted.append({name: float(value) for name, value in values.items() if name != "epoch"})
+
+        def on_train_epoch_start(self) -> None:
+            self.log("start", float(self.current_epoch))
+
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                self.log("val_end", torch.tensor(self.global_step), prog_bar=True)
+                self.note()
+
+        def on_train_epoch_end(self) -> None:
+            self.log("end", float(self.global_step), logger=False)
+            self.note()
+
+        on_test_epoch_end = on_train_epoch_end
+
+    return Module
+
+
+def two_that_log(library: Library, record: Record, folder: Path) -> list[Any]:
+    def logs(self: Any, trainer: Any, module: Any) -> None:
+        module.log("first", 2.0 + trainer.current_epoch)
+
+    def reads(self: Any, trainer: Any, module: Any) -> None:
+        record.noted.append(float(trainer.callback_metrics["first"]))
+
+    return [type(name, (library.Callback,), {"on_train_epoch_end": do})() for name, do in (("A", logs), ("B", reads))]
+
+
+def logs_before_the_forward(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.log("before", float(self.global_step), on_step=True, on_epoch=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.wrote(self.loss_of(batch))
+
+    return Module
+
+
+def metric_by_default(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.error = MeanSquaredError()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.error(self(batch[0]).detach(), batch[1])
+            self.log("error", self.error)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            record.noted.append((self.error.update_count, float(self.error.compute())))
+
+    return Module
+
+
+@dataclass
+class Pair:
+    """A batch that is a dataclass."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Batches(IterableDataset[Any]):
+    """Whole batches of 2 to 5 samples, of a form that `make(x, y)` gives them."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __iter__(self) -> Any:
+        for size in range(2, 6):
+            yield self.make(*next(iter(loader(size, size))))
+
+
+def logs_twice(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.wrote(self.loss_of(batch))
+            self.log("twice", loss)
+            self.log("twice", 3 * loss)
+            return loss
+
+    return Module
+
+
+def one_name_in_two_hooks(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def on_validation_batch_end(self, *arguments: Any) -> None:
+            self.log("val_loss", 100.0)
+
+    return Module
+
+
+def maxima_of_nan(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            value = float("nan") if batch_idx == 1 else float(batch_idx)
+            for reduction in ("min", "max"):
+                self.log(f"{reduction} of numbers", value, reduce_fx=reduction)
+                self.log(f"{reduction} of tensors", torch.tensor(value), reduce_fx=reduction)
+
+    return Module
+
+
+def batches_of(make: Any, read: Any) -> dict[str, Any]:
+    """Return the definition and the action of a scenario with such batches."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.wrote(self.loss_of(read(batch)))
+                self.log("loss", loss, on_step=False, on_epoch=True)
+                return loss
+
+            def validation_step(self, batch: Any, batch_idx: int) -> Any:
+                self.log("val_loss", self.loss_of(read(batch)))
+
+        return Module
+
+    data = lambda: DataLoader(Batches(make), batch_size=None)  # noqa: E731
+    return {"define": define, "action": fit_with(data, data)}
+
+
+def returned(trainer: Any, module: Any) -> None:
+    results = trainer.validate(module, loader())
+    module.record.noted.append(
+        {name: v for one in ([results], results)[isinstance(results, list)] for name, v in one.items()}
+    )
+
+
+def best_of_the_former(trainer: Any, module: Any) -> None:
+    """Resume from the best checkpoint with nothing left to train."""
+    for ckpt_path in (None, "best"):
+        trainer.fit(module, loader(), loader(seed=8), ckpt_path=ckpt_path)
+        saving = trainer.checkpoint_callback
+        module.record.noted += [Path(saving.best_model_path).stem, float(saving.best_model_score)]
+    module.record.noted.append(bool(trainer.validate(module, loader(seed=8), ckpt_path="best")))
 
 
 # -- steps, modes, hooks -----------------------------------------------------------------------------------------------
@@ -777,6 +1030,74 @@ SCENARIOS = [
         "max_steps in an epoch", settings={"max_steps": 6, "max_epochs": -1}, differs={"end": "stop inside an epoch"}
     ),
     Scenario("max_steps at an epoch's end", settings={"max_steps": 8, "max_epochs": -1}),
+    Scenario("metrics in every hook", metrics_in_every_hook, {"max_epochs": 2}),
+    Scenario(
+        "metrics in every hook of a test",
+        metrics_in_every_hook,
+        action=lambda trainer, module: trainer.test(module, loader()),
+        differs={"logged": "step axis"},
+    ),
+    Scenario("latest values", latest_values),
+    Scenario("latest values between two flushes", latest_values, {"log_every_n_steps": 3}),
+    Scenario("logged in one step of an epoch", logs_seldom, differs={"logged": "value logged in some steps"}),
+    Scenario("logged in one step between two flushes", logs_seldom, {"log_every_n_steps": 4}),
+    Scenario("logged and read in hooks", logs_and_reads, callbacks=two_that_log),
+    Scenario(
+        "logged and read in hooks of a test",
+        logs_and_reads,
+        action=lambda trainer, module: trainer.test(module, loader()),
+        differs={"logged": "step axis"},
+    ),
+    Scenario(
+        "logged before the forward", logs_before_the_forward, action=fit_with(lambda: loader(10, 4), lambda: loader(7))
+    ),
+    Scenario("a metric by default", metric_by_default),
+    Scenario("batches that are dataclasses", **batches_of(Pair, lambda batch: (batch.x, batch.y))),
+    Scenario(
+        "batches with tensors of several lengths",
+        **batches_of(lambda x, y: {"x": x, "y": y, "mask": torch.ones(7, 7)}, lambda batch: (batch["x"], batch["y"])),
+    ),
+    Scenario(
+        "several samples made one batch",
+        action=fit_with(*2 * [lambda: DataLoader(list(Batches(lambda *xy: xy)), 1, collate_fn=lambda batch: batch[0])]),
+        differs={"logged": "samples of a batch", "metrics": "samples of a batch"},
+    ),
+    Scenario(
+        "logged twice in a step",
+        logs_twice,
+        differs=dict.fromkeys(("logged", "metrics"), "value of a window"),
+    ),
+    Scenario(
+        "one name in two hooks",
+        one_name_in_two_hooks,
+        differs=dict.fromkeys(("logged", "metrics"), "one name in two hooks"),
+    ),
+    Scenario("maxima and minima of NaN", maxima_of_nan),
+    Scenario("returned values", logged_in_both_ways, action=returned, differs={"logged": "evaluation by step"}),
+    Scenario(
+        "the best when nothing is left to train",
+        settings={"max_epochs": 1},
+        callbacks=lambda library, record, folder: [library.ModelCheckpoint(monitor="val_loss")],
+        action=best_of_the_former,
+        differs={
+            "hooks": "hooks of a resume",
+            "module_hooks": "hooks of a resume",
+            "end": "evaluated checkpoint",
+            "logged": "evaluated checkpoint",
+        },
+    ),
+    Scenario(
+        "None for a setting",
+        settings=dict.fromkeys(
+            (
+                *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+                *("val_check_interval", "num_sanity_val_steps", "log_every_n_steps", "precision", "deterministic"),
+                "gradient_clip_algorithm",
+            )
+        ),
+    ),
+    Scenario("min_steps within an epoch", stops, {"min_steps": 2, "max_epochs": 3}),
+    Scenario("min_steps without min_epochs", stops, {"min_steps": 2, "min_epochs": 2, "max_epochs": 3}),
     Scenario("min_steps above an epoch", settings={"min_steps": 6, "max_epochs": 1}),
     Scenario("validation every 2 batches", settings={"val_check_interval": 2}),
     Scenario("validation every half epoch", settings={"val_check_interval": 0.5}),
@@ -826,6 +1147,16 @@ SCENARIOS = [
     ),
     Scenario("plateau on a validation", scheduled(plateau, monitor="val_loss"), {"max_epochs": 3}),
     Scenario("manual, two optimizers", manual, differs={"end": "steps of several optimizers"}),
+    Scenario("manual, with a closure", manual_with_closure),
+    Scenario(
+        "manual accumulation beyond a validation",
+        manual_with_schedule,
+        action=fit_with(lambda: loader(9), lambda: loader(seed=8)),
+        differs={
+            "end": "steps of several optimizers",
+            **dict.fromkeys(("losses", "weights", "metrics", "logged"), "zero_grad of a validation"),
+        },
+    ),
     Scenario("manual, with a schedule", manual_with_schedule, differs={"end": "steps of several optimizers"}),
     Scenario("early stopping", values(1.0, 2.0, 3.0, 4.0), {"max_epochs": 4}, early(monitor="val_loss", patience=2)),
     Scenario(
@@ -1150,6 +1481,19 @@ SCENARIOS = [
         values(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
         {"max_epochs": 6},
         early(monitor="val_loss", patience=2, check_on_train_epoch_end=True),
+    ),
+    Scenario(
+        "early stopping with a change below 0",
+        values(2.0, 2.25, 2.5, 2.75, 4.0, 3.75, 4.5),
+        {"max_epochs": 7},
+        early(monitor="val_loss", patience=1, min_delta=-0.5),
+    ),
+    Scenario(
+        "early stopping without a validation",
+        logs(on_step=False, on_epoch=True),
+        {"max_epochs": 4, "limit_val_batches": 0, "val_check_interval": 0.5},
+        early(monitor="loss", patience=1, min_delta=100.0),
+        differs=dict.fromkeys(ALL[:-1], "time of early stopping"),
     ),
     Scenario("early stopping on NaN", values(5.0, float("nan"), 8.0), {"max_epochs": 4}, early(monitor="val_loss")),
     Scenario(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from tests.lightning.both import LIGHTNING, OURS, Library, Record, Scenario, loader, run
 from tests.lightning.scenarios import StepLR, with_optimizer
 from trainer import ConfigError
+from trainer.settings import NONE_IS_DEFAULT, Settings
 
 fit = lambda trainer, module: trainer.fit(module, loader(), loader(seed=8))  # noqa: E731
 
@@ -42,6 +45,49 @@ def test_settings_that_only_lightning_takes(name: str, tmp_path: Path) -> None:
         assert isinstance(run(LIGHTNING, REFUSED[name](LIGHTNING), tmp_path), Record)
     with pytest.raises(ConfigError):
         run(OURS, REFUSED[name](OURS), tmp_path)
+
+
+def test_none_means_the_default_where_it_does_in_lightning() -> None:
+    theirs = inspect.signature(LIGHTNING.Trainer).parameters
+    ours = {field.name: field.default for field in dataclasses.fields(Settings)}
+    both = {name for name in ours.keys() & theirs.keys() if theirs[name].default is None}
+    assert {name for name in both if ours[name] is not None} == set(NONE_IS_DEFAULT)
+
+
+class Promises:
+    """An iterable of three batches with a length of its own."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(loader())[:3]
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_loader_that_keeps_no_promise(length: int, tmp_path: Path) -> None:
+    for action in (
+        lambda t, m: t.fit(m, Promises(length), loader()),
+        lambda t, m: t.fit(m, loader(), Promises(length)),
+    ):
+        assert run(LIGHTNING, Scenario("", action=action), tmp_path).end["global_step"] in (2 * min(length, 3), 8)
+        with pytest.raises(ConfigError, match=f"its length is {length}: the Promises has a wrong __len__"):
+            run(OURS, Scenario("", action=action), tmp_path)
+
+
+def test_the_counters_after_evaluating_a_checkpoint(tmp_path: Path) -> None:
+    def fit_and_validate(trainer: Any, module: Any) -> None:
+        trainer.fit(module, loader(), loader(seed=8))
+        trainer.validate(module, loader(seed=8), ckpt_path="best")
+
+    keep = lambda library, record, folder: [library.ModelCheckpoint(monitor="loss", mode="max", save_top_k=1)]  # noqa: E731
+    action = Scenario("", callbacks=keep, action=fit_and_validate, settings={"max_epochs": 3})
+    theirs, ours = (run(library, action, tmp_path) for library in (LIGHTNING, OURS))
+    assert theirs.end["global_step"] == 12
+    assert ours.end["global_step"] == int(ours.best[0].rpartition("=")[2]) < 12
 
 
 def test_a_batch_that_is_none_is_named() -> None:

@@ -1,10 +1,12 @@
-"""Processes that disagree are told before the first step, with both values; what may differ goes through."""
+"""Processes that disagree are reported before the first step, with both values; what may differ goes through."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
-from tests.helpers.processes import run_distributed
+from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.strategy_runs import WAYS, Way, run_each, skip_if_missing
 from trainer import Callback, ConfigError, Trainer, TrainModule
@@ -29,7 +31,8 @@ from trainer.callbacks import (
     Timer,
 )
 from trainer.distributed.process_group import TorchProcessGroup
-from trainer.loop.agreement import as_text, compare
+from trainer.loop.agreement import as_text, compare, optimizer_facts
+from trainer.optimizers import SchedulerConfig
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -52,6 +55,16 @@ class Chosen(MLP):
             self.extra = nn.Linear(FEATURES, 1)
         elif other == "buffer":
             self.register_buffer("mean", torch.zeros(3))
+        elif other == "order":
+            weight = self.layers[0].weight
+            del self.layers[0].weight
+            self.layers[0].weight = weight  # behind the bias now
+        elif other == "strides":
+            self.layers[2].weight = nn.Parameter(self.layers[2].weight.detach().t())
+        elif other == "tied":
+            self.layers[2].bias = self.layers[0].bias
+        elif other == "dropout":
+            self.layers[1] = nn.Dropout(0.5)
 
     def configure_model(self) -> None:
         if self.other == "built late":
@@ -63,7 +76,9 @@ class Chosen(MLP):
         groups: Any = [{"params": [p for p in self.parameters() if p.requires_grad], "weight_decay": 0.0}]
         if self.other == "weight_decay":
             groups[0]["weight_decay"] = 0.5
-        optimizer = kind(groups, lr=lr)
+        optimizer: Any = kind(groups, lr=lr)
+        if self.other == "option of its own":
+            optimizer.rho = 0.5
         if self.other == "no scheduler":
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7 if self.other == "step_size" else 5)
@@ -128,7 +143,13 @@ MODULES = {
     "no scheduler": "schedulers: [StepLR] on rank 0, and [] on rank 1",
     "step_size": "StepLR, step_size: 5 on rank 0, and 7 on rank 1",
     "interval": "StepLR, interval: 'step' on rank 0, and 'epoch' on rank 1",
+    "order": "the order of the parameters: ['layers.0.weight', 'layers.0.bias', 'layers.2.weight'",
+    "strides": "and '[16, 16] torch.float32, strides [1, 16], trained' on rank 1",
+    "tied": "'layers.0.bias', 'layers.2.weight', 'layers.4.weight'",
+    "dropout": "layer layers.1: 'Tanh()' on rank 0, and 'Dropout(p=0.5, inplace=False)' on rank 1",
+    "option of its own": "AdamW, rho: missing on rank 0, and 0.5 on rank 1",
 }
+FOLDERS = "ModelCheckpoint.dirpath: 'folder saved-by-rank-0' on rank 0, and 'folder saved-by-rank-1' on rank 1"
 LOADERS: dict[str, tuple[Any, str]] = {
     "samples": (lambda: DataLoader(MLP.data(20), 4), "the training loader, samples in an epoch: 16 on rank 0, and 20"),
     "batch size": (
@@ -138,6 +159,10 @@ LOADERS: dict[str, tuple[Any, str]] = {
     "shuffled": (
         lambda: DataLoader(MLP.data(16), 4, shuffle=True),
         "the training loader, sampler: SequentialSampler on rank 0, and RandomSampler on rank 1",
+    ),
+    "indices": (
+        lambda: DataLoader(Subset(MLP.data(32), range(16, 32)), 4),
+        "the training loader, indices of its dataset: None on rank 0, and '16 numbers (",
     ),
     "a list": (
         lambda: list(DataLoader(MLP.data(16), 4)),
@@ -166,6 +191,10 @@ def run_all(name: str) -> dict[str, str | None]:
     found = {}
     for case, (*by_rank, _) in SETTINGS.items():
         found["settings", case] = fit(way, Chosen(""), data(), data(), by_rank[rank])
+    saving = ModelCheckpoint(f"saved-by-rank-{rank}")
+    found["folders", "of shards"] = fit(
+        way, Chosen(""), data(), None, {"callbacks": saving, "enable_checkpointing": True}
+    )
     for case in MODULES:
         found["module", case] = fit(way, Chosen(case if rank else ""), data(), None, {})
     for case, (other, _) in LOADERS.items():
@@ -176,24 +205,24 @@ def run_all(name: str) -> dict[str, str | None]:
 
 EXPECTED = {
     **{f"settings {case}": expected for case, (_, _, expected) in SETTINGS.items()},
+    "folders of shards": FOLDERS,
     **{f"module {case}": expected for case, expected in MODULES.items()},
     **{f"loader {case}": expected for case, (_, expected) in LOADERS.items()},
     "loader validation": VALIDATION,
 }
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("agreement"))
-        return run_each(run_all, NAMES)
+reported = once_per_module(lambda: run_each(run_all, NAMES))
 
 
 @pytest.mark.parametrize("case", EXPECTED)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_differs_is_told_on_both_ranks_before_the_first_step(name: str, case: str, told: Any) -> None:
+def test_what_differs_is_reported_on_both_ranks_before_the_first_step(name: str, case: str, reported: Any) -> None:
     skip_if_missing(name)
-    for rank in told[name]:
+    if case == "folders of shards" and name == "DDP x2":  # only rank 0 writes
+        assert [rank[case] for rank in reported[name]] == [None, None]
+        return
+    for rank in reported[name]:
         assert rank[case] is not None, "the run went on"
         assert "the processes do not agree:\n  " in rank[case]
         assert EXPECTED[case] in rank[case]
@@ -214,12 +243,43 @@ def build_on(name: str) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("name", ["FSDP x2", "ZeRO-3 x2"])
-def test_layers_that_differ_are_told_wherever_they_are_built(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_layers_that_differ_are_reported_wherever_they_are_built(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     skip_if_missing(name)
     monkeypatch.chdir(tmp_path)
     for rank in run_each(build_on, [name])[name]:
         for said in rank.values():
             assert "parameter late.weight: '[2, 2] torch.float32, trained' on rank 0, and '[3, 2]" in said
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def saving_and_configured(name: str) -> dict[str, Any]:
+    """Return the errors of a JSON file that has another content on each rank, and of a path that depends on it."""
+    rank = int(os.environ["RANK"])
+    folder = Path(f"machine-{rank}")
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000 + rank}}))
+    os.chdir(folder)
+    of_json = fit(Way("deepspeed", 2, (("config", "ds.json"),)), Chosen(""), data(), None, {})
+    os.chdir("..")
+    trainer = WAYS[name].trainer(seed=1, max_epochs=1, watchdog_seconds=60)
+    trainer.fit(Chosen(""), data())
+    try:
+        trainer.save_checkpoint(f"by-rank-{rank}")
+    except ConfigError as error:
+        return {"json": of_json, "path": str(error)}
+    return {"json": of_json, "path": None}
+
+
+def test_contents_of_files_and_places_of_shards_are_compared(tmp_path: Path, monkeypatch: Any) -> None:
+    skip_if_missing("ZeRO-2 x2")
+    monkeypatch.chdir(tmp_path)
+    for said in run_each(saving_and_configured, ["ZeRO-2 x2"])["ZeRO-2 x2"]:
+        assert "DeepSpeedStrategy, content of config: " in said["json"]
+        assert "1000" in said["json"]
+        assert "1001" in said["json"]
+        assert "path: 'folder by-rank-0' on rank 0, and 'folder by-rank-1' on rank 1" in said["path"]
 
 
 # -- what may differ ---------------------------------------------------------------------------------------------------
@@ -321,5 +381,56 @@ def test_of_many_ranks_each_value_is_named_once(tmp_path: Path, monkeypatch: Any
 def test_texts_of_values_have_no_addresses_order_of_sets_or_paths() -> None:
     assert as_text({"b": {3, 1}, "a": (True, None)}) == as_text({"a": [True, None], "b": {1, 3}})
     assert as_text([Path("/a"), "/b/c", "~/d"]) == "[a path, a path, a path]"
-    assert as_text([object(), as_text, MLP]) == "[object, as_text, MLP]"
+    assert as_text([object(), data, MLP]) == "[object, data[16, 4], MLP]"
     assert as_text(torch.tensor(0.5)) == as_text(0.5) != as_text(0.25)
+
+
+# -- what is compared of an object -------------------------------------------------------------------------------------
+
+
+def schedule(warm_up: int, step: int = 0) -> Any:
+    return lambda epoch: min(1.0, epoch / warm_up)
+
+
+def decayed(epoch: int, total: int) -> float:
+    return 1.0 - epoch / total
+
+
+def scheduler_facts(warm_up: int, total: int, step_size: int) -> dict[str, object]:
+    module = MLP()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    kinds = torch.optim.lr_scheduler
+    inner = [kinds.StepLR(optimizer, step_size), kinds.ConstantLR(optimizer)]
+    schedulers = [
+        kinds.SequentialLR(optimizer, inner, milestones=[step_size]),
+        kinds.ChainedScheduler(inner),
+        kinds.LambdaLR(optimizer, schedule(warm_up)),
+        kinds.LambdaLR(optimizer, partial(decayed, total=total)),
+    ]
+    facts = optimizer_facts(module, [optimizer], [SchedulerConfig(one) for one in schedulers])
+    return {name: as_text(value) for name, value in facts}
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        ((3, 9, 2), set()),
+        ((4, 9, 2), {"LambdaLR, lr_lambdas"}),
+        ((3, 8, 2), {"LambdaLR number 2, lr_lambdas"}),
+        (
+            (3, 9, 5),
+            {"SequentialLR, StepLR.step_size", "SequentialLR, milestones", "ChainedScheduler, StepLR.step_size"},
+        ),
+    ],
+    ids=["nothing", "closure", "partial", "inside"],
+)
+def test_schedulers_inside_of_schedulers_and_functions_are_compared(other: Any, names: set[str]) -> None:
+    one, two = scheduler_facts(3, 9, 2), scheduler_facts(*other)
+    assert {name for name in one | two if one.get(name) != two.get(name)} == names
+
+
+def test_functions_differ_by_their_numbers() -> None:
+    texts = [as_text(one) for one in (lambda step: 0.5**step, lambda step: 0.9**step, schedule(3), schedule(4))]
+    assert len(set(texts)) == 4
+    assert as_text(schedule(3)) == as_text(schedule(3))
+    assert "warm_up" in as_text(schedule(3))

@@ -241,7 +241,14 @@ def test_looking_for_a_further_batch_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("least", "steps"),
-    [({"min_steps": 5}, 5), ({"min_epochs": 2}, 8), ({"min_epochs": 1, "min_steps": 6}, 6), ({}, 1)],
+    [
+        ({"min_steps": 5}, 5),
+        ({"min_steps": 2}, 4),
+        ({"min_epochs": 0, "min_steps": 2}, 2),
+        ({"min_epochs": 2}, 8),
+        ({"min_epochs": 1, "min_steps": 6}, 6),
+        ({}, 1),
+    ],
 )
 def test_a_stop_is_obeyed_when_the_least_is_done(least: dict[str, int], steps: int) -> None:
     class Once(Callback):

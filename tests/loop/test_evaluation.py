@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.helpers.compare import QUIET, as_floats
-from tests.helpers.processes import run_distributed
+from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.callbacks import CSVLogger
@@ -131,18 +131,10 @@ class Positions(Callback):
         self.seen.append((dataloader_idx, batch_idx, outputs.tolist()))
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("two"))
-        return run_distributed(evaluate_everything, 2, 2)
+on_two = once_per_module(lambda: run_distributed(evaluate_everything, 2, 2))
 
 
-@pytest.fixture(scope="module")
-def on_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("one"))
-        return evaluate_everything(1)
+on_one = once_per_module(lambda: evaluate_everything(1))
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])

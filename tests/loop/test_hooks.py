@@ -10,7 +10,8 @@ import pytest
 
 import trainer.callback
 from tests.helpers.journal import Data, Journal, happened, make_module
-from trainer import Callback, Trainer, TrainModule
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, DataModule, Trainer, TrainModule
 from trainer.callback import HOOKS, NOT_ON_MODULES, parameters_of
 from trainer.callbacks import ModelCheckpoint
 from trainer.loop.checks import LIGHTNING_EQUIVALENTS, MODULE_HOOKS
@@ -318,6 +319,29 @@ def test_an_error_in_on_exception_hides_neither_the_first_one_nor_teardown(
     assert "while handling the module's own" in caplog.text
 
 
+@pytest.mark.parametrize("failing", [("teardown",), ("on_exception", "teardown")])
+def test_a_callback_that_fails_at_the_end_keeps_no_other_from_closing(failing: tuple[str, ...], tmp_path: Path) -> None:
+    """A callback, the data module and the module all fail; what comes after them is called."""
+    journal: list[str] = []
+
+    def fails(name: str) -> Any:
+        def hook(self: Any, *arguments: Any) -> None:
+            journal.append(f"{type(self).__name__} {name}")
+            raise RuntimeError(f"{type(self).__name__} {name}")
+
+        return hook
+
+    hooks = {name: fails(name) for name in failing}
+    steps = {"training_step": breaks} if "on_exception" in failing else {}
+    first, last = (type(name, (Callback,), hooks)() for name in ("First", "Last"))
+    module = type("Own", (Toy,), {**steps, "teardown": fails("teardown")})()
+    data = type("Data", (DataModule,), {**hooks, "train_dataloader": lambda self: loader(1)})()
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        quiet(max_steps=1, callbacks=[first, last]).fit(module, datamodule=data)
+    expected = ["First on_exception", "Last on_exception", "Data on_exception"] if steps else []
+    assert journal == [*expected, "Data teardown", "First teardown", "Last teardown", "Own teardown"]
+
+
 def test_every_hook_stands_in_the_pseudocode_and_every_hook_of_the_pseudocode_exists() -> None:
     pseudocode = trainer.callback.__doc__
     assert pseudocode is not None
@@ -343,3 +367,14 @@ def test_the_two_lists_of_hooks_agree() -> None:
     assert set(MODULE_HOOKS) == on_both | of_modes
     for hook in on_both:
         assert parameters_of(getattr(TrainModule, hook)) == parameters_of(getattr(Callback, hook))[2:]
+
+
+def test_a_module_may_give_one_callback_by_itself() -> None:
+    class Gives(Toy):
+        def configure_callbacks(self) -> Any:
+            return ModelCheckpoint(filename="of the module")
+
+    trainer = quiet(max_epochs=1, enable_checkpointing=True)
+    trainer.fit(Gives(), loader(1))
+    assert [path.name for path in (trainer.run_dir / "checkpoints").glob("of*")] == ["of the module"]
+    assert len(trainer.checkpoint_callbacks) == 1

@@ -1,4 +1,4 @@
-"""What a run leaves out though it was given is told, once: states of a checkpoint, a step or a loader of validation."""
+"""What a run leaves out though it was given is reported once: states of a checkpoint, a step, a validation loader."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_states_of_callbacks_and_data_that_are_missing_are_named_in_one_warning(
     caplog.clear()
     counts = Counts()
     quiet(max_epochs=2, callbacks=counts).fit(Toy(), loader(2), loader(1), ckpt_path=path)
-    [told] = [words for words in warnings_of(caplog) if "the state of" in words]
+    [reported] = [words for words in warnings_of(caplog) if "the state of" in words]
     for name in ("the callback Counts-2", "the callback mine", "EarlyStopping", "ModelCheckpoint", "the data module"):
-        assert name in told
-    assert "callback Counts," not in told
+        assert name in reported
+    assert "callback Counts," not in reported
     assert counts.count == 4
 
 
-def test_nothing_is_told_where_nothing_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_reported_where_nothing_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = saved(tmp_path, Counts(), train_dataloaders=loader(2), val_dataloaders=loader(1))
     caplog.clear()
     again = [ModelCheckpoint(tmp_path / "checkpoints"), Counts(), EarlyStopping("train_loss")]

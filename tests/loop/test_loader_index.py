@@ -31,7 +31,7 @@ def test_a_method_may_need_the_index_of_the_only_loader_or_have_no_place_for_it(
     assert seen == [("start", 0), ("step", 0), "callback", ("end", {})]
 
 
-def test_what_cannot_take_the_index_of_one_of_several_loaders_is_told_before_the_first_step() -> None:
+def test_what_cannot_take_the_index_of_one_of_several_loaders_is_reported_before_the_first_step() -> None:
     class Module(Toy):
         def on_train_start(self) -> None:
             raise AssertionError("training has begun")
@@ -43,16 +43,16 @@ def test_what_cannot_take_the_index_of_one_of_several_loaders_is_told_before_the
     hook = LambdaCallback(on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: None)
     with pytest.raises(ConfigError) as error:
         quiet(max_epochs=1, callbacks=hook).fit(Module(), loader(1), [loader(1), loader(1)])
-    for told in (
+    for reported in (
         "LambdaCallback.on_validation_batch_end cannot take dataloader_idx",
         "Module.on_validation_batch_start cannot take dataloader_idx",
         "Module.validation_step cannot take dataloader_idx by position",
         "define validation_step(self, batch, batch_idx, dataloader_idx=0)",
     ):
-        assert told in str(error.value)
+        assert reported in str(error.value)
 
 
-def test_a_hook_that_takes_neither_is_told_when_the_trainer_is_made() -> None:
+def test_a_hook_that_takes_neither_is_reported_when_the_trainer_is_made() -> None:
     class Hooks(Callback):
         def on_test_batch_start(self, trainer: Any, module: Any, **more: Any) -> None: ...  # type: ignore[override]
 
@@ -61,7 +61,7 @@ def test_a_hook_that_takes_neither_is_told_when_the_trainer_is_made() -> None:
 
 
 @pytest.mark.parametrize("stage", ["test", "predict"])
-def test_an_index_by_keyword_is_told_in_every_evaluation_of_several_loaders(stage: str) -> None:
+def test_an_index_by_keyword_is_reported_in_every_evaluation_of_several_loaders(stage: str) -> None:
     class Module(Toy):
         def test_step(self, batch: Any, batch_idx: int, *, dataloader_idx: int = 0) -> None: ...
 
@@ -74,3 +74,29 @@ def test_an_index_by_keyword_is_told_in_every_evaluation_of_several_loaders(stag
 
 def test_a_step_without_the_index_evaluates_several_loaders() -> None:
     assert {"val_loss/0", "val_loss/1", "val_loss"} == set(quiet().validate(Toy(), [loader(1), loader(2)]))
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_hooks_and_steps_have_the_index_of_each_of_several_loaders(stage: str) -> None:
+    seen: list[Any] = []
+
+    class Indices(Toy):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 7) -> None:
+            seen.append(("step", dataloader_idx))
+
+        test_step = predict_step = validation_step
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            seen.append(("transfer", dataloader_idx))
+            return batch
+
+    def start(trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 7) -> None:
+        seen.append(("start", dataloader_idx))
+
+    def end(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 7) -> None:
+        seen.append(("end", dataloader_idx))
+
+    name = {"validate": "validation"}.get(stage, stage)
+    hooks: dict[str, Any] = {f"on_{name}_batch_start": start, f"on_{name}_batch_end": end}
+    getattr(quiet(callbacks=LambdaCallback(**hooks)), stage)(Indices(), [loader(1), loader(1)])
+    assert seen == [(where, index) for index in (0, 1) for where in ("transfer", "start", "step", "end")]

@@ -63,6 +63,53 @@ def test_a_value_of_weight_zero_does_not_count_even_as_nan(on_device: bool) -> N
     }
 
 
+class MaskedOn(Toy):
+    """Has nothing to count on one rank: every weight there is 0."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.masked = rank
+
+    def log_values(self, names: str) -> None:
+        weight = 0.0 if self.trainer.rank == self.masked else 2.0
+        value = 3.0 if weight else NAN
+        self.log(f"{names}_number", value, weight=weight, on_epoch=True)
+        self.log(f"{names}_tensor", torch.tensor(value), weight=torch.tensor(weight), on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log_values("train")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_values("val")
+
+
+class ReadsSteps(Callback):
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.steps.append(dict(trainer.read_metrics()))
+
+
+def _masked_on_each() -> list[Any]:
+    found = []
+    for rank in range(2):
+        reads = ReadsSteps()
+        trainer = quiet(devices=2, strategy="ddp", max_epochs=1, callbacks=[reads])
+        trainer.fit(MaskedOn(rank), loader(4), loader(4))
+        found.append((reads.steps, as_floats(trainer.callback_metrics)))
+    return found
+
+
+def test_a_process_without_any_weight_leaves_the_values_of_the_others() -> None:
+    for of_rank in run_distributed(_masked_on_each):
+        for steps, last in of_rank:
+            assert [(step["train_number"], step["train_tensor"]) for step in steps] == [(3.0, 3.0)] * len(steps)
+            names = ("train_number_epoch", "train_tensor_epoch", "val_number", "val_tensor")
+            assert {name: last[name] for name in names} == dict.fromkeys(names, 3.0)
+
+
 def test_a_value_by_step_is_a_copy_that_keeps_no_larger_tensor_alive() -> None:
     bases: list[Callable[[], Any]] = []
 
@@ -333,16 +380,13 @@ def test_the_loaders_name_stays_last() -> None:
     values = quiet().validate(module, {"a": numbers(3), "b": numbers(2)})
     assert values == {
         "val_epoch/a": 1.0,
-        "val/a": 1.0,
         "val_epoch/b": 0.5,
-        "val/b": 0.5,
         "plain/a": 1.0,
         "plain/b": 0.5,
         "val_epoch": pytest.approx(0.8),
-        "val": pytest.approx(0.8),
         "plain": pytest.approx(0.8),
     }
-    assert math.isfinite(values["val"])
+    assert math.isfinite(values["val_epoch"])
 
 
 def test_a_value_by_step_in_an_evaluation_is_told() -> None:
@@ -352,3 +396,104 @@ def test_a_value_by_step_in_an_evaluation_is_told() -> None:
 
     with pytest.warns(UserWarning, match=r"self.log\('val', on_step=True\): the steps are those of training"):
         assert quiet().validate(ByStep(), loader(3)) == {"val": 1.0}
+
+
+class Seldom(Toy):
+    """Log one value in some steps only, counted from 1."""
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if (step := self.global_step + 1) in self.steps:
+            self.log("seldom", torch.tensor(10.0 * step), batch_size=step)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("stop", [None, 1, 2, 3, 4, 5], ids=str)
+def test_a_value_logged_between_two_flushes_reaches_the_loggers_once(stop: int | None, tmp_path: Any) -> None:
+    def run(**settings: Any) -> Trainer:
+        saves = ModelCheckpoint(dirpath=tmp_path / "c", save_top_k=1)
+        settings = {"max_epochs": 1, "log_every_n_steps": 4, "enable_checkpointing": True, **settings}
+        trainer = quiet(**settings, logger=CSVLogger(), callbacks=[saves], default_root_dir=tmp_path)
+        trainer.fit(Seldom(1, 2, 6, 9), loader(10), ckpt_path=None if "max_steps" in settings else "last")
+        return trainer
+
+    if stop is not None:
+        run(max_steps=stop)
+    rows = rows_of(run())
+    assert [(int(row["step"]), float(row["seldom"])) for row in rows if "seldom" in row] == [(4, 20.0), (8, 60.0)]
+
+
+def test_a_value_of_an_earlier_step_scores_no_checkpoint(tmp_path: Any) -> None:
+    saves = ModelCheckpoint(tmp_path, monitor="seldom", mode="min", every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet(max_epochs=1, log_every_n_steps=2, enable_checkpointing=True, callbacks=[saves])
+    trainer.fit(Seldom(1, 3), loader(5))
+    assert list(saves.kept.values()) == [10.0, None, 30.0, None, None]
+    assert trainer.callback_metrics["seldom"] == 30.0
+
+
+def _seldom_on_one_rank() -> Any:
+    seen: list[Any] = []
+
+    class Reads(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            seen.append(as_floats(trainer.callback_metrics))
+
+    class Own(Seldom):
+        def on_fit_start(self) -> None:
+            self.steps = ((1, 2), (3, 4))[self.trainer.rank]
+
+    trainer = quiet(devices=2, strategy="ddp", max_epochs=1, log_every_n_steps=4, callbacks=[Reads()])
+    trainer.fit(Own(), loader(8))
+    return seen[0]["seldom"]
+
+
+def test_a_value_that_another_process_logged_in_this_step_takes_the_place_of_an_earlier_one() -> None:
+    assert run_distributed(_seldom_on_one_rank) == [40.0, 40.0]
+
+
+def test_what_is_logged_in_the_last_hook_reaches_the_loggers_and_teardown_refuses() -> None:
+    class Ends(Toy):
+        def on_fit_end(self) -> None:
+            self.log("late", 7.0)
+
+        def teardown(self, stage: str) -> None:
+            with pytest.raises(ConfigError, match="teardown logs nothing: log in on_train_end"):
+                self.log("train_loss", 1.0)
+
+    trainer = quiet(max_epochs=1, logger=CSVLogger())
+    trainer.fit(Ends(), loader(2))
+    assert [row["late"] for row in rows_of(trainer) if "late" in row] == ["7.0"]
+    assert trainer.callback_metrics["late"] == 7.0
+
+
+def test_hooks_around_the_transfer_log_with_the_weight_of_their_batch() -> None:
+    class Transfers(Toy):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.log("size", float(len(batch[0])), on_step=False, on_epoch=True)
+            return batch
+
+    trainer = quiet(max_epochs=1, accumulate_grad_batches=2)
+    data = DataLoader(TensorDataset(torch.randn(7, 4), torch.randn(7, 1)), batch_size=4)
+    trainer.fit(Transfers(), data)
+    expected = (4 * 4 + 3 * 3) / 7
+    assert trainer.callback_metrics["size"] == pytest.approx(expected)
+    assert trainer.validate(Transfers(), data)["size"] == pytest.approx(expected)
+
+
+def test_a_metric_that_was_only_updated_is_logged_by_epoch() -> None:
+    class Updates(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.mean.update(float(batch_idx))
+            self.log("mean", self.mean)
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet(max_epochs=2, log_every_n_steps=1)
+    trainer.fit(Updates(), loader(3))
+    assert trainer.callback_metrics["mean"] == 1.0

@@ -131,3 +131,87 @@ def test_a_step_whose_batches_are_all_skipped_has_no_update() -> None:
     trainer = quiet(max_epochs=1, precision="16-mixed", gradient_clip_val=1.0)
     trainer.fit(SkipsAll(), loader(3))
     assert trainer.global_step == 3
+
+
+def clipped_before_more(module: Waiting, first: Any, second: Any, batch_idx: int) -> None:
+    module.manual_backward(module.first * 2.0)
+    module.clip_gradients(first, 1.5, "value")
+    module.manual_backward(module.first * 1.0 + module.second * 3.0)
+    for optimizer in (first, second):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped_in_each_of_two(module: Waiting, first: Any, second: Any, batch_idx: int) -> None:
+    module.manual_backward(module.first * 2.0 + module.second * 3.0)
+    module.clip_gradients(first, 3.0, "value")
+    second.step()
+    second.zero_grad()
+    if batch_idx % 2:
+        first.step()
+        first.zero_grad()
+
+
+def accumulated_beside_another(module: Waiting, first: Any, second: Any, batch_idx: int) -> None:
+    module.manual_backward(module.first * 2.0)
+    module.manual_backward(module.second * 3.0)
+    for optimizer, every in ((first, 3), (second, 2)):
+        if batch_idx % every == every - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def stepped_a_batch_later(module: Waiting, first: Any, second: Any, batch_idx: int) -> None:
+    if batch_idx % 2:
+        first.step()
+        first.zero_grad()
+    else:
+        module.manual_backward(module.first * 2.0)
+    module.manual_backward(module.second * 3.0)
+    second.step()
+    second.zero_grad()
+
+
+def left_out_if_not_finite(module: Waiting, first: Any, second: Any, batch_idx: int) -> None:
+    first.zero_grad()
+    module.manual_backward(module.first * (float("inf") if batch_idx == 1 else 2.0))
+    if bool(module.clip_gradients(first, 100.0).isfinite()):
+        first.step()
+
+
+class Waiting(TrainModule):
+    """Two numbers, whose gradients wait for a step while the loss scale doubles."""
+
+    automatic_optimization = False
+
+    def __init__(self, script: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.script = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(())), script
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.script(self, *self.optimizers(), batch_idx)
+
+    on_fit_start = ByHand.on_fit_start
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([parameter], lr=1.0) for parameter in (self.first, self.second)]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (clipped_before_more, (-6 * (1.5 + 1.0), -6 * 3.0)),
+        (clipped_in_each_of_two, (-3 * 3.0, -6 * 3.0)),  # the second clip is of 2 + 2
+        (accumulated_beside_another, (-6 * 2.0, -6 * 3.0)),
+        (stepped_a_batch_later, (-3 * 2.0, -6 * 3.0)),
+        (left_out_if_not_finite, (-5 * 2.0, 0.0)),
+    ],
+)
+def test_gradients_that_wait_for_a_step_have_the_scale_of_those_added(script: Any, expected: Any) -> None:
+    module = Waiting(script)
+    trainer = quiet(max_epochs=1, precision="16-mixed")
+    trainer.fit(module, loader(6))
+    assert (float(module.first.detach()), float(module.second.detach())) == expected
+    if script is left_out_if_not_finite:
+        assert trainer.strategy.scaler is not None
+        assert trainer.strategy.scaler.get_scale() == SCALE * 2**5 / 2

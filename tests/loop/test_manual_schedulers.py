@@ -125,13 +125,13 @@ def test_what_is_no_schedule(kind: Any, schedule: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "told"), [({"monitor": "loss"}, 1), ({"frequency": 2}, 1), ({"interval": "step"}, 0)]
+    ("option", "reported"), [({"monitor": "loss"}, 1), ({"frequency": 2}, 1), ({"interval": "step"}, 0)]
 )
 def test_options_without_an_effect_are_told(
-    option: dict[str, Any], told: int, caplog: pytest.LogCaptureFixture
+    option: dict[str, Any], reported: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     quiet(max_epochs=1).fit(Scheduled({"scheduler": Halving(), **option}), loader(1))
-    assert caplog.text.count("monitor and frequency of Halving have no effect") == told
+    assert caplog.text.count("monitor and frequency of Halving have no effect") == reported
 
 
 class Counted(torch.optim.SGD):

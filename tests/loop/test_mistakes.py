@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +26,7 @@ from trainer.callbacks import (
     ModelCheckpoint,
     SimpleProfiler,
     TensorBoardLogger,
+    TorchProfiler,
 )
 from trainer.settings import Settings
 from trainer.strategies import DDPStrategy
@@ -51,9 +55,9 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "argument that went elsewhere": ({"resume_from_checkpoint": "x"}, ["fit(..., ckpt_path=...)"]),
     "argument of accelerate": ({"gradient_accumulation_steps": 2}, ["Use accumulate_grad_batches="]),
     "argument of nobody": ({"colour": "red"}, ["'colour'", "trainer fit --help"]),
-    "epochs with a fraction": ({"max_epochs": 1.5}, ["max_epochs=1.5", "whole number"]),
-    "epochs as text": ({"max_epochs": "3"}, ["max_epochs='3'", "whole number"]),
-    "negative steps": ({"max_steps": -2}, ["max_steps=-2", "whole number"]),
+    "epochs with a fraction": ({"max_epochs": 1.5}, ["max_epochs=1.5", "integer"]),
+    "epochs as text": ({"max_epochs": "3"}, ["max_epochs='3'", "integer"]),
+    "negative steps": ({"max_steps": -2}, ["max_steps=-2", "integer"]),
     "more at least than at most": ({"min_epochs": 3, "max_epochs": 2}, ["min_epochs=3", "max_epochs=2"]),
     "time in words": ({"max_time": "2h"}, ["max_time='2h'", "'DD:HH:MM:SS'", "{'hours': 2}"]),
     "time in unknown units": ({"max_time": {"hour": 2}}, ["max_time={'hour': 2}", "{'hours': 2}"]),
@@ -64,15 +68,22 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "validation never": ({"val_check_interval": 0}, ["val_check_interval=0", "limit_val_batches=0"]),
     "two limits": ({"overfit_batches": 1, "fast_dev_run": True}, ["overfit_batches", "fast_dev_run", "choose one"]),
     "fast_dev_run as text": ({"fast_dev_run": "yes"}, ["fast_dev_run='yes'", "True, False or a number"]),
-    "accumulation by epoch": ({"accumulate_grad_batches": {0: 2}}, ["accumulate_grad_batches={0: 2}", "whole number"]),
+    "accumulation by epoch": ({"accumulate_grad_batches": {0: 2}}, ["accumulate_grad_batches={0: 2}", "integer"]),
     "clipping at less than nothing": ({"gradient_clip_val": -1}, ["gradient_clip_val=-1", "above 0", "None"]),
+    "limit that is no number": ({"limit_val_batches": float("nan")}, ["limit_val_batches=nan", "0.0 to 1.0"]),
+    "interval that is no number": ({"val_check_interval": float("nan")}, ["val_check_interval=nan", "0.0 to 1.0"]),
+    "clipping at no number": ({"gradient_clip_val": float("nan")}, ["gradient_clip_val=nan", "above 0"]),
+    "clipping at infinity": ({"gradient_clip_val": float("inf")}, ["gradient_clip_val=inf", "None for no clipping"]),
+    "watchdog at no number": ({"watchdog_seconds": float("nan")}, ["watchdog_seconds=nan", "or None"]),
     "clipping misspelt": ({"gradient_clip_algorithm": "nrom"}, ["'nrom'", "'norm' and 'value'"]),
-    "logging less than never": ({"log_every_n_steps": -1}, ["log_every_n_steps=-1", "whole number from 0"]),
-    "seed below 0": ({"seed": -1}, ["seed=-1", "whole number from 0"]),
+    "logging less than never": ({"log_every_n_steps": -1}, ["log_every_n_steps=-1", "integer from 0"]),
+    "seed below 0": ({"seed": -1}, ["seed=-1", "integer from 0"]),
     "flag as text": ({"enable_progress_bar": "no"}, ["enable_progress_bar='no'", "True or False"]),
     "benchmark as text": ({"benchmark": "yes"}, ["benchmark='yes'", "True, False or None"]),
     "deterministic and benchmark": ({"deterministic": True, "benchmark": True}, ["benchmark=True", "choose one"]),
-    "no folder": ({"default_root_dir": None}, ["default_root_dir=None", "'runs'"]),
+    "folder with a zero byte": ({"default_root_dir": "a\0b"}, ["default_root_dir=", "a path of this machine"]),
+    "no folder": ({"default_root_dir": 3}, ["default_root_dir=3", "'runs'"]),
+    "no accelerator": ({"accelerator": None}, ["accelerator None", "auto"]),
     "profiler misspelt": ({"profiler": "simpel"}, ["profiler='simpel'", "'simple'"]),
     "profiler class": ({"profiler": SimpleProfiler}, ["profiler=", "'simple'", "callback"]),
     "logger by name": ({"logger": "tensorboard"}, ["'tensorboard' is not a Logger", "CSVLogger()", "True"]),
@@ -140,16 +151,17 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: ModelCheckpoint(every_n_epochs=1, every_n_train_steps=2),
         ["one of every_n_train_steps, every_n_epochs"],
     ),
-    "less than all": (lambda: ModelCheckpoint(save_top_k=-2), ["save_top_k=-2", "-1 for all"]),
+    "less than all": (lambda: ModelCheckpoint(save_top_k=-2), ["save_top_k=-2", "-1: all"]),
     "interval in words": (
         lambda: ModelCheckpoint(train_time_interval="1h"),
         ["'1h'", "a timedelta", "seconds (a number)"],
     ),
     "interval below 0": (lambda: ModelCheckpoint(train_time_interval=-5), ["train_time_interval=-5", "not negative"]),
     "last as a link": (lambda: ModelCheckpoint(save_last="link"), ["save_last='link'", "True or False"]),
+    "number as a folder": (lambda: TorchProfiler(dirpath=3), ["dirpath=3", "give text, a path or None"]),
     "open brace": (lambda: ModelCheckpoint(filename="{epoch"), ["filename='{epoch'", "'{epoch}-{val_loss:.2f}'"]),
     "format of a name": (lambda: ModelCheckpoint(filename="{val_loss:d}"), ["'val_loss'", "'d'", "'.2f'"]),
-    "early stopping's mode": (lambda: EarlyStopping("val_loss", mode="auto"), ["mode='auto'", "'min' and 'max'"]),
+    "early stopping's mode": (lambda: EarlyStopping("val_loss", mode="auto"), ["mode='auto'", "'min', 'max' or None"]),
     "no patience": (lambda: EarlyStopping("val_loss", patience=0), ["patience=0", "from 1"]),
     "hook misspelt": (lambda: LambdaCallback(on_train_begin=print), ["'on_train_begin'", "Did you mean"]),
     "hook of an earlier version": (
@@ -263,13 +275,13 @@ def test_two_processes_inside_pytest() -> None:
 
 
 def test_two_processes_of_a_program_from_standard_input(tmp_path: Path) -> None:
-    script = "import runpy, sys\nsys.stdin = open('program.py')\nsys.argv = ['-']\nexec(sys.stdin.read())\n"
-    (tmp_path / "program.py").write_text(
-        "from tests.helpers.mistakes import Net, fit, quiet\nfit(Net(), trainer=quiet(devices=2))\n"
-    )
-    result = run_python(script, cwd=tmp_path).check(1)
-    assert "standard input" in result.stderr
-    assert "torchrun --nproc-per-node 2" in result.stderr
+    program = "from tests.helpers.mistakes import Net, fit, quiet\nfit(Net(), trainer=quiet(devices=2))\n"
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    assert "standard input" in done.stderr
+    assert "torchrun --nproc-per-node 2" in done.stderr
 
 
 UNUSED = """

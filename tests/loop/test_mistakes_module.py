@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.helpers.mistakes import Net, fit, loader, net, quiet, refused
 from trainer import DataModule, TrainModule
@@ -229,7 +230,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     ),
     "never": (
         with_scheduler(lambda optimizer: {"scheduler": StepLR(optimizer, 1), "frequency": 0}),
-        ["frequency=0", "whole number from 1"],
+        ["frequency=0", "integer from 1"],
     ),
     "scheduler class": (with_scheduler(lambda optimizer: StepLR), ["the class StepLR", "StepLR(optimizer, 10)"]),
     "scheduler of another optimizer": (
@@ -270,6 +271,9 @@ DATA: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "none": (lambda: quiet().fit(Net()), ["pass train_dataloaders=", "define train_dataloader in Net", "datamodule="]),
     "a dataset": (lambda: fit(Net(), EMPTY), ["the dataset TensorDataset", "DataLoader(dataset, batch_size=32)"]),
     "a tensor": (lambda: fit(Net(), torch.zeros(8, 4)), ["a Tensor", "DataLoader(TensorDataset("]),
+    "a loader of a number": (lambda: fit(Net(), DataLoader(7)), ["a int, which has no samples", "a list, a tensor"]),
+    "a loader of a class": (lambda: fit(Net(), DataLoader(Dataset)), ["the class Dataset, which has no samples"]),
+    "a number of numpy": (lambda: fit(Net(), np.float64(2)), ["a float64, which cannot be iterated", "DataLoader"]),
     "a function": (lambda: fit(Net(), loader), ["function", "cannot be iterated", "DataLoader"]),
     "an empty list": (lambda: fit(Net(), []), ["no batch", "length 0"]),
     "an empty dataset": (lambda: fit(Net(), loader(0)), ["no batch", "TensorDataset has length 0"]),

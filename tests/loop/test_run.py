@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,3 +115,61 @@ def test_what_the_set_up_changed_is_undone_when_it_fails() -> None:
         module.log("late", 1.0)
     trainer.fit(Toy(), loader(1))
     assert trainer.global_step == 1
+
+
+HOOKS = ("on_sanity_check_start", "on_train_start", "on_validation_start", "on_train_epoch_end", "on_train_end")
+HOOKS += ("on_fit_end", "on_test_start", "on_exception", "teardown")
+
+
+class Activities(Callback):
+    """A callback that notes in some hooks what the trainer says that it does."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+        for hook in HOOKS:
+            setattr(self, hook, partial(self.note, hook))
+
+    def note(self, hook: str, trainer: Trainer, *args: Any) -> None:
+        flags = ("training", "validating", "sanity_checking", "evaluating")
+        self.seen.append((hook, " ".join(name for name in flags if getattr(trainer, name))))
+
+
+class Failing(Toy):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step:
+            raise RuntimeError("on purpose")
+
+
+def test_what_a_run_does_is_known_in_each_hook() -> None:
+    activities = Activities()
+    trainer = quiet(max_epochs=1, callbacks=[activities], num_sanity_val_steps=1)
+    trainer.fit(Toy(), loader(2), loader(1))
+    assert activities.seen == [
+        ("on_sanity_check_start", "sanity_checking"),
+        ("on_validation_start", "sanity_checking"),
+        ("on_train_start", "training"),
+        ("on_validation_start", "validating evaluating"),
+        ("on_train_epoch_end", "training"),
+        ("on_train_end", "training"),
+        ("on_fit_end", ""),
+        ("teardown", ""),
+    ]
+    activities.seen.clear()
+    trainer.validate(Toy(), loader(1))
+    trainer.test(Toy(), loader(1))
+    assert activities.seen == [
+        ("on_validation_start", "validating evaluating"),
+        ("teardown", "validating evaluating"),
+        ("on_test_start", "evaluating"),
+        ("teardown", "evaluating"),
+    ]
+    assert not any((trainer.training, trainer.validating, trainer.sanity_checking, trainer.evaluating))
+
+
+def test_an_error_leaves_what_a_run_did_for_the_hooks_that_follow() -> None:
+    activities = Activities()
+    trainer = quiet(max_epochs=1, callbacks=[activities])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(Failing(), loader(2), loader(1))
+    assert activities.seen[-2:] == [("on_exception", "validating evaluating"), ("teardown", "validating evaluating")]
+    assert not any((trainer.training, trainer.validating))

@@ -1,4 +1,4 @@
-"""A step, its batches and its hooks mean what Lightning's mean: what is skipped, kept, detached, alive and told."""
+"""A step, its batches and its hooks mean what Lightning's mean: what is skipped, kept, detached, alive and reported."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def test_a_step_without_return_is_still_an_error() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 50])
-def test_a_loss_that_is_not_finite_is_told_once(every: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_is_not_finite_is_reported_once(every: int, caplog: pytest.LogCaptureFixture) -> None:
     class Breaks(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -341,9 +341,9 @@ def test_a_loss_that_is_not_finite_is_told_once(every: int, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "trainer"):
         trainer = quiet(max_epochs=2, log_every_n_steps=every)
         trainer.fit(Breaks(), loader(4))
-    told = [record.message for record in caplog.records if "the loss of step" in record.message]
-    assert len(told) == 1
-    assert told[0].startswith("the loss of step 3 is nan on rank 0")
+    reported = [record.message for record in caplog.records if "the loss of step" in record.message]
+    assert len(reported) == 1
+    assert reported[0].startswith("the loss of step 3 is nan on rank 0")
     assert trainer.global_step == 8
 
 

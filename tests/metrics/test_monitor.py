@@ -2,17 +2,57 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 import pytest
 
 from trainer import ConfigError
-from trainer.metrics.monitor import resolve_mode, tell_mode
+from trainer.metrics.monitor import implied_mode, log_assumed_mode, resolve_mode
 
+ROOMS = ("audio", "classification", "clustering", "image", "regression", "retrieval", "text")
+"""Modules of torchmetrics."""
 LARGER = ["val_acc", "top5_accuracy", "bbox_mAP", "valAcc", "acc1", "acc@5", "F1Score", "val/f1", "BinaryAUROC"]
-LARGER += ["precision", "train.recall", "mAP50", "mean-IoU", "psnr_db", "r2"]
-SMALLER = ["val_loss", "train/WER", "f1_loss", "valLoss", "loss2", "rmse", "prediction error"]
-NEITHER = ["val_answer", "power", "tower", "dancer", "heatmap", "bitmap", "score", "accordion", "step", "mapping", "x"]
+LARGER += [
+    "precision",
+    "train.recall",
+    "mAP50",
+    "mean-IoU",
+    "meanIoU",
+    "psnr_db",
+    "r2",
+    "valid_top1",
+    "val_bleu",
+]
+LARGER += ["val/rougeL", "chrf", "exact_match", "hits@10", "ndcg@5", "val_spearman", "SI_SNR", "elbo", "mean_reward"]
+SMALLER = [
+    "val_loss",
+    "train/WER",
+    "f1_loss",
+    "valLoss",
+    "loss2",
+    "rmse",
+    "prediction error",
+    "top1_error",
+    "brier_score",
+    "bits_per_byte",
+]
+NEITHER = [
+    "val_answer",
+    "power",
+    "tower",
+    "dancer",
+    "heatmap",
+    "bitmap",
+    "neg_mean_squared_error",
+    "neg_loss",
+    "score",
+    "scoreboard",
+    "accordion",
+    "step",
+    "mapping",
+    "x",
+]
 
 
 @pytest.mark.parametrize("name", LARGER)
@@ -26,5 +66,26 @@ def test_a_name_that_says_larger_needs_a_mode(name: str) -> None:
 def test_any_other_name_means_smaller(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert resolve_mode(None, name, "Owner") == "min"
     with caplog.at_level(logging.WARNING, logger="trainer"):
-        tell_mode(name, "Owner")
+        log_assumed_mode(name, "Owner")
     assert (f"Owner(monitor={name!r}): smaller is better" in caplog.text) == (name in NEITHER)
+
+
+CLAIMS_OTHERWISE = {
+    "DeepImageStructureAndTextureSimilarity",  # a similarity by its name
+    "LearnedPerceptualImagePatchSimilarity",
+    "WordInfoPreserved",  # torchmetrics says that smaller is better, its own documentation the opposite
+}
+
+
+def test_the_names_of_torchmetrics_say_what_its_classes_say() -> None:
+    pytest.importorskip("torchmetrics")
+    says = {
+        name: {True: "max", False: "min"}[kind.higher_is_better]
+        for room in map(importlib.import_module, ["torchmetrics", *(f"torchmetrics.{name}" for name in ROOMS)])
+        for name, kind in vars(room).items()
+        if isinstance(kind, type) and isinstance(getattr(kind, "higher_is_better", None), bool)
+    }
+    wrong = {name for name, mode in says.items() if implied_mode(name) not in (mode, None)}
+    assert wrong <= CLAIMS_OTHERWISE
+    unknown = {name for name in says if implied_mode(name) is None}
+    assert len(unknown) < len(says) / 5, sorted(unknown)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.metrics.metric_log import LogOptions, MetricLog
-from trainer.metrics.reductions import Accumulator, to_host
+from trainer.metrics.reductions import Accumulator, to_host, total_of
 from trainer.metrics.state import load_metrics_state, metrics_state
 
 
@@ -85,7 +85,7 @@ def log_of(values: list[torch.Tensor]) -> MetricLog:
 
 def add(log: MetricLog, values: list[torch.Tensor]) -> None:
     for value in values:
-        log.log("loss", value, LogOptions(on_step=False, on_epoch=True))
+        log.log("loss", value, None, *LogOptions(on_step=False, on_epoch=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -111,3 +111,12 @@ def test_to_look_at_a_mean_changes_no_bit_of_it() -> None:
         add(looked, [value])
         looked.peek_epoch(looked.train)
     assert looked.read_epoch(looked.train).all == uninterrupted.read_epoch(uninterrupted.train).all
+
+
+@pytest.mark.parametrize("shapes", [[(), ()], [(), (1,), (1, 1)]], ids=["alike", "several shapes"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_total_of_losses_is_finite_only_if_all_are(shapes: list[tuple[int, ...]], bad: float) -> None:
+    losses = [torch.full(shape, 2.0) for shape in shapes]
+    assert float(total_of(losses)) == 2.0 * len(shapes)
+    assert not math.isfinite(total_of([*losses, torch.tensor(bad)]))
+    assert float(total_of([torch.tensor(6e4, dtype=torch.float16)] * 2)) > 1e5

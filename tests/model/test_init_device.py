@@ -123,7 +123,7 @@ def test_what_cannot_be_built_on_the_meta_device_is_reported() -> None:
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
 def test_an_unknown_init_device_is_refused_at_once(strategy: type) -> None:
-    with pytest.raises(ConfigError, match=r"unknown init_device 'mta'\. Did you mean 'meta'\? Known: cpu, meta, mixed"):
+    with pytest.raises(ConfigError, match=r"init_device='mta'\): give .* or 'meta'\. Did you mean 'meta'\?"):
         strategy(init_device="mta")
 
 

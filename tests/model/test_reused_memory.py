@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.toy import Toy, loader, quiet
@@ -63,8 +65,32 @@ class ByHand(Pooled):
             self.optimizers().zero_grad()
 
 
-@pytest.mark.parametrize(("kind", "window"), [(Pooled, 3), (Pooled, 4), (Pooled, 1), (ByHand, 1)])
-@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+class ByHandTogether(ByHand):
+    """Reduces its gradients over processes once a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=batch_idx % 3 == 2):
+            self.manual_backward(self.loss_of(batch) / 3)
+        if batch_idx % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@pytest.fixture(autouse=True)
+def leave_no_process_group() -> Iterator[None]:
+    """End the group of fsdp, which the sharded weights of a module need after `fit`."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("kind", "window"), [(Pooled, 3), (Pooled, 4), (Pooled, 1), (ByHand, 1), (ByHandTogether, 1)])
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
 def test_accumulated_gradients_are_kept(kind: type[Pooled], window: int, strategy: str) -> None:
     weights = []
     for pooled in (False, True):
@@ -72,20 +98,22 @@ def test_accumulated_gradients_are_kept(kind: type[Pooled], window: int, strateg
         module = kind(pooled)
         settings: dict[str, Any] = {"accumulate_grad_batches": window, "strategy": strategy, "devices": 1}
         quiet(max_epochs=2, compile=REUSES if pooled else False, **settings).fit(module, loader(7))
-        weights.append(module.state_dict())
+        weights.append({name: full(value) for name, value in module.state_dict().items()})
     torch.testing.assert_close(weights[1], weights[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-@pytest.mark.parametrize("kind", [Toy, ByHand])
-def test_cuda_graphs_accumulate(mode: str, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [(Toy, "single_device"), (ByHand, "single_device"), (Toy, "fsdp"), (ByHandTogether, "fsdp")]
+)
+def test_cuda_graphs_accumulate(mode: str, kind: Any, strategy: str) -> None:
     weights = []
     for setting in (False, mode):
         torch.manual_seed(2)
         module = kind() if kind is Toy else kind(False)
         window = 3 if kind is Toy else 1
-        trainer = quiet(max_epochs=3, compile=setting, accelerator="cuda", devices=1, accumulate_grad_batches=window)
-        trainer.fit(module, loader(7))
-        weights.append({name: value.cpu() for name, value in module.state_dict().items()})
+        options: dict[str, Any] = {"accelerator": "cuda", "devices": 1, "strategy": strategy}
+        quiet(max_epochs=3, compile=setting, accumulate_grad_batches=window, **options).fit(module, loader(7))
+        weights.append({name: full(value).cpu() for name, value in module.state_dict().items()})
     torch.testing.assert_close(weights[1], weights[0], atol=1e-5, rtol=1e-4)

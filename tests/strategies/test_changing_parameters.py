@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from tests.helpers.processes import run_python
+from tests.helpers.processes import once_per_module, run_python
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 
 pytestmark = pytest.mark.timeout(600)
 
-NAMES = ("DDP x2", "FSDP x2", "ZeRO-2 x2")
+NAMES = ("DDP x2", "FSDP x2", "FSDP x2, SHARD_GRAD_OP", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2")
 SAMPLES, GLOBAL_BATCH, EPOCHS, CHANGE_AT = 24, 8, 3, 4
 """Nine steps; the change comes in the second epoch."""
 
@@ -52,6 +52,19 @@ class Changing(MLP):
                 torch.manual_seed(seed)
                 self.layers[2] = nn.Linear(16, 16)
             optimizer.param_groups[0]["params"] = list(self.parameters())
+        elif kind == "regroup":
+            parameters = optimizer.param_groups[0]["params"]
+            optimizer.param_groups[0]["params"] = parameters[:2]
+            optimizer.add_param_group({"params": parameters[2:], "lr": 0.02})
+        elif kind == "halve":
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.mul_(0.5)
+        elif kind == "data":
+            self.layers[2].weight.data = torch.linspace(-0.3, 0.3, 256).view(16, 16)
+        elif kind == "remove":
+            self.layers[2] = nn.Identity()
+            optimizer.param_groups[0]["params"] = list(self.parameters())
 
 
 class Change(Callback):
@@ -72,6 +85,9 @@ class Change(Callback):
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._change("step end", trainer, module)
 
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._change("validation end", trainer, module)
+
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
         self._change("within", trainer, module)
 
@@ -82,15 +98,23 @@ CASES = {
     "freeze": "step end",
     "add": "batch start",
     "replace": "step end",
+    "remove": "step end",
+    "regroup": "batch start",
+    "halve": "step end",
+    "halve late": "batch start",
+    "halve after a validation": "validation end",
+    "data": "step end",
 }
 DIFFERENT = ("one rank", "other ranks", "within")
 
 
 def fit(name: str, kind: str, callback: Callback) -> Any:
-    trainer = WAYS[name].trainer(seed=1, max_epochs=EPOCHS, callbacks=callback, watchdog_seconds=60)
-    module = Changing(kind)
+    trainer = WAYS[name].trainer(
+        seed=1, max_epochs=EPOCHS, callbacks=callback, val_check_interval=1, watchdog_seconds=60
+    )
+    module, batch_size = Changing(kind), GLOBAL_BATCH // WAYS[name].processes
     try:
-        trainer.fit(module, DataLoader(MLP.data(SAMPLES), GLOBAL_BATCH // 2))
+        trainer.fit(module, DataLoader(MLP.data(SAMPLES), batch_size), DataLoader(MLP.data(4), 2))
     except ConfigError as error:
         return str(error)
     return trainer.full_state_dict(everywhere=True)
@@ -115,11 +139,7 @@ def by_hand(kind: str) -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("changing"))
-        return run_each(train_all, NAMES)
+results = once_per_module(lambda: run_each(train_all, NAMES))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -131,11 +151,19 @@ def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
     kind = case.split()[0]
     for rank in results[name]:
         found = rank[case]
-        if name == "ZeRO-2 x2":
+        if name == "ZeRO-3 x2" and kind in ("halve", "data"):
+            assert "was changed while training, and DeepSpeed's stage 3" in found
+        elif name.startswith("FSDP") and kind == "data":
+            assert "FSDPLinear.weight of shape [16, 16] was replaced while training" in found
+        elif name.startswith("ZeRO") and kind not in ("halve", "data"):
             assert "flattens the parameters that train at the start" in found
-            names = {"add": "extra.weight", "freeze": "layers.2.weight", "replace": "layers.2.weight"}
-            assert names.get(kind, "layers.0.weight") in found
-        elif name == "FSDP x2" and kind in ("add", "replace"):
+            names = {
+                "add": "extra.weight",
+                "unfreeze": "layers.0.weight",
+                "regroup": "groups of parameters were changed",
+            }
+            assert names.get(kind, "layers.2.weight") in found
+        elif name.startswith("FSDP") and kind in ("add", "replace"):
             new = "extra" if kind == "add" else "layers.2"
             assert f"{new}.weight, {new}.bias came later: build the layers in configure_model" in found
         else:
@@ -174,6 +202,29 @@ def raise_difference(case: str) -> None:
     trainer.fit(Changing("unfreeze"), DataLoader(MLP.data(SAMPLES), GLOBAL_BATCH // 2))
 
 
+class SkipsAStep(MLP):
+    """A module that leaves out an optimizer step on one rank, after a backward that all have."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if self.trainer.rank == 0 or batch_idx != 1:
+            optimizer.step()
+
+
+def skip_a_step() -> None:
+    WAYS["DDP x2"].trainer(max_epochs=2, watchdog_seconds=60).fit(SkipsAStep(), DataLoader(MLP.data(SAMPLES), 4))
+
+
+def test_a_step_that_one_rank_leaves_out_is_reported_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    said = said_by_both("skip_a_step()", tmp_path)
+    calls = "3 times manual_backward and {} times optimizer.step until the end of epoch 0"
+    assert f"rank 0 calls {calls.format(3)}, and rank 1 calls {calls.format(2)}" in said
+
+
 class OnOneRank(MLP):
     """A module with a layer that one rank uses only."""
 
@@ -189,5 +240,5 @@ def train_on_one_rank() -> None:
     WAYS["DDP x2"].trainer(max_steps=1, watchdog_seconds=60).fit(OnOneRank(), DataLoader(MLP.data(8), 4))
 
 
-def test_a_parameter_that_one_rank_uses_is_told_in_the_same_step(tmp_path: Path) -> None:
+def test_a_parameter_that_one_rank_uses_is_reported_in_the_same_step(tmp_path: Path) -> None:
     assert "Parameters took no part in the loss of a step" in said_by_both("train_on_one_rank()", tmp_path)

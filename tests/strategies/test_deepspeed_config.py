@@ -209,6 +209,12 @@ def test_auto_values_of_the_optimizer_are_the_modules_even_when_a_schedule_has_b
     assert section == {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.1}}
 
 
+def test_auto_parameters_have_the_same_order_in_every_process() -> None:
+    given = {"optimizer": {"type": "auto", "params": "auto"}}
+    section = resolve_config(given, run()).config["optimizer"]
+    assert list(section["params"]) == ["lr", "betas", "eps", "weight_decay"]
+
+
 @pytest.mark.parametrize("kind", ["Adam", "AdamW", "adamw", "auto"])
 def test_an_optimizer_that_is_the_modules_is_no_contradiction(kind: str) -> None:
     given = {"optimizer": {"type": kind, "params": {"lr": 3e-4, "torch_adam": True}}}

@@ -150,7 +150,7 @@ def test_problems_are_reported_before_the_start(monkeypatch: pytest.MonkeyPatch)
 
 def test_deepspeed_that_is_not_installed_is_reported_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.strategies.deepspeed.strategy.find_spec", lambda name: None)
-    assert 'pip install "exact-trainer[deepspeed]"' in problems(DeepSpeedStage1Strategy())
+    assert 'pip install "deepspeed>=0.19"' in problems(DeepSpeedStage1Strategy())
 
 
 def test_the_stage_is_the_strategys_or_the_jsons() -> None:

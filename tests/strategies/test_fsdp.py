@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET
@@ -94,6 +97,46 @@ class Tied(Net):
         loss = (self.last(self.head(x)) - batch[1]).square().mean()
         self.losses.append(loss.detach())
         return loss
+
+
+class Folded(nn.Module):
+    """A layer that returns a view, as GPT-2's Conv1D does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.eye(WIDTH) / 2), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": torch.addmm(self.bias, x.view(-1, WIDTH), self.weight).view(*x.shape)}
+
+
+class Views(Net):
+    """A module that changes the views that its blocks return in place, and returns a view as the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+        self.blocks.extend(Folded() for _ in range(BLOCKS))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)["out"]
+            x += batch[0]
+        losses = (self.last(x) - batch[1]).square().mean(0)
+        self.losses.append(losses[0].detach())
+        return {"loss": losses[0], "of all": losses}
+
+
+def train_views(strategy: Any) -> list[float]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses: list[float] = train(strategy, module=Views())[0]
+    return losses
+
+
+class LogsAPart(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", next(self.parameters()).norm())
 
 
 TIED_POLICIES: dict[str, Any] = {
@@ -187,11 +230,14 @@ def on_each_process() -> dict[str, Any]:
         "bf16 fsdp": train(FSDPStrategy(), "bf16-mixed"),
         "bf16 ddp": train(DDPStrategy(), "bf16-mixed"),
         "scalar": refused(FSDPStrategy(), Scalar()),
+        "logged part": refused(FSDPStrategy(), LogsAPart()),
         **{
             f"tied {name}": train(FSDPStrategy(auto_wrap_policy=policy), module=Tied())
             for name, policy in TIED_POLICIES.items()
         },
         "tied ddp": train(DDPStrategy(), module=Tied()),
+        "views": train_views(FSDPStrategy(auto_wrap_policy=["Folded"])),
+        "views ddp": train_views(DDPStrategy()),
         "no such class": refused(FSDPStrategy(auto_wrap_policy=["Blok"]), Net()),
     }
     wrapped = Net()
@@ -251,6 +297,10 @@ def test_tied_weights_stay_tied_whatever_is_chosen(found: dict[str, Any], policy
     assert found[f"tied {policy}"][0] == pytest.approx(found["tied ddp"][0], rel=1e-5, abs=1e-6)
 
 
+def test_views_that_blocks_return_may_be_changed_in_place(found: dict[str, Any]) -> None:
+    assert found["views"] == pytest.approx(found["views ddp"], rel=1e-5, abs=1e-6)
+
+
 def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str, Any]) -> None:
     assert any(line.endswith("share weights with it: first, head") for line in found["said"])
 
@@ -259,6 +309,7 @@ def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str
     ("case", "words"),
     [
         ("scalar", "cannot shard parameters without a dimension: scale"),
+        ("logged part", "self.log('norm') got a DTensor, of which this process holds a part: log value.full_tensor()"),
         ("no such class", "Did you mean 'Block'"),
         ("none chosen", "returned False for every submodule"),
         ("wrapped", "Net.blocks.0 is already wrapped by fully_shard"),
@@ -274,7 +325,7 @@ def test_a_module_that_cannot_be_sharded(found: dict[str, Any], case: str, words
     ("options", "words"),
     [
         ({"device_mesh": (2, 2)}, "for sharding_strategy='HYBRID_SHARD' only"),
-        ({"device_mesh": (2,), "sharding_strategy": "HYBRID_SHARD"}, "is for 2 processes, but there are 4"),
+        ({"device_mesh": (2, 1), "sharding_strategy": "HYBRID_SHARD"}, "is for 2 processes, but there are 4"),
         ({"reshard_after_forward": 3}, "it has to divide the 4 processes"),
         ({"reshard_after_forward": 4}, "be between 1 and them"),
         ({"device_mesh": (2, 3), "sharding_strategy": "HYBRID_SHARD"}, "is for 6 processes, but there are 4"),
@@ -324,6 +375,47 @@ def evaluate_first(strategy: str) -> list[float]:
     else:
         assert module.save_pretrained("folder")
     return found
+
+
+class Lengths(Net):
+    """A module that leaves the lengths of its batches on the host."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return {"x": [part.to(device) for part in batch], "lengths": torch.arange(len(batch[0]))}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert batch["lengths"].device.type == "cpu"
+        return super().training_step(batch["x"], batch_idx)
+
+
+def train_with_lengths(accelerator: str) -> list[str]:
+    """Return the types of devices on which the root's inputs are after FSDP2 has moved them to the meta device."""
+    module, found = Lengths(), []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+            def look(root: Any, inputs: tuple[Any, ...]) -> None:
+                ((moved, *_), _) = _to_kwargs(inputs, {}, torch.device("meta"), False)
+                _, hidden = moved
+                found.extend(t.device.type for t in tree_leaves(hidden.arguments) if isinstance(t, torch.Tensor))
+
+            module._wrapper.register_forward_pre_hook(look)  # type: ignore[union-attr]
+
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(strategy="fsdp", accelerator=accelerator, devices=1, max_steps=1, callbacks=Look(), **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(x, x[:, :1]), 8))
+    return found
+
+
+def test_tensors_that_a_user_keeps_on_the_host_stay_there(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_distributed(train_with_lengths, 1, "cpu") == [["cpu"] * 3]
+
+
+@pytest.mark.gpu
+def test_tensors_that_a_user_keeps_on_the_host_stay_there_on_cuda(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_distributed(train_with_lengths, 1, "cuda") == [["cuda", "cuda", "cpu"]]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

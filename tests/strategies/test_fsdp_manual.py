@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.processes import once_per_module
 from tests.helpers.strategy_runs import WAYS, run_each
 from trainer import TrainModule, seed_everything
 
@@ -81,11 +82,7 @@ def by_hand() -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("manual"))
-        return run_each(train, NAMES)
+results = once_per_module(lambda: run_each(train, NAMES))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
+from tests.helpers.processes import once_per_module
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, StepLosses, run_each, skip_if_missing
 from trainer import seed_everything
@@ -84,11 +85,7 @@ def by_hand(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, module.state_dict()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("sharding"))
-        return run_each(train_all, NAMES)
+results = once_per_module(lambda: run_each(train_all, NAMES))
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

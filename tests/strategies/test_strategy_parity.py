@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from tests.helpers.processes import once_per_module
 from tests.helpers.strategy_models import GPT, MLP, STEPS, Trained, warm_up_and_cosine
 from tests.helpers.strategy_runs import GLOBAL_MICRO_BATCH, SINGLE, WAYS, StepLosses, run_each, skip_if_missing
 from trainer import seed_everything
@@ -112,11 +113,7 @@ def train_one(name: str, case: Case) -> list[float]:
     return recorder.losses
 
 
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, list[float]]]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("parity"))
-        return run_each(train, COMPARED)
+losses = once_per_module(lambda: run_each(train, COMPARED))
 
 
 @pytest.fixture(scope="module")

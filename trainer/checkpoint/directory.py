@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
-from trainer.checkpoint.disk import WriteError
+from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
 from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.serialization import from_json, to_json
-from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
-from trainer.errors import CheckpointError, did_you_mean
+from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, reading, storage_of
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, printable
 
 Pointer = Literal["last", "best"]
 POINTERS: tuple[Pointer, ...] = ("last", "best")
 
 _Problems: TypeAlias = "list[str]"
+_Names: TypeAlias = "list[str]"
 _Paths: TypeAlias = "list[StoragePath]"  # inside the class, `list` is the method
 _DAY = 24 * 3600.0
+_MAX_POINTER = 1 << 16
+_TRIES = 10
 _log = logging.getLogger("trainer")
 
 
@@ -44,11 +48,13 @@ class CheckpointDirectory:
         found = []
         for path in checkpoints_in(self.folder):
             try:
-                step = read_manifest(path).info.get("step")
+                step = _step(read_manifest(path).info)
+            except ReadError:
+                raise
             except CheckpointError as error:
-                _log.warning("Skipping the checkpoint %s: %s", path.name, error)
+                _log.warning("Skipping the checkpoint %s: %s", printable(path.name), error)
                 continue
-            found.append((step if isinstance(step, (int, float)) else -1, path.name, path))
+            found.append((step, path.name, path))
         return [path for _, _, path in sorted(found)]
 
     def info(self, name: str | StoragePath) -> dict[str, Any]:
@@ -67,61 +73,93 @@ class CheckpointDirectory:
             WriteError: the pointer cannot be written; the old one stays.
         """
         target = None if name is None else self._child(name)
-        if target is not None:
-            read_manifest(target)
         file = self._pointer_file(pointer)
         try:
+            if target is not None:
+                read_manifest(target)
             self._storage.replace_file(file, to_json({"checkpoint": target and target.name}) + b"\n")
-        except OSError as error:
-            raise WriteError(f"cannot write {file}: {error.strerror or error}") from error
+        except (OSError, ReadError) as error:
+            raise WriteError(f"cannot write {file}: {reason(error)}") from error
 
     def pointer(self, pointer: Pointer) -> StoragePath | None:
         """Return the checkpoint that `last` or `best` points to; None if the pointer is not set.
 
-        Also None, with a logged warning, if the pointer cannot be read or its checkpoint is gone.
+        Also None, with a logged warning, if the pointer is damaged or its checkpoint is gone.
+
+        Raises:
+            ReadError: the storage does not answer.
         """
         file = self._pointer_file(pointer)
         try:
-            content = from_json(file.read_bytes(), str(file))
+            content = from_json(read_small_file(file, _MAX_POINTER), str(file))
             if content["checkpoint"] is None:
                 return None
             target = self._child(content["checkpoint"])
-        except FileNotFoundError:
+            if is_committed(target):
+                return target
+        except ReadError:
+            raise
+        except (CheckpointError, KeyError, TypeError) as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                _log.warning("Ignoring the pointer %s: %s", file, error)
             return None
-        except (OSError, CheckpointError, KeyError, TypeError) as error:
-            _log.warning("Ignoring the pointer %s: %s", file, error)
-            return None
-        if is_committed(target):
-            return target
-        _log.warning("Ignoring the pointer %s: there is no checkpoint %s", file, target.name)
+        _log.warning("Ignoring the pointer %s: there is no checkpoint %s", file, printable(target.name))
         return None
 
     def newest_valid(self, exclude: StoragePath | None = None) -> StoragePath | None:
         """Return the latest checkpoint by step with all its files intact; read and hash them.
 
-        Damaged ones are skipped with a logged warning. `exclude`: a checkpoint that was already checked.
+        A damaged checkpoint is skipped with a warning. A checkpoint with weights that are not finite is returned only
+        if there is no other, with a warning.
+
+        Args:
+            exclude: a checkpoint that was already checked.
         """
-        others = (path for path in reversed(self.list()) if exclude is None or path.name != exclude.name)
-        return next((path for path in others if self._is_intact(path)), None)
+        others = [path for path in reversed(self.list()) if exclude is None or path.name != exclude.name]
+        nonfinite = {path.name for path in others if read_manifest(path).info.get("nonfinite")}
+        others.sort(key=lambda path: path.name in nonfinite)
+        found = next((path for path in others if self._is_intact(path)), None)
+        if found is not None and found.name in nonfinite:
+            _log.warning("The weights or optimizer states of %s are not finite, and there is no other", found.name)
+        return found
 
     def corruption_report(self) -> _Problems:
         """Return the damage of all checkpoints here, if none is intact; empty if there never was one."""
         problems = [problem for path in checkpoints_in(self.folder) for problem in find_damage(path)]
-        dangling = [file for pointer in POINTERS if (file := self._pointer_file(pointer)).exists()]
+        with reading(self.folder):
+            dangling = [file for pointer in POINTERS if (file := self._pointer_file(pointer)).exists()]
         return problems or [f"{file} points to one that is gone or damaged" for file in dangling]
 
     def resolve(self, wanted: str | StoragePath) -> StoragePath:
         """Return the checkpoint named by "last", "best", a path, or a name in this directory.
 
         "last" falls back to the newest intact checkpoint, with a logged warning, if the one it points to is gone or
-        damaged.
+        damaged. If another process writes and deletes checkpoints here meanwhile, the search is repeated.
 
         Raises:
-            CheckpointError: there is none; lists the existing ones.
+            CheckpointError: there is no such checkpoint; the message lists the existing ones.
+            ReadError: the storage does not answer. "last" does not fall back to an older one then.
         """
+        for _ in range(_TRIES):
+            before = self._entries()
+            try:
+                return self._find(wanted, before)
+            except ReadError:
+                raise
+            except CheckpointError:
+                if self._entries() == before:
+                    raise
+        return self._find(wanted, None)
+
+    def _find(self, wanted: str | StoragePath, before: frozenset[tuple[str, int]] | None) -> StoragePath:
+        """Like `resolve`; raises CheckpointError also if "last" falls back while the directory's entries change."""
         if str(wanted) == "last":
             target = self._committed_after(self.pointer("last"))
-            found = target if target and self._is_intact(target) else self.newest_valid(exclude=target)
+            if target and self._is_intact(target):
+                return target
+            if before is not None and self._entries() != before:
+                raise CheckpointError(f"the checkpoints in {self.folder} have changed")
+            found = self.newest_valid(exclude=target)
             if found:
                 return found
             raise CheckpointError(f"there is no intact checkpoint in {self.folder}, so there is no 'last' one")
@@ -134,7 +172,9 @@ class CheckpointDirectory:
             raise CheckpointError(f"no checkpoint is recorded as 'best' in {self.folder}. There are: {there}.")
         given = as_storage_path(wanted)
         for path in (given,) if isinstance(given, RemotePath) else (given, self.folder / str(wanted)):
-            if path.exists():
+            with reading(path):
+                is_there = path.exists()
+            if is_there:
                 read_manifest(path)
                 return path
         guess = did_you_mean(given.name, [*names, *POINTERS])
@@ -142,6 +182,17 @@ class CheckpointDirectory:
             f"there is no checkpoint {wanted}.{guess} In {self.folder} there are: {', '.join(names) or 'none'}. "
             "'last' and 'best' work too."
         )
+
+    def _entries(self) -> frozenset[tuple[str, int]]:
+        """Return the entries of the directory; they change when one is added, removed or (on a disk) replaced."""
+        if isinstance(self.folder, RemotePath):
+            with reading(self.folder):
+                return frozenset((path.name, 0) for path in self.folder.iterdir())
+        try:
+            with os.scandir(self.folder) as entries:
+                return frozenset((entry.name, entry.inode()) for entry in entries)
+        except OSError:
+            return frozenset()
 
     def remove(self, name: str | StoragePath) -> None:
         """Delete a checkpoint: for readers it disappears in one step.
@@ -157,42 +208,77 @@ class CheckpointDirectory:
         others = (path for path in self.list() if path != target)
         if not find_damage(target, contents=False) and all(find_damage(path, contents=False) for path in others):
             raise CheckpointError(f"{target} is the only intact checkpoint in {self.folder}, so it is not removed")
-        try:
-            self._storage.remove_checkpoint(target)
-        except OSError as error:
-            raise WriteError(f"cannot remove {target}: {error.strerror or error}") from error
+        self._remove(target)
+
+    def remove_rest(self, name: str | StoragePath) -> None:
+        """Delete the remains of a checkpoint whose removal from an object store failed; there may be none.
+
+        Raises:
+            WriteError: the storage refuses.
+        """
+        self._remove(self._child(name))
 
     def clean(self, max_age: float = _DAY) -> _Paths:
         """Remove what interrupted writes and deletions left behind; return the removed paths.
 
         A leftover is removed if its process is gone from this machine, or if it was not touched for `max_age` seconds
         (in an object store only by age). A checkpoint that was being replaced when its process died is moved back.
+
+        Raises:
+            ReadError: the storage does not answer.
         """
-        return self._storage.remove_leftovers(self.folder, max_age)
+        with reading(self.folder):
+            return self._storage.remove_leftovers(self.folder, max_age)
+
+    def _remove(self, target: StoragePath) -> None:
+        try:
+            if isinstance(target, RemotePath) or is_committed(target):
+                self._storage.remove_checkpoint(target)
+        except (OSError, ReadError) as error:
+            raise WriteError(f"cannot remove {target}: {reason(error)}") from error
 
     def _committed_after(self, target: StoragePath | None) -> StoragePath | None:
-        """Return the checkpoint committed after `target` by a process that died before it could update the pointer."""
+        """Return the newest of the checkpoints committed after `target` whose process could not update the pointer."""
         if target is None:
             return None
         try:
-            own = read_manifest(target).info.get("step", -1)
+            step = _step(read_manifest(target).info)
+        except ReadError:
+            raise
         except CheckpointError:  # damaged
-            own = -1
-        infos = [(path, read_manifest(path).info) for path in self.list() if path.name != target.name]
-        # A name can be that of an older checkpoint, too, which was replaced.
-        newer = (path for path, info in infos if info.get("follows") == target.name and info.get("step", -1) >= own)
-        return next((path for path in newer if self._is_intact(path)), target)
+            step = -1
+        infos = {path.name: read_manifest(path).info for path in self.list() if path.name != target.name}
+        found = target
+        while True:
+            # A name can be that of an older checkpoint, too, which was replaced.
+            next_ones = [
+                (_step(info), name)
+                for name, info in infos.items()
+                if info.get("follows") == found.name and _step(info) >= step and not info.get("nonfinite")
+            ]
+            name = next((one for _, one in sorted(next_ones, reverse=True) if self._is_intact(self.folder / one)), None)
+            if name is None:
+                return found
+            found, step = self.folder / name, _step(infos.pop(name))
+
+    def nonfinite_after(self, name: str) -> _Names:
+        """Return the checkpoints written after this one whose states are not finite."""
+        infos = ((path.name, read_manifest(path).info) for path in self.list())
+        return [other for other, info in infos if info.get("follows") == name and info.get("nonfinite")]
 
     def _is_intact(self, path: StoragePath) -> bool:
         damage = find_damage(path)
         if damage:
-            _log.warning("Skipping the damaged checkpoint %s: %s", path.name, "; ".join(damage))
+            _log.warning("Skipping the damaged checkpoint %s: %s", printable(path.name), "; ".join(damage))
         return not damage
 
     def _child(self, name: str | StoragePath) -> StoragePath:
         """Return the path of a checkpoint in this directory from its name or path."""
         text = str(name)
-        path = self.folder / text if len(PurePath(text).parts) == 1 else as_storage_path(name)
+        try:
+            path = self.folder / text if len(PurePath(text).parts) == 1 else as_storage_path(name)
+        except ConfigError as error:
+            raise CheckpointError(f"{text!r} is not the name of a checkpoint in {self.folder}: {error}") from None
         if path.parent.absolute() != self.folder.absolute() or not path.name or path.name.startswith("."):
             raise CheckpointError(f"{text!r} is not the name of a checkpoint in {self.folder}")
         return self.folder / path.name
@@ -207,8 +293,15 @@ def locate(path: str | StoragePath) -> StoragePath:
     """Find a checkpoint by its path, which may end in a pointer: `checkpoints/last`, `checkpoints/best`.
 
     Raises:
-        CheckpointError: there is none; lists the existing ones.
+        CheckpointError: there is no such checkpoint; the message lists the existing ones.
     """
     given = as_storage_path(path)
-    wanted = given.name if given.name in POINTERS and not given.exists() else given
+    with reading(given):
+        wanted = given.name if given.name in POINTERS and not given.exists() else given
     return CheckpointDirectory(given.parent).resolve(wanted)
+
+
+def _step(info: dict[str, Any]) -> float:
+    """Return the step in a checkpoint's info; -1 if it is missing or not a number."""
+    step = info.get("step")
+    return step if isinstance(step, (int, float)) and step == step else -1

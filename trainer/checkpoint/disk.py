@@ -4,8 +4,10 @@ The order is always the same: write under a temporary name, flush the contents (
 directory that names it), rename, flush the directory in which the rename happened. A crash leaves at most a leftover,
 recognized by its name:
 
-    .tmp-<name>-<pid>-<random>       being written or deleted: worthless once its process is gone
-    .old-<name>-<pid>-<random>       being replaced, where the system cannot exchange directories: may have to go back
+    .tmp-<name>-<machine>-<pid>-<random>    being written: worthless once its process is gone
+    .old-<name>-<machine>-<pid>-<random>    being replaced, where the system cannot exchange directories: may have to go
+                                            back
+    .del-<name>-<machine>-<pid>-<random>    being deleted: worthless
 """
 
 from __future__ import annotations
@@ -17,25 +19,33 @@ import logging
 import os
 import re
 import shutil
+import socket
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.errors import CheckpointError
+from trainer.distributed.sendable import sendable
+from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 
 MANIFEST_FILE = "manifest.json"
 """The file, written last, that makes a directory a checkpoint."""
 
-_LEFTOVER = re.compile(r"\.(tmp|old)-(.+)-(\d+)-[0-9a-f]{8}")
+_LEFTOVER = re.compile(r"\.(tmp|old|del)-(.+?)(?:-(m[0-9a-f]{8}))?-(\d+)-[0-9a-f]{8}")
+_NO_FLUSH = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF})
+"""Errors of file systems that cannot flush (some of CIFS and FUSE), although the files are intact."""
+_MAX_NAME = 200
+"""Maximum bytes of a name that are repeated in the name of its temporary file, which may have 255."""
 _log = logging.getLogger("trainer")
 
 
+@sendable
 @dataclass(frozen=True)
 class FileEntry:
     """Size in bytes and SHA-256 (hexadecimal) of a file."""
@@ -44,8 +54,47 @@ class FileEntry:
     sha256: str
 
 
+@sendable
 class WriteError(CheckpointError):
     """The disk or the network did not take a checkpoint; earlier checkpoints are unchanged."""
+
+
+class ReadError(CheckpointError):
+    """Raised when the disk or the network does not answer; the checkpoint is not considered damaged.
+
+    Args:
+        failure: a text that says what cannot be read, and why.
+    """
+
+    def __init__(self, failure: str) -> None:
+        super().__init__(
+            f"{failure}. It may be intact, so no older checkpoint is used in its place: try again, or give "
+            "the path of another one."
+        )
+        self.failure = failure
+
+
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_DAMAGE = frozenset(
+    {errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EBADMSG)}
+)
+"""Further errors of a local file system that mean that a file is damaged or of another kind. Without EIO, which also
+means that a server does not answer."""
+
+
+def read_failure(path: object, error: OSError) -> CheckpointError:
+    """Return the error to raise when `path` cannot be read: ReadError if a later attempt may succeed."""
+    message = f"{path} cannot be read: {error.strerror or error}"
+    if isinstance(error, _MISSING) or (isinstance(path, Path) and error.errno in _DAMAGE):
+        return CheckpointError(message)
+    return ReadError(message)
+
+
+def reason(error: OSError | CheckpointError) -> str:
+    """Return the reason of a failure of the storage, for the message of what failed with it."""
+    if isinstance(error, ReadError):
+        return error.failure
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 @contextmanager
@@ -55,11 +104,52 @@ def atomic_file(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+            flush_file(file.fileno(), path.parent)
         os.replace(temporary, path)
         sync_directory(path.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # an error of the block says more
+            temporary.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, contents: bytes) -> None:
+    """Replace a file atomically, or create it. A link at `path` is replaced, never followed."""
+    with atomic_file(path) as temporary, open(temporary, "xb") as file:
+        file.write(contents)
+
+
+def replace_notes(path: Path, contents: bytes) -> None:
+    """Replace or create a file that people read and training does not need; a warning says if it cannot be written."""
+    try:
+        replace_file(path, contents)
+    except OSError as error:
+        _log.warning("cannot write %s (%s): training goes on without it.", path, reason(error))
+
+
+class NotRegularError(OSError):
+    """Raised for a link, a pipe, a device or a folder in place of a file."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that another user may have created for reading; never wait for the writer of a pipe.
+
+    Raises:
+        NotRegularError: `path` is not a regular file.
+    """
+    wrong = NotRegularError(errno.EINVAL, "a symbolic link or not a regular file")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise wrong if error.errno in (errno.ELOOP, errno.ENXIO) else error from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise wrong
+    return open(descriptor, "rb")
+
+
+def without_links(path: str, flags: int) -> int:
+    """Open a file in a folder to which other users may write, without following a link; an `opener` for `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class LocalStorage:
@@ -76,7 +166,7 @@ class LocalStorage:
         except OSError as error:
             raise WriteError(_write_failure(final, temporary, error)) from error
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # a partial one, or after an exchange the replaced one
+            _discard(temporary)  # a partial one, or after an exchange the replaced one
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
         """Also flush the contents to the disk, but not yet the name."""
@@ -89,7 +179,7 @@ class LocalStorage:
                 size += len(chunk)
                 fault_point("in_file")
             file.flush()
-            os.fsync(file.fileno())
+            flush_file(file.fileno(), path.parent)
         fault_point("after_file")
         return FileEntry(size, digest.hexdigest())
 
@@ -101,21 +191,33 @@ class LocalStorage:
 
     @contextmanager
     def open_file(self, path: Path) -> Iterator[tuple[BinaryIO, int]]:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} is a symbolic link or not a regular file: a checkpoint has only files")
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            yield file, status.st_size
+        try:
+            with open_regular(path) as file:
+                yield file, os.fstat(file.fileno()).st_size
+        except NotRegularError as error:
+            raise CheckpointError(f"{path} is {error.strerror}: a checkpoint has only files") from None
 
     def path_in_use(self, path: Path) -> bool:
         return path.exists() or path.is_symlink()
 
     def remove_checkpoint(self, folder: Path) -> None:
-        doomed = temporary_beside(folder)
+        """Delete a checkpoint. Remains that cannot be deleted now are hidden from readers, and deleted by a later call.
+
+        Of a link to a folder only the link is deleted.
+        """
+        if folder.is_symlink():
+            _log.warning("%s is a link: what it points to, %s, is not deleted.", folder, os.path.realpath(folder))
+            folder.unlink()
+            return
+        doomed = temporary_beside(folder, "del")
         os.rename(folder, doomed)
-        sync_directory(folder.parent)
+        with suppress(OSError):  # it is gone for readers
+            sync_directory(folder.parent)
         fault_point("in_removal")
-        shutil.rmtree(doomed)
+        with suppress(OSError):  # the same
+            for leftover in _temporary_paths(folder.parent):
+                if leftover.kind == "del":
+                    _discard(leftover.path)
 
     def leftovers(self, folder: Path) -> list[Path]:
         return [leftover.path for leftover in _temporary_paths(folder)]
@@ -128,15 +230,11 @@ class LocalStorage:
                 continue
             final = leftover.path.with_name(leftover.name)
             if leftover.kind == "old" and (leftover.path / MANIFEST_FILE).is_file() and not final.exists():
-                leftover.path.rename(final)
-                sync_directory(folder)
-                _log.warning("The checkpoint %s was being replaced when its process died; the old one is back.", final)
+                _put_back(leftover.path, final)
                 continue
-            if leftover.path.is_dir():
-                shutil.rmtree(leftover.path, ignore_errors=True)
-            else:
-                leftover.path.unlink(missing_ok=True)
-            removed.append(leftover.path)
+            _discard(leftover.path)
+            if not os.path.lexists(leftover.path):
+                removed.append(leftover.path)
         return removed
 
 
@@ -148,32 +246,87 @@ class TemporaryPath:
     kind: str
     name: str
     """The name of the file or directory that it was to become, or was."""
+    machine: str | None
+    """The process's machine, as `this_machine` returns it; None in names of earlier versions: assumed to be ours."""
     pid: int
 
     def is_dead(self, max_age: float) -> bool:
-        """Return True if its process is gone from this machine, or nothing touched it for `max_age` seconds."""
-        try:
-            idle = time.time() - self.path.stat().st_mtime
-            os.kill(self.pid, 0)
-        except (ProcessLookupError, FileNotFoundError):
+        """Return True if the process is gone from this machine, or the leftover did not change in `max_age` seconds.
+
+        Ages are measured with the clock of the file system, which may differ from this machine's.
+        """
+        if self.kind == "del":
             return True
-        except PermissionError:
-            pass
-        return idle > max_age
+        try:
+            if self.machine in (None, this_machine()) and not _is_running(self.pid):
+                return True
+            return _time_of(self.path.parent) - _newest_change(self.path) > max_age
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
 
 
 def temporary_beside(path: Path, kind: str = "tmp") -> Path:
-    """Return an unused name in the same directory: renaming from there to `path` never crosses file systems."""
-    return path.with_name(f".{kind}-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
+    """Return an unused name in the same directory, so that a rename to `path` never crosses file systems.
+
+    The name contains that of `path`, cut to fit; in full for `kind` "old", which may have to be renamed back.
+    """
+    name = path.name if kind == "old" else os.fsdecode(os.fsencode(path.name)[:_MAX_NAME])
+    return path.with_name(f".{kind}-{name}-{this_machine()}-{os.getpid()}-{os.urandom(4).hex()}")
+
+
+@cache
+def this_machine() -> str:
+    """Return a name for the scope of a process number: the machine since its last boot, and the PID namespace."""
+    known = [socket.gethostname()]
+    with suppress(OSError):
+        known += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return "m" + hashlib.sha256("\n".join(known).encode()).hexdigest()[:8]
 
 
 def sync_directory(folder: Path) -> None:
-    """Flush the names in `folder` to the disk, so that they survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Flush the names in `folder` to the disk, so that they survive a power loss.
+
+    Where the file system cannot do that, a warning says so once.
+    """
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError as error:  # a folder that may be written to, but not listed
+        _tell_no_flush(folder, error)
+        return
+    try:
+        flush_file(descriptor, folder)
     finally:
         os.close(descriptor)
+
+
+def flush_file(descriptor: int, folder: Path) -> None:
+    """Flush an open file, or the folder itself."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH:
+            raise
+        _tell_no_flush(folder, error)
+
+
+def _tell_no_flush(folder: Path, error: OSError) -> None:
+    mount = folder.absolute()
+    while not mount.is_mount():
+        mount = mount.parent
+    _warn_no_flush(mount, error.strerror or str(error))
+
+
+@cache
+def _warn_no_flush(mount: Path, reason: str) -> None:
+    """Warn once for each file system."""
+    _log.warning(
+        "the file system at %s cannot flush to the disk (%s): what is written there survives the end of a process, but "
+        "a power cut may take the newest files.",
+        mount,
+        reason,
+    )
 
 
 def make_directory(folder: Path) -> None:
@@ -182,6 +335,15 @@ def make_directory(folder: Path) -> None:
         make_directory(folder.parent)
         folder.mkdir(exist_ok=True)
         sync_directory(folder.parent)
+
+
+def refuse_link(folder: Path) -> None:
+    """Raise ConfigError if a folder of a run directory is a link: files would be written and deleted where it leads."""
+    if folder.is_symlink():
+        raise ConfigError(
+            f"{folder} is a link to {os.path.realpath(folder)}: links in a run directory are not followed. Remove it, "
+            "or give that folder as dirpath=."
+        )
 
 
 def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
@@ -194,9 +356,13 @@ def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
     """
     sync_directory(temporary)
     fault_point("before_rename")
+    aside = None
+    undo: Callable[[], object] = partial(os.rename, final, temporary)
     if not replace:
         os.rename(temporary, final)
-    elif not _exchange(temporary, final):
+    elif _exchange(temporary, final):
+        undo = partial(_exchange, temporary, final)
+    else:
         aside = temporary_beside(final, "old")
         os.rename(final, aside)
         try:
@@ -204,16 +370,80 @@ def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
         except OSError:
             os.rename(aside, final)
             raise
-        sync_directory(final.parent)
-        shutil.rmtree(aside, ignore_errors=True)
     fault_point("after_rename")
-    sync_directory(final.parent)
+    try:
+        sync_directory(final.parent)
+    except OSError:
+        undo()
+        if aside is not None:
+            os.rename(aside, final)
+        raise
+    if aside is not None:
+        _discard(aside)
 
 
 def _temporary_paths(folder: Path) -> Iterator[TemporaryPath]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if match := _LEFTOVER.fullmatch(path.name):
-            yield TemporaryPath(path, match[1], match[2], int(match[3]))
+            yield TemporaryPath(path, match[1], match[2], match[3], int(match[4]))
+
+
+def _put_back(aside: Path, final: Path) -> None:
+    try:
+        aside.rename(final)
+        sync_directory(final.parent)
+    except OSError as error:
+        _log.error("%s is the checkpoint %s, and could not be renamed: %s", aside, final, error.strerror or error)
+    else:
+        _log.warning("The checkpoint %s was being replaced when its process died; the old one is back.", final)
+
+
+def _discard(path: Path) -> None:
+    """Delete a file or folder; if it cannot be deleted now (still open, immutable), rename it to a leftover.
+
+    Never raises: a checkpoint that was committed before stays committed.
+    """
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    if os.path.lexists(path) and not path.name.startswith(".del-"):
+        with suppress(OSError):
+            os.rename(path, temporary_beside(path, "del"))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _time_of(folder: Path) -> float:
+    """Return the time of the file system's clock in seconds; this machine's time if nothing can be written there."""
+    probe = temporary_beside(folder / "clock")
+    try:
+        with open(probe, "xb"):
+            return probe.stat().st_mtime
+    except OSError:
+        return time.time()
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+
+
+def _newest_change(path: Path) -> float:
+    """Return the time of the latest change of a file or folder, or of anything in it."""
+    newest = path.lstat().st_mtime
+    for parent, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            with suppress(OSError):
+                newest = max(newest, os.lstat(os.path.join(parent, name)).st_mtime)
+    return newest
 
 
 def _write_failure(final: Path, temporary: Path, error: OSError) -> str:

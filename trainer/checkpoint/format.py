@@ -14,16 +14,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
 
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
-from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors
+from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors, size_of
 from trainer.checkpoint.serialization import TensorInfo, deserialize, from_json
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.checkpoint.storage import (
@@ -32,6 +32,7 @@ from trainer.checkpoint.storage import (
     check_entry,
     open_entry,
     read_small_file,
+    reading,
     storage_of,
 )
 from trainer.errors import CheckpointError, did_you_mean
@@ -130,16 +131,20 @@ def read_manifest(path: str | StoragePath) -> Manifest:
     text = read_small_file(folder / MANIFEST_FILE, _MAX_MANIFEST)
     body = from_json(text, place)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"{place} is damaged, or is not that of a checkpoint of this package")
+        raise CheckpointError(f"{place} is damaged, or is not the manifest of a checkpoint of this package")
     version = body.get("version")
     if type(version) is int and version > VERSION:
         raise CheckpointError(
-            f"{folder} was written by a newer version of exact-trainer (format {version}; this one reads up to "
-            f"{VERSION}). Upgrade with: pip install --upgrade exact-trainer"
+            f"{folder} was written by a newer version of this package (format {version}; this one reads up to "
+            f"{VERSION}). Update this package: git pull in its checkout, then pip install ."
         )
     body.pop("seal", None)
-    if text != with_checksum(body):
-        raise CheckpointError(f"{place} is damaged: its checksum is not that of its contents")
+    try:
+        intact = text == with_checksum(body)
+    except RecursionError:
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{place} is damaged: its checksum does not match its contents")
     return _parse_manifest(body, place)
 
 
@@ -151,7 +156,8 @@ def verify_checkpoint(path: str | StoragePath) -> list[str]:
         known = {*read_manifest(folder).files, MANIFEST_FILE}
     except CheckpointError:
         return problems
-    strays = sorted(entry.name for entry in folder.iterdir() if entry.name not in known)
+    with reading(folder):
+        strays = sorted(entry.name for entry in folder.iterdir() if entry.name not in known)
     return problems + [f"{folder / name} is not in the manifest" for name in strays]
 
 
@@ -160,10 +166,15 @@ def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
 
     Args:
         contents: if False, check only that the files exist and have their size; open only the manifest.
+
+    Raises:
+        ReadError: the storage does not answer.
     """
     folder = as_storage_path(path)
     try:
         files = read_manifest(folder).files
+    except ReadError:
+        raise
     except CheckpointError as error:
         return [str(error)]
     checks = (check_entry(folder / name, entry, contents) for name, entry in files.items())
@@ -171,15 +182,20 @@ def find_damage(path: str | StoragePath, contents: bool = True) -> list[str]:
 
 
 def is_committed(path: StoragePath) -> bool:
-    """Return True if there is a manifest: the checkpoint was completely written, though perhaps damaged since."""
-    return (path / MANIFEST_FILE).is_file()
+    """Return True if there is a manifest: the checkpoint was completely written, though perhaps damaged since.
+
+    Raises:
+        ReadError: the storage does not answer.
+    """
+    with reading(path):
+        return (path / MANIFEST_FILE).is_file()
 
 
 def checkpoints_in(folder: StoragePath) -> list[StoragePath]:
     """Return the committed checkpoints in a directory, sorted by name."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and is_committed(path))
+    with reading(folder):
+        inside: list[StoragePath] = [*folder.iterdir()] if folder.is_dir() else []
+    return sorted(path for path in inside if not path.name.startswith(".") and is_committed(path))
 
 
 def with_checksum(body: dict[str, Any]) -> bytes:
@@ -195,12 +211,14 @@ def _require_committed(folder: StoragePath) -> StoragePath:
     """Return `folder` if a committed checkpoint is there; else raise an error that says what is there or next to it."""
     if is_committed(folder):
         return folder
-    if folder.is_file():
+    with reading(folder):
+        is_file, is_dir = folder.is_file(), folder.is_dir()
+    if is_file:
         raise CheckpointError(
             f"{folder} is a file; this trainer reads checkpoint folders (safetensors and JSON). For the weights in "
             "a file of another library: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])"
         )
-    if folder.is_dir():
+    if is_dir:
         inside = [path.name for path in checkpoints_in(folder)]
         if inside:
             raise CheckpointError(f"{folder} is not itself a checkpoint; give one of those in it: {', '.join(inside)}")
@@ -220,19 +238,23 @@ def _parse_manifest(body: dict[str, Any], place: str) -> Manifest:
         raise CheckpointError(f"{place} does not have the entries of a manifest")
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
-            raise CheckpointError(f"{place} names a file that is not part of the format: {name!r}")
+            raise CheckpointError(f"{place} names a file that is not part of the format: {name!r:.100}")
         if (
             not isinstance(entry, dict)
             or entry.keys() != {"bytes", "sha256"}
             or type(entry["bytes"]) is not int
+            or not 0 <= entry["bytes"] < 2**63
             or not isinstance(entry["sha256"], str)
         ):
-            raise CheckpointError(f"{place}: the entry of {name!r} is malformed")
+            raise CheckpointError(f"{place}: the entry of {name!r:.100} is malformed")
 
     def refuse(tensor: TensorInfo) -> None:
         raise CheckpointError(f"{place}: its info refers to a tensor")
 
-    return Manifest(deserialize(info, refuse, place), {name: FileEntry(**entry) for name, entry in files.items()})
+    info = deserialize(info, refuse, place)
+    if not isinstance(info, dict):
+        raise CheckpointError(f"{place} does not have the entries of a manifest")
+    return Manifest(info, {name: FileEntry(**entry) for name, entry in files.items()})
 
 
 def _read_data(folder: StoragePath, manifest: Manifest, verify: bool) -> dict[str, Any]:
@@ -241,17 +263,18 @@ def _read_data(folder: StoragePath, manifest: Manifest, verify: bool) -> dict[st
         text = reader.read(entry.bytes)
     data = from_json(text, str(folder / DATA_FILE))
     if not isinstance(data, dict):
-        raise CheckpointError(f"{folder / DATA_FILE} is not that of a checkpoint")
+        raise CheckpointError(f"{folder / DATA_FILE} does not hold the data of a checkpoint")
     return data
 
 
 def _read_key(folder: StoragePath, manifest: Manifest, key: str, content: Any, verify: bool) -> Any:
     infos = _infos(folder, key, content)
-    tensors: dict[str, torch.Tensor] = {}
-    for info in infos.values():
-        if info.parts:
-            tensors[info.name] = torch.zeros(info.shape, dtype=info.dtype)
-    for name, (expected, extents) in _files_of(folder, manifest, infos, key).items():
+    files = _files_of(folder, manifest, infos, key)
+    sharded = [info for info in infos.values() if info.parts]
+    if sharded:  # before their memory is allocated: of others only that of one file at a time is
+        _check_sizes(folder, manifest, files)
+    tensors = {info.name: torch.zeros(info.shape, dtype=info.dtype) for info in sharded}
+    for name, (expected, extents) in files.items():
         entry = manifest.files[name]
         with open_entry(folder / name, entry, verify) as reader:
             for tensor_name, tensor in read_tensors(reader, entry.bytes, expected, str(folder / name)):
@@ -283,7 +306,9 @@ def _infos(folder: StoragePath, key: str, content: Any) -> dict[str, TensorInfo]
 
     def note(info: TensorInfo) -> None:
         if infos.setdefault(info.name, info) != info:
-            raise CheckpointError(f"{_location(folder, key)} refers to the tensor {info.name!r} in two different ways")
+            raise CheckpointError(
+                f"{_location(folder, key)} refers to the tensor {info.name!r:.100} in two different ways"
+            )
 
     deserialize(content, note, _location(folder, key))
     return infos
@@ -305,8 +330,20 @@ def _files_of(
             extents[info.name] = extent
     missing = next((name for name in files if name not in manifest.files), None)
     if missing is not None:
-        raise CheckpointError(f"{_location(folder, key)} refers to tensors, but the manifest has no {missing}")
+        raise CheckpointError(f"{_location(folder, key)} refers to tensors, but the manifest has no {missing:.150}")
     return files
+
+
+def _check_sizes(
+    folder: StoragePath, manifest: Manifest, files: Mapping[str, tuple[dict[str, TensorInfo], Any]]
+) -> None:
+    """Check that the files are there, and large enough for the tensors in them."""
+    for name, (expected, _) in files.items():
+        problem = check_entry(folder / name, manifest.files[name], hashing=False)
+        if problem is None and sum(size_of(i.dtype, i.shape) for i in expected.values()) > manifest.files[name].bytes:
+            problem = f"{folder / name} is too short for its tensors: it is damaged"
+        if problem is not None:
+            raise CheckpointError(problem)
 
 
 def part_file(key: str, rank: int) -> str:
@@ -315,7 +352,7 @@ def part_file(key: str, rank: int) -> str:
 
 
 def _location(folder: StoragePath, key: str) -> str:
-    return f"{folder / DATA_FILE}, {key!r}"
+    return f"{folder / DATA_FILE}, {key!r:.100}"
 
 
 @dataclass(frozen=True)
@@ -369,18 +406,13 @@ class FileTensor(StoredTensor):
 
 @contextmanager
 def _open(path: StoragePath) -> Iterator[BinaryIO]:
-    try:
-        with storage_of(path).open_file(path) as (file, _):
-            yield file
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+    with reading(path), storage_of(path).open_file(path) as (file, _):
+        yield file
 
 
 def _read_into(file: Any, part: FilePart, offset: int, view: memoryview) -> None:
-    try:
+    with reading(part.path):
         file.seek(part.offset + offset)
         got = file.readinto(view)
-    except OSError as error:
-        raise CheckpointError(f"{part.path} cannot be read: {error.strerror or error}") from error
     if got != len(view):
         raise CheckpointError(f"{part.path} ended {len(view) - got} bytes too early while it was read")

@@ -8,13 +8,15 @@ Keys and values are those of torch's optimizers, whichever implementation comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, materialize
 from trainer.errors import CheckpointError
 
@@ -57,11 +59,70 @@ def state_by_position(
 
     order = [name for group in groups for name in group["params"]]
     position = {name: i for i, name in enumerate(order)}
+    for name in state["state"]:
+        if name not in position:
+            raise CheckpointError(
+                f"the checkpoint has a state of the parameter {name!r}, which {state['kind']} has not"
+            )
     values = {position[name]: _take_tensors(values, name, fitted) for name, values in state["state"].items()}
     return {
         "state": values,
         "param_groups": [{**group, "params": [position[name] for name in group["params"]]} for group in groups],
+        "dtypes": {position[name]: dtype for name, dtype in state.get("dtypes", {}).items() if name in position},
     }
+
+
+def with_dtypes_of(state: dict[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `state_by_name` returned with the dtypes that the parameters had then, under "dtypes".
+
+    `weights`: of the same checkpoint.
+    """
+    tensors = {name: value for name, value in weights.items() if isinstance(value, (torch.Tensor, StoredTensor))}
+    return {**state, "dtypes": {name: tensors[name].dtype for name in state["state"] if name in tensors}}
+
+
+def has_own_dtype(value: Loadable, parameter: torch.dtype | None) -> bool:
+    """Whether an optimizer chose the dtype of a saved tensor, as for float32 moments of bfloat16 parameters.
+
+    A tensor without dimensions, such as a step, always has a dtype of its own.
+
+    Args:
+        parameter: dtype of the tensor's parameter when it was saved; None: unknown.
+    """
+    return not value.shape or (parameter is not None and value.dtype != parameter)
+
+
+def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load what `state_by_position` returned.
+
+    Tensors with a dtype of their own keep it: torch rounds all of them to the dtypes of their parameters.
+    """
+    dtypes = state["dtypes"]
+    optimizer.load_state_dict({key: value for key, value in state.items() if key != "dtypes"})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for position, values in state["state"].items():
+        parameter = parameters[position]
+        loaded = optimizer.state[parameter]
+        optimizer.state[parameter] = _unrounded(loaded, values, parameter.dtype, dtypes.get(position))
+
+
+def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.dtype | None) -> Any:
+    """Return a loaded state, at any depth, with the saved tensors in place of those that torch has rounded.
+
+    Args:
+        rounded: the dtype to which torch rounds.
+        parameter: the dtype of the parameter when the state was saved.
+    """
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        again = loaded.dtype == rounded != saved.dtype and has_own_dtype(saved, parameter)
+        return saved.to(loaded.device, copy=True) if again else loaded
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        for key in loaded.keys() & saved.keys():
+            loaded[key] = _unrounded(loaded[key], saved[key], rounded, parameter)
+    elif type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(saved) == len(loaded):
+        pairs = zip(loaded, saved, strict=True)
+        return type(loaded)(_unrounded(one, its_saved, rounded, parameter) for one, its_saved in pairs)
+    return loaded
 
 
 def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -72,6 +133,30 @@ def with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     if type(value) is not torch.Tensor or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+
+
+_LIKE_PARAMETERS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+"""Tensors of torch's fused optimizers, which read as many elements of each as the parameter has."""
+
+
+def check_shapes(module: nn.Module, state: dict[str, Any]) -> None:
+    """Check the shapes in a saved state that torch's fused optimizers rely on.
+
+    Raises:
+        CheckpointError: a tensor has not the shape of its parameter, or a step is not one number.
+    """
+    # A parameter that DeepSpeed has partitioned is empty, and keeps its full shape here.
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+    for name, values in state["state"].items():
+        for key, value in values.items() if name in shapes else ():
+            shape = tuple(value.shape) if isinstance(value, (torch.Tensor, StoredTensor)) else None
+            if shape is None or key not in ("step", *_LIKE_PARAMETERS):
+                continue
+            if (math.prod(shape) != 1) if key == "step" else (shape != shapes[name]):
+                raise CheckpointError(
+                    f"the checkpoint's {key!r} of {name} has the shape {list(shape)}, and the parameter has "
+                    f"{list(shapes[name])}: the checkpoint is damaged, or belongs to another model."
+                )
 
 
 def matching_groups(
@@ -97,10 +182,15 @@ def matching_groups(
         ours, theirs = {n for group in names for n in group}, {n for group in saved for n in group}
         difference = sorted(ours ^ theirs)[:3] or "the grouping"
         raise CheckpointError(f"the parameters of {kind} differ from the checkpoint's: {difference}.")
-    return [
-        {**next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names)), "params": group_names}
-        for group_names in names
-    ]
+    groups = []
+    for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):
+        group = next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names))
+        options = {name: value for name, value in now.items() if name != "params"}
+        if found := unlike(group, options, f"the options of group {number} of {kind}"):
+            raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another optimizer")
+        # An option that is not there is that of another version of torch.
+        groups.append({**options, **group, "params": group_names})
+    return groups
 
 
 def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:

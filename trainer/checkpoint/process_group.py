@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from trainer.checkpoint.disk import WriteError
+from trainer.distributed.encoding import from_bytes, to_bytes
 from trainer.distributed.process_group import SingleProcess
 from trainer.fault_tolerance.failure import first_failure
 
@@ -62,16 +62,16 @@ class StoreProcessGroup:
             WriteError: another process has failed, or does not answer.
         """
         self._exchanges += 1
-        self._store.set(self._key(self.rank), pickle.dumps(value))
-        return [pickle.loads(self._get(self._key(rank))) for rank in range(self.world_size)]
+        self._store.set(self._key(self.rank), to_bytes(value))
+        return [from_bytes(self._get(self._key(rank))) for rank in range(self.world_size)]
 
     def broadcast_object(self, value: T) -> T:
         """See `ProcessGroup`. Raises as `all_gather_object`."""
         self._exchanges += 1
         if self.rank == 0:
-            self._store.set(self._key(0), pickle.dumps(value))
+            self._store.set(self._key(0), to_bytes(value))
             return value
-        received: T = pickle.loads(self._get(self._key(0)))
+        received: T = from_bytes(self._get(self._key(0)))
         return received
 
     def _key(self, rank: int) -> str:

@@ -1,30 +1,42 @@
 """Write checkpoints to an object store, which has no rename: a directory is a checkpoint once its manifest exists.
 
 Files are written in place, one after the other, the manifest last. A directory without a manifest is an interrupted
-write or one in progress, and readers skip it. Deleting starts with the manifest.
+write or one in progress, and readers skip it. Deleting starts with the manifest. An operation that fails is tried
+again, as `PAUSES` says.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
+import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 
+PAUSES = (0.1, 0.3, 1.0, 3.0)
+"""Seconds to wait before each further attempt of a failed operation; randomly prolonged to up to twice as long."""
+
 _SUFFIXES = (".json", ".safetensors")
+_ANSWERS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors that are an answer of the store, so that another attempt is useless."""
+T = TypeVar("T")
+log = logging.getLogger("trainer")
 
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
     """A URL that fsspec can open, such as s3://bucket/run, with the methods of `pathlib.Path` that are needed here.
 
-    Credentials and options come from fsspec's own configuration. Network errors are raised as OSError.
+    Credentials and options come from fsspec's own configuration. Network errors are raised as OSError, after the
+    last try.
     """
 
     url: str
@@ -52,18 +64,15 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return True if there is an object of this name, or one below it."""
-        with self._open_store() as (store, path):
-            return bool(store.exists(path))
+        return bool(self.call(lambda store, path: store.exists(path)))
 
     def is_file(self) -> bool:
         """Return True if there is an object of this name."""
-        with self._open_store() as (store, path):
-            return bool(store.isfile(path))
+        return bool(self.call(lambda store, path: store.isfile(path)))
 
     def is_dir(self) -> bool:
         """Return True if there are objects below this name."""
-        with self._open_store() as (store, path):
-            return bool(store.isdir(path))
+        return bool(self.call(lambda store, path: store.isdir(path)))
 
     def is_symlink(self) -> bool:
         """Return False: an object store has no links."""
@@ -71,24 +80,45 @@ class RemotePath:
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield the direct children, sorted by name; none if there is nothing."""
-        with self._open_store() as (store, path):
-            try:
-                found = store.ls(path, detail=False)
-            except (FileNotFoundError, NotADirectoryError):
-                found = []
+        found: list[object] = []
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = self.call(lambda store, path: store.ls(path, detail=False))
         names = {str(entry).rstrip("/").rpartition("/")[2] for entry in found}
         yield from (self / name for name in sorted(names - {""}))
 
     def read_bytes(self) -> bytes:
         """Return the contents of a small object."""
-        with self._open_store() as (store, path):
-            return bytes(store.cat_file(path))
+        return bytes(self.call(lambda store, path: store.cat_file(path)))
 
     def modified(self) -> float | None:
         """Return the time of the last write in seconds since 1970; None where the store does not report it."""
-        with suppress(NotImplementedError), self._open_store() as (store, path):
-            return float(store.modified(path).timestamp())
+        with suppress(NotImplementedError):
+            return float(self.call(lambda store, path: store.modified(path)).timestamp())
         return None
+
+    def call(self, operation: Callable[[Any, str], T]) -> T:
+        """Return `operation(store, path)` with fsspec's file system and the path in it; try again while it fails.
+
+        Raises:
+            OSError: the last try failed, or the store has answered that there is no such object, or no permission.
+        """
+        for pause in (*PAUSES, None):
+            try:
+                with self._open_store() as (store, path):
+                    return operation(store, path)
+            except _ANSWERS:
+                raise
+            except OSError as error:
+                if pause is None:
+                    raise
+                log.info("%s: %s; trying again", self, error)
+                time.sleep(pause * random.uniform(1, 2))
+        raise AssertionError("the last pause is None")
+
+    def delete(self, recursive: bool = False) -> None:
+        """Delete an object, or with `recursive` everything below this name; does nothing if there is nothing."""
+        with suppress(FileNotFoundError):
+            self.call(lambda store, path: store.rm(path, recursive=True) if recursive else store.rm_file(path))
 
     @contextmanager
     def _open_store(self) -> Iterator[tuple[Any, str]]:
@@ -129,15 +159,18 @@ class RemoteStorage:
 
     @contextmanager
     def atomic_directory(self, final: RemotePath, replace: bool) -> Iterator[RemotePath]:
-        """Yield `final` itself: files are written in place, and the manifest makes the directory valid."""
+        """Yield `final` itself: files are written in place, and the manifest makes the directory valid.
+
+        Raises:
+            WriteError: `final` has to be replaced, which an object store cannot do; or the storage does not answer.
+        """
         if replace:
             raise WriteError(
                 f"{final} exists, and an object store cannot replace it in one step: give another name, or delete it."
             )
         try:
             for entry in final.iterdir():  # an interrupted write of the same name
-                with entry._open_store() as (store, path):
-                    store.rm_file(path)
+                entry.delete()
             with final._open_store() as (store, path), suppress(OSError, NotImplementedError):
                 store.makedirs(path, exist_ok=True)  # for stores that have directories
             yield final
@@ -148,10 +181,15 @@ class RemoteStorage:
             ) from error
 
     def write_file(self, path: RemotePath, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-        """Overwrite an object of this name."""
-        digest = hashlib.sha256()
-        size = 0
-        with path._open_store() as (store, place):
+        """Write an object, replacing one of the same name; return its size in bytes and its SHA-256.
+
+        Raises:
+            OSError: the last attempt failed.
+        """
+
+        def write(store: Any, place: str) -> FileEntry:
+            digest = hashlib.sha256()
+            size = 0
             with store.open(place, "wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
@@ -159,21 +197,26 @@ class RemoteStorage:
                     size += len(chunk)
                     fault_point("in_file")
             written = int(store.size(place))
-        if written != size:
-            raise OSError(f"{path} has {written} bytes after {size} were written")
+            if written != size:
+                raise OSError(f"{path} has {written} bytes after {size} were written")
+            return FileEntry(size, digest.hexdigest())
+
+        entry = path.call(write)
         fault_point("after_file")
-        return FileEntry(size, digest.hexdigest())
+        return entry
 
     def replace_file(self, path: RemotePath, contents: bytes) -> None:
         fault_point("before_pointer")
-        with path._open_store() as (store, place):
-            store.pipe_file(place, contents)
+        path.call(lambda store, place: store.pipe_file(place, contents))
         fault_point("after_pointer")
 
     @contextmanager
     def open_file(self, path: RemotePath) -> Iterator[tuple[BinaryIO, int]]:
-        with path._open_store() as (store, place), store.open(place, "rb") as file:
-            yield file, int(store.size(place))
+        file: Any = _RemoteFile(path)
+        try:
+            yield file, file.size
+        finally:
+            file.close()
 
     def path_in_use(self, path: RemotePath) -> bool:
         """Return False also for the files of an interrupted write: a new checkpoint may overwrite them."""
@@ -181,11 +224,9 @@ class RemoteStorage:
 
     def remove_checkpoint(self, folder: RemotePath) -> None:
         """Delete the manifest first: without it the other files are ignored."""
-        with (folder / MANIFEST_FILE)._open_store() as (store, place):
-            store.rm_file(place)
+        (folder / MANIFEST_FILE).delete()
         fault_point("in_removal")
-        with folder._open_store() as (store, place):
-            store.rm(place, recursive=True)
+        folder.delete(recursive=True)
 
     def leftovers(self, folder: RemotePath) -> list[RemotePath]:
         return [child for child in folder.iterdir() if not child.name.endswith(_SUFFIXES) and _is_unfinished(child)]
@@ -193,13 +234,73 @@ class RemoteStorage:
     def remove_leftovers(self, folder: RemotePath, max_age: float) -> list[RemotePath]:
         """Go by age alone, and delete nothing where the store reports no times."""
         removed = []
-        for child in self.leftovers(folder):
+        leftovers = self.leftovers(folder)
+        now = _time_of(folder) if leftovers else None
+        for child in leftovers:
             times = [entry.modified() for entry in child.iterdir()]
-            if all(written is not None and time.time() - written > max_age for written in times):
-                with child._open_store() as (store, place):
-                    store.rm(place, recursive=True)
+            if all(now is not None and written is not None and now - written > max_age for written in times):
+                child.delete(recursive=True)
                 removed.append(child)
         return removed
+
+
+class _RemoteFile:
+    """An object open for reading. A read that fails or ends early is repeated from the same position."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+        self._file: Any = None
+        self._position = 0
+        self.size = path.call(lambda store, place: int(store.size(place)))
+
+    def seek(self, position: int) -> None:
+        self._position = position
+
+    def read(self, size: int) -> bytes:
+        """Return `size` bytes; fewer only at the end of the object."""
+        missing = min(size, max(0, self.size - self._position))
+        parts = []
+        while missing:
+            parts.append(self._path.call(lambda store, place: self._read_some(store, place, missing)))  # noqa: B023
+            self._position += len(parts[-1])
+            missing -= len(parts[-1])
+        return b"".join(parts)
+
+    def readinto(self, view: memoryview) -> int:
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(Exception):  # nothing is written
+                file.close()
+
+    def _read_some(self, store: Any, place: str, size: int) -> bytes:
+        """Return up to `size` bytes from the current position, at least one."""
+        try:
+            if self._file is None:
+                self._file = store.open(place, "rb")
+            if self._file.tell() != self._position:
+                self._file.seek(self._position)
+            data: bytes = self._file.read(size)
+            if not data:
+                raise OSError(f"the connection ended {size} bytes too early")
+        except BaseException:
+            self.close()
+            raise
+        return data
+
+
+def _time_of(folder: RemotePath) -> float | None:
+    """Return the time of the store's clock, which may differ from this machine's; None if the store gives none."""
+    probe = folder / f".clock-{os.urandom(4).hex()}.json"
+    try:
+        probe.call(lambda store, place: store.pipe_file(place, b""))
+        return probe.modified()
+    finally:
+        probe.delete()
 
 
 def _is_unfinished(folder: RemotePath) -> bool:

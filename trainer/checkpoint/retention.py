@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,10 +13,11 @@ Kept = Mapping[str, "float | None"]
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule for which checkpoints are kept.
+    """The rule that decides which checkpoints are kept.
 
     Args:
-        by_value: keep the best, the older of equals, instead of the newest; a missing value or nan is never the best.
+        by_value: keep the best, the older of equals, instead of the newest; a missing value, nan, and an infinity that
+            nothing could beat are never the best.
         mode: "min" or "max", the better value.
         top_k: number of checkpoints to keep; -1: all.
         last: also keep the newest one.
@@ -26,24 +28,49 @@ class Retention:
     top_k: int
     last: bool
 
-    def best(self, kept: Kept) -> str | None:
-        """Return the checkpoint with the best value, the oldest among equals; None if none has a value."""
-        known = {name: value for name, value in kept.items() if value is not None and value == value}
+    def best(self, kept: Kept, nonfinite: Collection[str] = ()) -> str | None:
+        """Return the checkpoint with the best value, the oldest among equals; None if none has a value.
+
+        Args:
+            nonfinite: names of the checkpoints whose states are not finite, which are never the best.
+        """
+        known = {
+            name: value
+            for name, value in kept.items()
+            if value is not None and self._counts(value) and name not in nonfinite
+        }
         if not known:
             return None
         return (min if self.mode == "min" else max)(known, key=known.__getitem__)
 
-    def to_delete(self, kept: Kept) -> list[str]:
-        """Return the checkpoints that are not kept, oldest first."""
+    def to_delete(self, kept: Kept, nonfinite: Collection[str] = ()) -> list[str]:
+        """Return the checkpoints that are not kept, oldest first.
+
+        Args:
+            nonfinite: names of the checkpoints whose states are not finite. They do not count towards `top_k`, and only
+                one that is the newest of all checkpoints is kept.
+        """
         if self.top_k == -1:
             return []
+        if not kept:
+            return []
+        newest = next(reversed(list(kept)))
+        if nonfinite:
+            finite = {name: value for name, value in kept.items() if name not in nonfinite}
+            last_finite = next(reversed(list(finite)), None)
+            delete = {*self.to_delete(finite), *nonfinite} - {newest, last_finite if newest in nonfinite else None}
+            return [name for name in kept if name in delete]
         newest_first = list(reversed(list(kept)))
         if self.by_value:
             sign = 1 if self.mode == "min" else -1
-            known = [name for name in kept if (value := kept[name]) is not None and value == value]
+            known = [name for name in kept if (value := kept[name]) is not None and self._counts(value)]
             wanted = sorted(known, key=lambda name: sign * (kept[name] or 0.0))[: self.top_k]
         else:
             wanted = newest_first[: self.top_k]
         if self.last:
             wanted.append(newest_first[0])
         return [name for name in kept if name not in wanted]
+
+    def _counts(self, value: float) -> bool:
+        """Whether a value may be the best: not nan, and not the infinity that no later value could beat."""
+        return value == value and value != (-math.inf if self.mode == "min" else math.inf)

@@ -83,6 +83,16 @@ def file_chunks(tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredTensor]
             yield view[start : start + _CHUNK]
 
 
+class TensorFile:
+    """The bytes of a safetensors file as chunks; can be iterated again from the beginning."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor] | Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        return file_chunks(self._tensors)
+
+
 def read_tensors(
     reader: ByteReader, size: int, expected: Mapping[str, TensorInfo], where: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -133,23 +143,24 @@ def _checked_order(header: Any, size: int, expected: Mapping[str, TensorInfo], w
     if header.keys() != expected.keys():
         strays = sorted(header.keys() ^ expected.keys())
         raise _error(
-            where, f"it and checkpoint.json do not name the same tensors; {strays[0]!r} is in one of them only"
+            where, f"it and checkpoint.json do not name the same tensors; {strays[0]!r:.100} is in one of them only"
         )
     spans = []
     for name, entry in header.items():
         code, shape = _file_type(expected[name])
         if not isinstance(entry, dict) or entry.get("dtype") != code or entry.get("shape") != shape:
             raise _error(
-                where, f"the tensor {name!r} is not the {code} of shape {shape} that checkpoint.json refers to"
+                where,
+                f"the tensor {name!r:.100} is not the {code} of shape {shape!s:.100} that checkpoint.json refers to",
             )
         span = entry.get("data_offsets")
         if not isinstance(span, list) or len(span) != 2 or any(type(offset) is not int for offset in span):
-            raise _error(where, f"the tensor {name!r} has no place in the file")
+            raise _error(where, f"the tensor {name!r:.100} has no place in the file")
         spans.append((span[0], span[1], name))
     position = 0
     for start, end, name in sorted(spans):
         if start != position or end - start != size_of(expected[name].dtype, expected[name].shape):
-            raise _error(where, f"the bytes of the tensor {name!r} are not where they must be")
+            raise _error(where, f"the bytes of the tensor {name!r:.100} are not where they must be")
         position = end
     if position != size:
         raise _error(where, f"its tensors take {position} bytes, but {size} are there")
@@ -161,11 +172,11 @@ def _read_tensor(reader: ByteReader, info: TensorInfo, where: str) -> torch.Tens
     if raw.numel():
         reader.read_into(raw.numpy().data)
     if info.dtype is torch.bool and bool((raw > 1).any()):
-        raise _error(where, f"the tensor {info.name!r} is boolean and has values other than 0 and 1")
+        raise _error(where, f"the tensor {info.name!r:.100} is boolean and has values other than 0 and 1")
     try:
         return raw.view(info.dtype).reshape(info.shape)
     except (RuntimeError, OverflowError, TypeError):
-        raise _error(where, f"the tensor {info.name!r} has an impossible shape") from None
+        raise _error(where, f"the tensor {info.name!r:.100} has an impossible shape") from None
 
 
 def _file_type(info: TensorInfo) -> tuple[str, list[int]]:

@@ -33,6 +33,8 @@ from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_
 
 MAX_DEPTH = 100
 """Maximum nesting depth, written and read."""
+_MAX_DIMENSIONS = 64
+"""Maximum number of dimensions of a tensor, as in most operations of torch."""
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -69,7 +71,7 @@ class TensorInfo:
     """Metadata of a tensor in a checkpoint."""
 
     name: str
-    """Its name in the safetensors file."""
+    """The tensor's name in the safetensors file."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[tuple[int, FlatSlice], ...] = ()
@@ -291,7 +293,7 @@ class _Deserializer:
         if marker == "$tensor":
             return self._take(self._tensor(data))
         if len(data) > 1:
-            raise self._error(f"{marker!r} does not stand alone")
+            raise self._error(f"{marker!r:.100} does not stand alone")
         return self._special(marker, data[marker], depth)
 
     def _special(self, marker: str, content: Any, depth: int) -> Any:
@@ -312,7 +314,7 @@ class _Deserializer:
             return float(content)
         if marker == "$int" and isinstance(content, str) and re.fullmatch("-?0x[0-9a-f]+", content):
             return int(content, 16)
-        raise self._error(f"{marker!r} is unknown or has a content that it cannot have")
+        raise self._error(f"{marker!r:.100} is unknown or has a content that it cannot have")
 
     def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
@@ -333,9 +335,11 @@ class _Deserializer:
             or not isinstance(dtype, str)
             or dtype not in DTYPES
             or not isinstance(shape, list)
+            or len(shape) > _MAX_DIMENSIONS
             or not all(type(size) is int and 0 <= size < 2**63 for size in shape)
+            or math.prod(max(1, size) for size in shape) * DTYPES[dtype].itemsize >= 2**63
         ):
-            raise self._error(f"the reference to the tensor {name!r} is malformed")
+            raise self._error(f"the reference to the tensor {name!r:.100} is malformed")
         parts = self._parts(data["parts"], math.prod(shape), name) if "parts" in data else ()
         return TensorInfo(name, DTYPES[dtype], tuple(shape), parts)
 
@@ -348,11 +352,13 @@ class _Deserializer:
                 or len(part) != 5
                 or any(type(n) is not int or not 0 <= n < 2**63 for n in part)
             ):
-                raise self._error(f"a part of the tensor {name!r} is malformed")
+                raise self._error(f"a part of the tensor {name!r:.100} is malformed")
             found.append((part[0], FlatSlice(*part[1:])))
+        if len({number for number, _ in found}) != len(found):
+            raise self._error(f"two parts of the tensor {name!r:.100} are in one file")
         outside = any(extent.end > numel or extent.overlaps_itself() for _, extent in found)
         if outside or sum(extent.numel for _, extent in found) != numel:
-            raise self._error(f"the parts of the tensor {name!r} do not add up to it")
+            raise self._error(f"the parts of the tensor {name!r:.100} do not add up to it")
         return tuple(found)
 
     def _error(self, problem: str) -> CheckpointError:

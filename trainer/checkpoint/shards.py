@@ -11,7 +11,10 @@ from typing import TypeAlias
 
 import torch
 
+from trainer.distributed.sendable import sendable
 
+
+@sendable
 @dataclass(frozen=True)
 class FlatSlice:
     """A set of elements of a tensor, flattened in row-major order: `count` runs of `length`, `stride` apart.

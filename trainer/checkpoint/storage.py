@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
-from trainer.checkpoint.disk import FileEntry, LocalStorage
+from trainer.checkpoint.disk import FileEntry, LocalStorage, ReadError, read_failure
 from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
 from trainer.errors import CheckpointError, ConfigError
 from trainer.settings import local_path
@@ -19,7 +19,7 @@ PathT = TypeVar("PathT", Path, RemotePath)
 
 _CHUNK = 16 << 20
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.:-]+)://(?P<rest>.*)", re.DOTALL)
-_SQUEEZED_URL = re.compile(r"[a-z][a-z0-9+.:-]+:/[^/]")
+_SQUEEZED_URL = re.compile(r"[a-z][a-z0-9+.:-]+:/([^/]|$)")
 
 
 def as_storage_path(path: str | StoragePath) -> StoragePath:
@@ -35,8 +35,9 @@ def as_storage_path(path: str | StoragePath) -> StoragePath:
         return path
     url = _URL.fullmatch(str(path))
     if url is None:
-        if isinstance(path, Path) and _SQUEEZED_URL.match(str(path)):
-            raise ConfigError(f"{path!r} was a URL before it became a Path: give it as a string.")
+        if _SQUEEZED_URL.match(str(path)):
+            was = "was a URL before it became a Path: give it as a string" if isinstance(path, Path) else "is no URL"
+            raise ConfigError(f"{path!r} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
         return local_path(path)
     if url["scheme"] in ("file", "local"):
         return Path(url["rest"])
@@ -58,7 +59,7 @@ class Storage(Protocol[PathT]):
         """
 
     def write_file(self, path: PathT, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-        """Write a new file of such a directory, hashing on the way."""
+        """Write a new file into such a directory, hashing it; `chunks` is iterated again if the write is repeated."""
 
     def replace_file(self, path: PathT, contents: bytes) -> None:
         """Replace a small file atomically: readers see the old contents or the new ones."""
@@ -135,6 +136,15 @@ class HashedReader:
 
 
 @contextmanager
+def reading(path: StoragePath) -> Iterator[None]:
+    """Raise an OSError of the block as a CheckpointError: as ReadError if the storage did not answer."""
+    try:
+        yield
+    except OSError as error:
+        raise read_failure(path, error) from error
+
+
+@contextmanager
 def open_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> Iterator[HashedReader]:
     """Open a file for reading that must match `entry`; at the end of the block, check its hash.
 
@@ -152,7 +162,7 @@ def open_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> Iterator[H
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise read_failure(path, error) from error
 
 
 def read_small_file(path: StoragePath, max_size: int) -> bytes:
@@ -161,21 +171,24 @@ def read_small_file(path: StoragePath, max_size: int) -> bytes:
     Raises:
         CheckpointError: it is larger, missing, unreadable, or not a regular file.
     """
-    try:
-        with storage_of(path).open_file(path) as (file, size):
-            if size > max_size:
-                raise CheckpointError(f"{path} has {size} bytes, more than the limit of {max_size}: it is damaged")
-            return file.read(size)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading(path), storage_of(path).open_file(path) as (file, size):
+        if size > max_size:
+            raise CheckpointError(f"{path} has {size} bytes, more than the limit of {max_size}: it is damaged")
+        return file.read(size)
 
 
 def check_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> str | None:
-    """Return a description of the damage to a file, or None."""
+    """Return a description of the damage to a file, or None.
+
+    Raises:
+        ReadError: the storage does not answer.
+    """
     try:
         with open_entry(path, entry, hashing) as reader:
             for start in range(0, entry.bytes if hashing else 0, _CHUNK):
                 reader.read(min(_CHUNK, entry.bytes - start))
+    except ReadError:
+        raise
     except CheckpointError as error:
         return str(error)
     return None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError
+from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, WriteError, reason
 from trainer.checkpoint.format import (
     DATA_FILE,
     FORMAT,
@@ -20,7 +20,7 @@ from trainer.checkpoint.format import (
     with_checksum,
 )
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
-from trainer.checkpoint.safetensors_io import file_chunks
+from trainer.checkpoint.safetensors_io import TensorFile
 from trainer.checkpoint.serialization import Serialized, serialize, to_json
 from trainer.checkpoint.shards import EMPTY_SLICE
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
@@ -153,9 +153,9 @@ def write_plan(
         if process_group.rank == 0:
             _write_as_leader(as_storage_path(path), plan, overwrite, process_group)
         else:
-            folder = process_group.broadcast_object(None)
+            folder: str | None = process_group.broadcast_object(None)
             if folder is not None:
-                _write_files(folder, plan, process_group)
+                _write_files(as_storage_path(folder), plan, process_group)
     except CheckpointError as error:
         problem = error
     problem = process_group.broadcast_object(problem)
@@ -168,7 +168,7 @@ def _write_as_leader(final: StoragePath, plan: SavePlan, overwrite: bool, proces
     try:
         with storage_of(final).atomic_directory(final, _check_destination(final, overwrite)) as folder:
             announced = True
-            process_group.broadcast_object(folder)
+            process_group.broadcast_object(str(folder))
             _write_index(folder, plan, _write_files(folder, plan, process_group))
     except CheckpointError:
         if not announced:
@@ -181,14 +181,20 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
 
     Raises:
         CheckpointError: nothing may be written there.
+        WriteError: the storage does not answer.
     """
-    if not final.name or final.name.startswith("."):
+    if not final.name or final.name.startswith(".") or "\0" in str(final):
         raise CheckpointError(f"{str(final)!r} is no name for a checkpoint: give one that does not begin with '.'")
-    if not storage_of(final).path_in_use(final):
+    try:
+        in_use = storage_of(final).path_in_use(final)
+        is_checkpoint = in_use and not final.is_symlink() and is_committed(final)
+    except (OSError, ReadError) as error:
+        raise WriteError(f"cannot write the checkpoint {final}: {reason(error)}") from error
+    if not in_use:
         return False
     if not overwrite:
         raise CheckpointError(f"{final} exists. Give another name, or overwrite=True to replace it.")
-    if final.is_symlink() or not is_committed(final):
+    if not is_checkpoint:
         raise CheckpointError(f"{final} exists and is not a checkpoint, so it is not overwritten. Give another name.")
     return True
 
@@ -202,7 +208,7 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
     write_file = storage_of(folder).write_file
     own: dict[str, FileEntry] | CheckpointError
     try:
-        own = {name: write_file(folder / name, file_chunks(tensors)) for name, tensors in plan.files.items()}
+        own = {name: write_file(folder / name, TensorFile(tensors)) for name, tensors in plan.files.items()}
     except CheckpointError as error:
         own = error
     except OSError as error:

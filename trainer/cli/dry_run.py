@@ -7,18 +7,21 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.doctor.results import CheckResult, as_json, failed, gib, summary
+from trainer.cli.doctor.results import CheckResult, as_json, failed, gib, summary, verdict
 from trainer.cli.options import CommandParser, config_option, reports_errors
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
+from trainer.errors import ConfigError, raise_problems
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
     from trainer.data.loader import BatchLoader
     from trainer.loop.resolved_config import ResolvedConfig
+    from trainer.loop.run import Run
     from trainer.strategy import Strategy
     from trainer.trainer import Trainer
 
@@ -64,16 +67,13 @@ def _parser() -> CommandParser:
     add("--world-size", metavar="N", type=int, help="processes on all machines (default: devices x num_nodes)")
     add("--nproc-per-node", metavar="N", type=int, help="processes on each machine (default: devices, or 8)")
     add("--device-memory", metavar="GIB", type=float, help="of one device: fail if the training needs more")
-    add("--no-data", action="store_true", help="do not look at the data")
+    add("--no-data", action="store_true", help="do not set up the data")
     add("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]:
     """Return the options, the checked configuration, and its accelerator, which this machine need not have."""
-    from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
-    from trainer.errors import ConfigError
-
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
     given.changes = [f"--{name}={json.dumps(node.plain())}" for name, node in overrides if name.startswith("module")]
@@ -90,7 +90,6 @@ def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration, str]
 def _accelerator(files: list[str], overrides: list[tuple[str, Any]]) -> str:
     """Return `trainer.accelerator` as it was given; `load` checks that the name is known."""
     from trainer.config.files import read_file
-    from trainer.config.tree import Diagnostics
 
     given = [
         tree.plain()["trainer"].get("accelerator")
@@ -103,8 +102,6 @@ def _accelerator(files: list[str], overrides: list[tuple[str, Any]]) -> str:
 
 def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int:
     """Return the number of processes on each machine, and fill in `given.world_size`."""
-    from trainer.errors import ConfigError
-
     wanted, machines = configuration.trainer.get("devices"), configuration.trainer.get("num_nodes", 1)
     wanted = len(wanted) if isinstance(wanted, list) else wanted if isinstance(wanted, int) and wanted > 0 else None
     per_machine: int | None = given.nproc_per_node or wanted
@@ -132,7 +129,6 @@ def _checks(
 ) -> Iterator[CheckResult]:
     from trainer.config.check import instantiate
     from trainer.distributed.process_group import SingleProcess
-    from trainer.errors import ConfigError
     from trainer.precision import resolve_precision
     from trainer.strategy import needed_device, resolve_strategy
 
@@ -167,7 +163,7 @@ def _checks(
         config = replace(config, strategy=strategy, device_type=device_type, num_processes=world)
         yield CheckResult("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
         yield from _layout(configuration, config, world, per_machine)
-    yield from _data(configuration, trainer, config, look=not given.no_data)
+    yield from _data(configuration, config, trainer.adopt, look=not given.no_data)
     yield from _memory(given, configuration, strategy, per_machine)
 
 
@@ -188,7 +184,6 @@ def _layout(
     """Report how the strategy lays the module out over the processes."""
     from trainer.cli.estimate.module import build_without_memory
     from trainer.distributed.fake_process_group import fake_process_group
-    from trainer.errors import ConfigError
     from trainer.model.activation_checkpointing import enable_activation_checkpointing
     from trainer.precision import resolve_precision
 
@@ -210,12 +205,16 @@ def _layout(
     yield from (CheckResult("OK", "module", note) for note in notes)
 
 
-def _data(configuration: Configuration, trainer: Trainer, config: ResolvedConfig, look: bool) -> Iterator[CheckResult]:
-    """Report the problems that `fit` would raise; with `look`, also how the samples are split into steps."""
+def _data(
+    configuration: Configuration, config: ResolvedConfig, adopt: Callable[[Run], object], look: bool
+) -> Iterator[CheckResult]:
+    """Report the problems that `fit` would raise; with `look`, also how the samples are split into steps.
+
+    Args:
+        adopt: called with the run, to attach a trainer to its module.
+    """
     from trainer.config.check import instantiate
-    from trainer.errors import ConfigError, raise_problems
     from trainer.loop.checks import check_call
-    from trainer.loop.loaders import make_loaders
     from trainer.loop.resolved_config import step_config
     from trainer.loop.run import Run, Session
     from trainer.precision import default_dtype
@@ -229,12 +228,11 @@ def _data(configuration: Configuration, trainer: Trainer, config: ResolvedConfig
         if not look:
             return
         subject, session = "data", Session(config.settings)
-        session.stage = "fit"
         run = Run(config, session, "fit", module, datamodule)
-        trainer.adopt(run)
+        adopt(run)
         if datamodule is not None:
             datamodule.setup("fit")
-        make_loaders(run, {"train": None, "val": None})
+        run.loaders.make({"train": None, "val": None})
         assert run.train_loader is not None
         settings, subject = config.settings, "strategy"
         known = step_config(settings, micro_batch_size=run.train_loader.batch_size)
@@ -285,14 +283,10 @@ def steps(loader: BatchLoader, window: int, world: int) -> Iterator[CheckResult]
         yield CheckResult("OK", "epoch", f"{words}, all of them full")
         return
     words += f"; the last one has {last:,} of {global_batch:,} samples, in {last_window} of {window} micro-batches"
+    fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
     if number == 1:
         fix = "Fewer processes, smaller micro-batches or a smaller window do the same with less."
-        yield CheckResult("WARN", "epoch", f"{words}.", fix)
-    elif last * 2 < global_batch:
-        fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
-        yield CheckResult("WARN", "epoch", f"{words}.", fix)
-    else:
-        yield CheckResult("OK", "epoch", words)
+    yield verdict("WARN", number == 1 or last * 2 < global_batch, "epoch", words, fix)
 
 
 def _memory(
@@ -301,8 +295,7 @@ def _memory(
     """Report the memory of each process, by the formulas of `trainer estimate`."""
     from trainer.cli.estimate.layouts import layout_of
     from trainer.cli.estimate.module import examine
-    from trainer.errors import ConfigError
-    from trainer.model.memory import Setup, Transformer, activations, estimate_memory, number_sizes, supports_precision
+    from trainer.model.memory import Setup, activations, estimate_memory, number_sizes, supports_precision
     from trainer.precision import resolve_precision
 
     numbers = resolve_precision(configuration.trainer.get("precision", "32-true"))
@@ -318,20 +311,18 @@ def _memory(
     window = configuration.trainer.get("accumulate_grad_batches", 1)
     setup = Setup(given.world_size, number_sizes(numbers), per_machine, window)
     kept, words = 0, "activations not counted"
-    if {"layers", "hidden", "sequence", "batch"} <= set(found.shape):
-        checkpointing = bool(configuration.trainer.get("activation_checkpointing"))
-        model = Transformer(**found.shape, checkpointing=checkpointing)
+    model = found.transformer(checkpointing=bool(configuration.trainer.get("activation_checkpointing")))
+    if model is not None:
         kept = activations(model, number_sizes(numbers))
         words = f"about {gib(kept)} of activations"
     memory = estimate_memory(layout, found.size, setup)
     total = memory.device + memory.temporary + kept
     text = f"{strategy.name}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
     text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
-    if given.device_memory is not None and total > given.device_memory * 2**30:
-        typed = ["--config", *given.config] if given.config else []
-        typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]
-        fix = f"Compare the strategies: trainer estimate {shlex.join(typed)}"
-        yield CheckResult("FAIL", "memory", f"{text}: more than {given.device_memory:g} GiB.", fix)
-    else:
-        yield CheckResult("OK", "memory", text)
+    too_much = given.device_memory is not None and total > given.device_memory * 2**30
+    text += f": more than {given.device_memory:g} GiB" if too_much else ""
+    typed = ["--config", *given.config] if given.config else []
+    typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]
+    fix = f"Compare the strategies: trainer estimate {shlex.join(typed)}"
+    yield verdict("FAIL", too_much, "memory", text, fix)
     yield from (CheckResult("OK", "module", note) for note in found.notes)

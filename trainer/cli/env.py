@@ -12,6 +12,7 @@ from typing import Any
 
 import trainer
 from trainer.cli.options import CommandParser, reports_errors
+from trainer.errors import ConfigError
 
 EXAMPLES = """\
 examples:
@@ -112,7 +113,6 @@ def devices() -> dict[str, Any]:
 def environment() -> dict[str, Any]:
     """Return the detected environment and, for each launcher, the variables that are set and their meaning."""
     from trainer.distributed.environment import SOURCES, detect_environment
-    from trainer.errors import ConfigError
 
     sources, decided, problem = [], "", ""
     for source in SOURCES:
@@ -147,7 +147,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"  {place['source']}: rank {place['rank']} of {place['world_size']}, on this machine "
             f"{place['local_rank']} of {place['local_world_size']}, machine {place['node_rank']} of "
-            f"{place['num_nodes']}, meeting at {place['master_addr']}:{place['master_port']}"
+            f"{place['num_nodes']}, rendezvous at {place['master_addr']}:{place['master_port']}"
         )
     lines.append("why (asked in this order):")
     for source in found["sources"]:

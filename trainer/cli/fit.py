@@ -35,7 +35,7 @@ def run(arguments: list[str]) -> int:
 
 def _fit(job: Job) -> None:
     try:
-        job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
+        job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, allow_changes=job.allow_changes)
     except SystemExit:
         # A run that a signal stopped has saved everything; its paths are printed, too.
         _say(job)

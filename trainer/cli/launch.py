@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainer.arguments import whole_number
 from trainer.cli.options import CommandParser, reports_errors
+from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from trainer.launchers.multinode import Machines
@@ -24,7 +27,7 @@ examples:
   trainer launch --nproc-per-node 2 trainer fit --config run.yaml
   trainer launch --nproc-per-node 8 --max-restarts 3 train.py
 
-  the same on each of four machines (the launcher on node1 holds the meeting place):
+  the same on each of four machines (the launcher on node1 hosts the rendezvous):
   trainer launch --nnodes 4 --nproc-per-node 8 --rdzv node1:29500 train.py
 
   a file for Slurm's sbatch:
@@ -33,7 +36,13 @@ examples:
 In a pod of Kubeflow its variables PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MAX_RESTARTS, PET_RDZV_ENDPOINT,
 PET_RDZV_ID, PET_MASTER_ADDR and PET_MASTER_PORT are taken for what is not given here.
 """
-SBATCHS_OWN = ("time", "partition", "account", "job-name", "cpus-per-task", "mem", "constraint", "qos")
+SBATCHS_OWN = {
+    "time": "HH:MM:SS",
+    "cpus-per-task": "N",
+    "mem": "N",
+    **dict.fromkeys(("partition", "account", "job-name", "constraint", "qos"), "NAME"),
+}
+"""Options of sbatch that are passed on, and what their values are."""
 SLURM_ONLY = ("print", "gpus-per-node", "ntasks-per-node", *SBATCHS_OWN)
 _ADDRESS = "--rdzv HOST:PORT, the same on all machines"
 _TERMINAL = "nothing: the output of all processes goes to this terminal"
@@ -67,8 +76,6 @@ EQUIVALENTS = {
 @reports_errors
 def run(arguments: list[str]) -> int:
     """Start the program. Returns its exit code."""
-    from trainer.errors import ConfigError
-
     options, unknown = _parser(os.environ).parse_known_args(arguments)
     if unknown:
         raise ConfigError(_unknown_option(unknown[0]))
@@ -114,27 +121,23 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         epilog=EXAMPLES,
     )
 
-    def option(name: str, *more: str, pet: str | None = None, default: str | None = None, help: str) -> None:
-        also = [name.replace("-", "_").replace("__", "--", 1)] if "-" in name[2:] else []
-        parser.add_argument(
-            name, *more, *also, metavar=_metavar(name), help=help, default=environ.get(pet or "", default)
-        )
+    def option(name: str, help: str, default: str | None = None, pet: str = "", metavar: str = "N") -> None:
+        names = dict.fromkeys((name, f"--{name[2:].replace('-', '_')}"))
+        parser.add_argument(*names, metavar=metavar, help=help, default=environ.get(pet, default))
 
-    option("--nnodes", pet="PET_NNODES", default="1", help="machines: a number, or MIN:MAX (default: 1)")
-    option(
-        "--nproc-per-node",
-        pet="PET_NPROC_PER_NODE",
-        help="processes on this machine: a number, gpu, cpu or auto (default: one for each GPU, one without)",
-    )
-    endpoint = environ.get("PET_RDZV_ENDPOINT") or _joined(environ, "PET_MASTER_ADDR", "PET_MASTER_PORT")
-    option("--rdzv", "--rdzv-endpoint", "--rdzv_endpoint", default=endpoint, help="where the machines meet")
-    option(
-        "--node-rank", pet="PET_NODE_RANK", help="number of this machine; 0 holds the meeting place (default: found)"
-    )
-    option("--rdzv-backend", default="c10d", help="as torchrun has it: c10d, and no other")
-    option("--rdzv-id", pet="PET_RDZV_ID", default="none", help="tells runs at one meeting place apart")
-    option("--rdzv-conf", pet="PET_RDZV_CONF", default="", help="such as join_timeout=1200,keep_alive_interval=5")
-    option("--max-restarts", pet="PET_MAX_RESTARTS", default="0", help="start all again after a failure (default: 0)")
+    endpoint = environ.get("PET_RDZV_ENDPOINT")
+    if not endpoint and environ.get("PET_MASTER_ADDR"):
+        endpoint = f"{environ['PET_MASTER_ADDR']}:{environ.get('PET_MASTER_PORT', '29500')}"
+    processes = "processes on this machine: a number, gpu, cpu or auto (default: one for each GPU, one without)"
+    option("--nnodes", "machines: a number, or MIN:MAX (default: 1)", "1", "PET_NNODES")
+    option("--nproc-per-node", processes, None, "PET_NPROC_PER_NODE")
+    names = ("--rdzv", "--rdzv-endpoint", "--rdzv_endpoint")
+    parser.add_argument(*names, metavar="HOST:PORT", default=endpoint, help="where the machines meet")
+    option("--node-rank", "number of this machine; 0 hosts the rendezvous (default: found)", None, "PET_NODE_RANK")
+    option("--rdzv-backend", "as torchrun has it: c10d, and no other", "c10d")
+    option("--rdzv-id", "distinguishes runs at one rendezvous", "none", "PET_RDZV_ID", "NAME")
+    option("--rdzv-conf", "such as join_timeout=1200,keep_alive_interval=5", "", "PET_RDZV_CONF", "KEY=N,...")
+    option("--max-restarts", "start all again after a failure (default: 0)", "0", "PET_MAX_RESTARTS")
     parser.add_argument("--standalone", action="store_true", help="one machine, which is the default")
     parser.add_argument("-m", "--module", action="store_true", help="the program is a module")
     slurm = parser.add_argument_group("for Slurm")
@@ -143,40 +146,25 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     slurm.add_argument("--nodes", metavar="N", default="1", help="machines (default: 1)")
     slurm.add_argument("--gpus-per-node", metavar="N", help="GPUs, and processes, on each machine")
     slurm.add_argument("--ntasks-per-node", metavar="N", help="processes on each machine without GPUs (default: 1)")
-    for name in SBATCHS_OWN:
-        slurm.add_argument(f"--{name}", metavar=_metavar(f"--{name}"), help=f"as sbatch's --{name}")
+    for name, metavar in SBATCHS_OWN.items():
+        slurm.add_argument(f"--{name}", metavar=metavar, help=f"as sbatch's --{name}")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
-def _metavar(name: str) -> str:
-    named = ("--partition", "--account", "--job-name", "--rdzv-id", "--constraint", "--qos")
-    special = {"--rdzv": "HOST:PORT", "--rdzv-conf": "KEY=N,...", "--time": "HH:MM:SS"}
-    return special.get(name, "NAME" if name in named else "N")
-
-
-def _joined(environ: Mapping[str, str], address: str, port: str) -> str | None:
-    return f"{environ[address]}:{environ.get(port, '29500')}" if environ.get(address) else None
-
-
 def _command(options: argparse.Namespace) -> list[str]:
     """Return the arguments with which Python runs the program."""
-    from trainer.errors import ConfigError
-    from trainer.settings import local_path
-
-    program = [word for i, word in enumerate(options.program) if not (i == 0 and word == "--")]
+    program = options.program[1:] if options.program[:1] == ["--"] else [*options.program]
     if not program:
         raise ConfigError(
             "nothing to launch: give a script, -m MODULE or a trainer command; see trainer launch --help."
         )
     first = program[0]
-    if options.module:
-        return ["-m", *program]
-    if first == "trainer":
+    if options.module or first == "trainer":
         return ["-m", *program]
     if first.startswith("~"):
         first = program[0] = str(local_path(first))
-    if not Path(first).is_file():
+    if not local_path(first).is_file():
         looks_like_a_module = re.fullmatch(r"\w+(\.\w+)*", first) and not first.endswith(".py")
         what = "Is it a module? Write -m before it." if looks_like_a_module else "Look at the path."
         raise ConfigError(f"there is no script {first!r} in {os.getcwd()}. {what}")
@@ -184,8 +172,6 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _unknown_option(option: str) -> str:
-    from trainer.errors import did_you_mean
-
     name = option.partition("=")[0].replace("_", "-")
     known = ["--nnodes", "--nproc-per-node", "--rdzv", "--node-rank", "--rdzv-id", "--rdzv-conf", "--max-restarts"]
     more = ["--slurm", "--print", "--nodes", "--gpus-per-node", "--time"]
@@ -195,13 +181,18 @@ def _unknown_option(option: str) -> str:
 
 def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machines | None:
     """Return the machines that take part; None: only this one. Reports all problems of the options together."""
-    from trainer.errors import raise_problems
     from trainer.launchers.multinode import CONF, Machines
 
-    problems = _of_slurm(options)
+    problems = []
+    slurms = [f"--{name}" for name in SLURM_ONLY if vars(options)[name.replace("-", "_")]]
+    if options.nodes != "1":
+        slurms.append("--nodes")
+    if slurms:
+        words = "for a file for sbatch, which --slurm --print writes. Add these, or take it away."
+        problems.append(f"{', '.join(slurms)}: {words}")
     if options.rdzv_backend != "c10d":
         problems.append(f"--rdzv-backend {options.rdzv_backend}: it is always c10d here, leave it out.")
-    counts = re.fullmatch(r"(?:(\d+):)?(\d+)", options.nnodes)
+    counts = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", options.nnodes)
     least, most = (int(counts[1] or counts[2]), int(counts[2])) if counts else (1, 1)
     if counts is None or not 1 <= least <= most:
         problems.append(f"--nnodes {options.nnodes}: give a number of machines from 1, or MIN:MAX.")
@@ -213,39 +204,29 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
             f"--nnodes {options.nnodes} machines have to meet: give --rdzv HOST:PORT, the name of one of them and a "
             "free port of it, the same on all."
         )
-    elif options.rdzv and not (port.isdecimal() and 0 < int(port) < 65536 and host):
+    elif options.rdzv and not (0 < (whole_number(port) or 0) < 65536 and host):
         problems.append(f"--rdzv {options.rdzv}: give HOST:PORT, such as node1:29500.")
-    if options.node_rank is not None and not (options.node_rank.isdecimal() and int(options.node_rank) < most):
+    node_rank = None if options.node_rank is None else whole_number(options.node_rank)
+    if options.node_rank is not None and (node_rank is None or node_rank >= most):
         problems.append(f"--node-rank {options.node_rank}: give a number from 0 to {most - 1} (--nnodes {most}).")
     conf = {}
     for entry in filter(None, options.rdzv_conf.split(",")):
         key, _, value = entry.partition("=")
-        if key not in CONF or not value.isdecimal() or int(value) < 1:
+        seconds = whole_number(value)
+        if key not in CONF or not seconds:
             problems.append(f"--rdzv-conf {entry}: give KEY=SECONDS with one of {', '.join(CONF)}.")
         else:
-            conf[key] = int(value)
+            conf[key] = seconds
     raise_problems(problems, "the options")
     if most == 1:
         return None
-    node_rank = None if options.node_rank is None else int(options.node_rank)
     return Machines(least, most, host.strip("[]"), int(port), node_rank, options.rdzv_id, conf)
 
 
-def _of_slurm(options: argparse.Namespace) -> list[str]:
-    given = [name for name in SLURM_ONLY if vars(options)[name.replace("-", "_")]]
-    if options.nodes != "1":
-        given.append("nodes")
-    words = ", ".join(f"--{name}" for name in given)
-    return (
-        [f"{words}: for a file for sbatch, which --slurm --print writes. Add these, or take it away."] if given else []
-    )
-
-
 def _number_of_processes(given: str | None) -> int:
-    from trainer.errors import ConfigError
-
-    if given is not None and given.isdecimal() and int(given) > 0:
-        return int(given)
+    number = whole_number(given or "")
+    if number:
+        return number
     if given not in (None, "gpu", "cpu", "auto"):
         raise ConfigError(f"--nproc-per-node {given}: give a number from 1, gpu, cpu or auto.")
     import torch
@@ -259,16 +240,13 @@ def _number_of_processes(given: str | None) -> int:
 
 
 def _restarts(given: str) -> int:
-    from trainer.errors import ConfigError
-
-    if not given.isdecimal():
+    number = whole_number(given)
+    if number is None:
         raise ConfigError(f"--max-restarts {given}: give a number from 0.")
-    return int(given)
+    return number
 
 
 def _slurm(options: argparse.Namespace) -> int:
-    from trainer.errors import ConfigError
-
     if not options.print:
         raise ConfigError("--slurm writes a file for sbatch, and starts nothing: add --print, and give it to sbatch.")
     if options.nnodes not in ("1", options.nodes) or options.rdzv:
@@ -291,18 +269,16 @@ def sbatch_file(options: argparse.Namespace, typed: list[str]) -> str:
     Raises:
         ConfigError: a count is not a number.
     """
-    from trainer.errors import raise_problems
-
     numbers = {
         "--nodes": options.nodes,
         "--gpus-per-node": options.gpus_per_node,
         "--max-restarts": options.max_restarts,
+        "--ntasks-per-node": options.ntasks_per_node,
     }
-    numbers["--ntasks-per-node"] = options.ntasks_per_node
     problems = [
         f"{name} {value}: give a number{'' if name == '--max-restarts' else ' from 1'}."
         for name, value in numbers.items()
-        if value is not None and not (value.isdecimal() and (int(value) > 0 or name == "--max-restarts"))
+        if value is not None and not (whole_number(value) or (name == "--max-restarts" and whole_number(value) == 0))
     ]
     if options.gpus_per_node and options.ntasks_per_node not in (None, options.gpus_per_node):
         problems.append("--gpus-per-node starts one process for each GPU: leave --ntasks-per-node out.")

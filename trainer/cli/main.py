@@ -97,6 +97,8 @@ def usage_error(message: str) -> int:
 
     Returns the exit code of usage errors.
     """
+    from trainer.errors import printable
+
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {printable(message)}", file=sys.stderr)
     return 2

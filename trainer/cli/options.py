@@ -10,14 +10,15 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.cli.main import usage_error
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, TrainerError, did_you_mean
+from trainer.settings import ARGUMENTS, LIGHTNING_EQUIVALENTS
 
 if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
-    from trainer.config.tree import Diagnostics, Node
 
 ROOTS = ("trainer", "module", "data")
-FIXED = ("help", "config", "print-config", "ckpt-path", "ray")
+FIXED = ("help", "config", "print-config", "ckpt-path", "allow-changes", "ray")
 ALIASES = {"seed": "trainer.seed"}
 RAY_HELP = (
     "train in Ray's workers: num_workers=2 max_failures=1; also use_gpu=true, resources_per_worker='{CPU: 4}', "
@@ -67,7 +68,7 @@ class CommandParser(argparse.ArgumentParser):
         return self.parse(fixed), overrides
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """Return the options; words that are none are reported."""
+        """Return the options; report words that are not options."""
         given, rest = self.parse_known_args(arguments)
         if rest:
             parser: argparse.ArgumentParser = self
@@ -114,6 +115,9 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
     config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint")
+    if command == "fit":
+        words = "what may differ from the run that wrote the checkpoint, such as dataset or optimizers"
+        parser.add_argument("--allow-changes", metavar="NAME", nargs="+", help=words)
     parser.set_defaults(ray=None)
     if command == "fit":
         parser.add_argument("--ray", metavar="NAME=VALUE", nargs="+", help=RAY_HELP)
@@ -122,8 +126,7 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
 
 def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:
     """Return the dotted options of a command line as names and values, and all other words."""
-    from trainer.config.files import read_value
-    from trainer.config.tree import COMMAND_LINE
+    from trainer.config.files import MAX_DEPTH, read_value
 
     fixed: list[str] = []
     overrides = []
@@ -133,6 +136,8 @@ def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tupl
             findings.add(COMMAND_LINE, f"{option} needs a value: {option} VALUE.")
         elif not all(name.split(".")):
             findings.add(COMMAND_LINE, f"{option} is no name: write --trainer.max_epochs, with one dot between names.")
+        elif name.count(".") > MAX_DEPTH:
+            findings.add(COMMAND_LINE, f"{option[:60]}... has more than {MAX_DEPTH} names, one inside of another.")
         elif (node := read_value(value, option, findings)) is not None:
             overrides.append((name, node))
     return overrides, fixed
@@ -140,8 +145,6 @@ def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tupl
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagnostics) -> Options:
     """Parse a command line; problems go to `findings`."""
-    from trainer.config.tree import COMMAND_LINE, Node
-
     options = Options()
     options.overrides, fixed = overrides_of(arguments, findings)
     try:
@@ -152,6 +155,9 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
     options.config, options.print_config = known.config, known.print_config
     if known.ckpt_path is not None:
         options.overrides.append(("ckpt_path", Node(known.ckpt_path, COMMAND_LINE)))
+    if getattr(known, "allow_changes", None) is not None:
+        names = [Node(name, COMMAND_LINE) for name in known.allow_changes]
+        options.overrides.append(("allow_changes", Node(names, COMMAND_LINE)))
     if known.ray is not None:
         from trainer.cli.ray import read_ray
 
@@ -180,8 +186,6 @@ def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, s
 
 def _unknown(rest: list[str]) -> Iterator[str]:
     """Yield a problem for each unknown option, together with its value, and for each stray word."""
-    from trainer.settings import ARGUMENTS, LIGHTNING_EQUIVALENTS
-
     known = {name: f"--trainer.{name}" for name in ARGUMENTS}
     known.update({name: f"--{name}" for name in (*FIXED, *ROOTS, *ALIASES)})
     after_option = False

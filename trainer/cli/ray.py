@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.tree import COMMAND_LINE, Diagnostics
+from trainer.errors import ConfigError, MissingPackageError, TrainerError, did_you_mean
+from trainer.settings import Settings, local_path
+
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
-    from trainer.config.tree import Diagnostics
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,9 @@ class RayOptions:
 
 def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
     """Parse the options; problems go to `findings`."""
+    from trainer.arguments import options_of
     from trainer.config.files import read_value
-    from trainer.config.tree import COMMAND_LINE
-    from trainer.config.types import TypeMismatchError, allowed, options_of, parameters_of, validate
-    from trainer.errors import did_you_mean
+    from trainer.config.types import TypeMismatchError, allowed, parameters_of, validate
 
     parameters = parameters_of(RayOptions).named
     values: dict[str, Any] = {}
@@ -71,7 +73,6 @@ def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
         ConfigError: the configuration contradicts the options, or there is no such cluster.
         MissingPackageError: ray is not installed.
     """
-    from trainer.errors import ConfigError, MissingPackageError
 
     root = _root(options, configuration)
     try:
@@ -79,7 +80,7 @@ def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
     except ImportError as error:
-        raise MissingPackageError("ray", "ray", "trainer fit --ray") from error
+        raise MissingPackageError("ray", "trainer fit --ray") from error
 
     started_here = not ray.is_initialized()
     if started_here:
@@ -118,9 +119,6 @@ def fit_on_ray(options: RayOptions, configuration: Configuration) -> int:
 
 def _root(options: RayOptions, configuration: Configuration) -> str:
     """Return the folder of the run directories, which is the same for all workers."""
-    from trainer.errors import ConfigError
-    from trainer.settings import Settings, local_path
-
     if options.storage_path is None or "default_root_dir" in configuration.trainer:
         root = configuration.trainer.get("default_root_dir", Settings.default_root_dir)
         return str(local_path(root).absolute())
@@ -139,7 +137,6 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         TrainerError: `trainer fit` failed, and has printed the reason.
     """
     from trainer.cli.main import main
-    from trainer.errors import TrainerError
 
     # Ray gives each worker a folder of its own, in which the user's relative paths do not exist.
     if Path(config["folder"]).is_dir():

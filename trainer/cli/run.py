@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.cli.columns import in_columns
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
+from trainer.config.tree import Diagnostics
+from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, printable
 from trainer.launchers.restarts import LAUNCHED
 from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
-    from trainer.config.tree import Diagnostics
     from trainer.data.datamodule import DataModule
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
@@ -32,6 +34,7 @@ class Job:
     module: TrainModule
     data: DataModule | None
     ckpt_path: str | None
+    allow_changes: list[str]
     config: list[str]
     """The configuration files as they were named."""
 
@@ -55,9 +58,6 @@ def run_command(
         print(parser.format_help(), DOTTED_HELP, arguments_help(), f"examples:\n{examples}", sep="\n", end="")
         return 0
 
-    from trainer.config.tree import Diagnostics
-    from trainer.errors import ConfigError, MissingPackageError
-
     try:
         findings = Diagnostics()
         options = parse(parser, arguments, findings)
@@ -76,12 +76,10 @@ def run_command(
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
         return usage_error(str(error))
-    return _run(act, Job(trainer, module, data, configuration.ckpt_path, options.config))
+    return _run(act, Job(trainer, module, data, configuration.ckpt_path, configuration.allow_changes, options.config))
 
 
 def _load(command: str, options: Options, findings: Diagnostics) -> Configuration:
-    from trainer.errors import ConfigError
-
     if not options.config and not options.overrides and not findings.problems:
         raise ConfigError(
             f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
@@ -94,14 +92,12 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
     configuration = load(options.config, options.overrides, findings)
     if "RANK" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHED not in os.environ):
         for note in configuration.notes:
-            print(f"note: {note}", file=sys.stderr)
+            print(f"note: {printable(note)}", file=sys.stderr)
     return configuration
 
 
 def _run(act: Callable[[Job], None], job: Job) -> int:
     """Run a job. Errors that name their fix are printed without a traceback; all others propagate."""
-    from trainer.errors import ConfigError, TrainerError
-
     try:
         act(job)
     except TrainerError as error:
@@ -124,7 +120,6 @@ def _in_named_run(configuration: Configuration, file: Path) -> None:
     if file.name != "config.yaml" or not checkpoints.is_dir():
         return
     from trainer.checkpoint.directory import CheckpointDirectory
-    from trainer.errors import CheckpointError
 
     source = configuration.sources.get("default_root_dir")
     if source is not None and local_path(source.name) == file:
@@ -136,5 +131,5 @@ def _in_named_run(configuration: Configuration, file: Path) -> None:
 
 def table(metrics: dict[str, float]) -> str:
     """Return metrics as lines of name and value."""
-    width = max(map(len, metrics), default=0)
-    return "\n".join(f"  {name:<{width}}  {value:.6g}" for name, value in metrics.items())
+    rows = [(name, f"{value:.6g}") for name, value in metrics.items()]
+    return "\n".join(f"  {line}" for line in in_columns(rows, right=[]))

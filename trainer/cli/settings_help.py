@@ -7,7 +7,11 @@ import textwrap
 from dataclasses import fields
 from typing import Any
 
+from trainer.cli.plug_names import precisions, strategies
 from trainer.settings import Settings
+
+NAMES = {"strategy": strategies, "precision": precisions}
+"""The arguments that take a name of a table."""
 
 
 def arguments_help(width: int = 110) -> str:
@@ -16,6 +20,8 @@ def arguments_help(width: int = 110) -> str:
     for field in fields(Settings):
         lines.append(f"  --trainer.{field.name} {_readable(str(field.type))} (default: {_as_yaml(field.default)})")
         sentence = re.split(r"(?<=\.)\s", field.metadata["help"], maxsplit=1)[0]
+        if field.name in NAMES:
+            sentence += f" The names are {', '.join(NAMES[field.name]())}."
         lines += textwrap.wrap(sentence, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
     return "\n".join(lines) + "\n"
 

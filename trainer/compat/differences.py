@@ -18,7 +18,7 @@ class Difference(NamedTuple):
     here: str
 
 
-DIFFERENCES = (
+_NAMES = (
     Difference(
         "names",
         "`LightningModule`, `LightningDataModule`",
@@ -30,6 +30,36 @@ DIFFERENCES = (
         "`from trainer import Trainer, TrainModule, Callback`",
     ),
     Difference(
+        "ranks and folders",
+        "`trainer.global_rank`, `trainer.log_dir`",
+        "`trainer.rank` (or the same), `trainer.run_dir`; also `trainer.local_rank`, `world_size`, `is_global_zero`",
+    ),
+    Difference(
+        "overrides of the step",
+        "`optimizer_step`, `backward`, `optimizer_zero_grad` overrides",
+        "refused at the start, with an alternative",
+    ),
+    Difference(
+        "hyperparameters and options",
+        "hyperparameters and options of optimizers are what pickle can store",
+        "data, numbers of numpy included; anything else is an error at the start",
+    ),
+    Difference(
+        "refused settings",
+        "an unknown key in a scheduler's dict, an empty training loader, `overfit_batches` with "
+        "`limit_train_batches`, `EarlyStopping(patience=0)`, `check_val_every_n_epoch=None`, "
+        "`configure_callbacks` without a `return`: a warning or nothing",
+        "an error before the first step",
+    ),
+    Difference(
+        "no optimizer",
+        "`configure_optimizers` returns None: trains without an optimizer, with a warning",
+        "an error, since a forgotten `return` looks the same; for a run without updates give `SGD(..., lr=0)`",
+    ),
+)
+
+_STEPS = (
+    Difference(
         "steps of several optimizers",
         "`trainer.global_step` counts every optimizer's step",
         "one per step, however many optimizers; with manual optimization one per batch",
@@ -40,46 +70,20 @@ DIFFERENCES = (
         "also `on_train_step_end`: once per update",
     ),
     Difference(
-        "overrides of the step",
-        "`optimizer_step`, `backward`, `optimizer_zero_grad` overrides",
-        "refused at the start, with an alternative",
-    ),
-    Difference(
-        "ranks and folders",
-        "`trainer.global_rank`, `trainer.log_dir`",
-        "`trainer.rank` (or the same), `trainer.run_dir`; also `trainer.local_rank`, `world_size`, `is_global_zero`",
-    ),
-    Difference(
-        "sampler",
-        "`use_distributed_sampler`",
-        "not needed: a plain DataLoader is split without repeating samples",
-    ),
-    Difference(
         "short window",
         "loss divided by `accumulate_grad_batches`, even in a short last window",
         "divided by the actual size of the window",
     ),
     Difference(
-        "evaluation results",
-        "`validate` returns a list of dicts",
-        "one dict; several loaders by name",
-    ),
-    Difference(
-        "several loaders",
-        "`val_loss/dataloader_idx_0`",
-        "`val_loss/name` (or its number), and `val_loss` over all loaders",
-    ),
-    Difference(
-        "index of the loader",
-        "with one loader a step that has `dataloader_idx` is refused, with several one that has not",
-        "both run: the only loader has index 0",
+        "accumulation schedule",
+        "`accumulate_grad_batches=4` beside a `GradientAccumulationScheduler` is refused",
+        "applies until the first epoch of the schedule, with a warning; refused if the schedule names epoch 0",
     ),
     Difference(
         "skipped batch",
         "`training_step` returns None to skip a batch",
-        "the same, and its items count nowhere; on several processes write `return None` in "
-        "`training_step` itself, so that they know to agree; an error with sharded strategies on several "
-        "processes",
+        "the same, and its items are not counted; on several processes write `return None` in the body of "
+        "`training_step`, where the trainer looks for it; an error under sharded strategies on several processes",
     ),
     Difference(
         "rest of the epoch skipped",
@@ -88,8 +92,8 @@ DIFFERENCES = (
     ),
     Difference(
         "gradients in training_step",
-        "gradients are cleared between forward and backward, so `.grad` is there in `training_step`",
-        "cleared before the step: no memory of the last step is held during a forward",
+        "gradients are cleared between forward and backward, so `training_step` sees the last `.grad`",
+        "cleared before the step, so that they take no memory during the forward",
     ),
     Difference(
         "zero_grad",
@@ -98,8 +102,9 @@ DIFFERENCES = (
     ),
     Difference(
         "zero_grad of a validation",
-        "no `on_validation_model_zero_grad` in the sanity check",
-        "there, too",
+        "`on_validation_model_zero_grad` is not called in the sanity check; elsewhere it clears the gradients, also "
+        "those of an unfinished manual accumulation",
+        "is called there, too; by default it clears nothing, so an accumulation continues after the validation",
     ),
     Difference(
         "loss of outputs",
@@ -107,15 +112,78 @@ DIFFERENCES = (
         "as `training_step` returned it",
     ),
     Difference(
+        "clipping by another value",
+        "`self.clip_gradients` in `configure_gradient_clipping` with another value than `gradient_clip_val` is refused",
+        "clips by the value it is given",
+    ),
+    Difference(
+        "validation inside a window",
+        "`val_check_interval=3` with `accumulate_grad_batches=2` validates between the batches of a step",
+        "at the end of that step",
+    ),
+    Difference(
+        "schedule after validation",
+        "schedulers step before the validation of an epoch's end",
+        "after it, so the validation sees the learning rate of its epoch",
+    ),
+    Difference(
+        "frequency",
+        'a scheduler with `interval="step"` and `frequency=3` starts counting anew in each epoch',
+        "counts steps across epochs",
+    ),
+    Difference(
+        "stop inside an epoch",
+        "a stop inside an epoch validates once more, and counts the epoch",
+        "no validation; `on_train_epoch_end` is called, and called again at the end of the epoch if the run is resumed",
+    ),
+    Difference(
+        "nothing to run",
+        "`max_epochs=0`, or 0 for a limit of batches: the hooks around the missing batches are not called",
+        "the hooks of the start and the end are called",
+    ),
+    Difference(
+        "a second fit",
+        "a second `fit` of the same Trainer continues to count, and may have nothing left to do",
+        "starts at step and epoch 0 in a new run directory, with the weights as they are; to continue, give "
+        "`ckpt_path`",
+    ),
+    Difference(
+        "seeds of ranks",
+        "ranks have the same random numbers at the start of `fit`",
+        "each rank has its own, derived from the seed; the initial weights are equal",
+    ),
+    Difference(
         "module after fit",
         "the module is on the CPU after `fit`",
         "on its device; `trainer.full_state_dict()` is on the CPU",
     ),
     Difference(
-        "a second fit",
-        "a second `fit` of the same Trainer goes on counting, and may have nothing left to do",
-        "starts again at step and epoch 0, with the weights as they are; to go on, give `ckpt_path`; its "
-        "run directory is a new one",
+        "hook after prediction",
+        "`on_predict_model_train` is never called",
+        "is called after the prediction, like `on_validation_model_train` and `on_test_model_train`",
+    ),
+    Difference(
+        "teardown after an error",
+        "`teardown` is not called after an error",
+        "is called, even if that of another callback raises",
+    ),
+    Difference(
+        "Ctrl-C",
+        "Ctrl-C exits with 1",
+        "finishes the step, saves, exits with 130",
+    ),
+)
+
+_LOGGING = (
+    Difference(
+        "evaluation results",
+        "`validate` returns a list of dicts",
+        "one dict, with the values of `logger=False` too; several loaders by name",
+    ),
+    Difference(
+        "several loaders",
+        "`val_loss/dataloader_idx_0`",
+        "`val_loss/name` (or its number), and `val_loss` over all loaders",
     ),
     Difference(
         "sync_dist",
@@ -124,30 +192,47 @@ DIFFERENCES = (
         "has the process's own latest value by step",
     ),
     Difference(
-        "value of a window",
-        "the value of a step with accumulation is that of its last micro-batch",
-        "in logs, and at the end of the epoch, the mean over them; before, `callback_metrics` has the last one",
+        "reduce_fx",
+        "`reduce_fx=torch.max`",
+        '`reduce_fx="max"`: "mean", "sum", "min" or "max"',
     ),
     Difference(
-        "validation inside a window",
-        "`val_check_interval=3` with `accumulate_grad_batches=2` validates between the batches of a step",
-        "at the end of that step",
+        "samples of a batch",
+        "means are weighted by the first dimension of a batch's first tensor",
+        "by the number of samples that the DataLoader put into the batch, whatever `collate_fn` makes of them; by that "
+        "dimension if the number is not known",
+    ),
+    Difference(
+        "value of a window",
+        "the value of a step with accumulation is that of its last micro-batch",
+        "the mean over its micro-batches, in logs and at the end of the epoch; until then `callback_metrics` has the "
+        "last one; likewise for a name logged twice in a step",
     ),
     Difference(
         "step axis",
-        "the first point by step is at step 49, with `log_every_n_steps=50`: the index of the step",
+        "with `log_every_n_steps=50` the first point is at step 49: the index of the step",
         "at step 50: the number of completed steps",
+    ),
+    Difference(
+        "value logged in some steps",
+        "the value of a step goes to the loggers again at each flush, until the name is logged again",
+        "once, at the flush after its step",
     ),
     Difference(
         "evaluation by step",
         "`self.log(..., on_step=True)` in `validation_step`: a point for each batch",
-        "the steps are those of training: with `on_epoch=True` the names are Lightning's (`v_epoch`, and "
-        "`v` for `monitor=`), with `on_step` alone a warning, and the mean",
+        "only the mean is logged, because steps are those of training; with `on_epoch=True` under Lightning's names "
+        "(`v_epoch`, and `v` for `monitor=`), with `on_step` alone with a warning",
     ),
     Difference(
-        "sanity check",
-        "values of the sanity check are in `callback_metrics` while it runs",
-        "they are nowhere",
+        "one name in two hooks",
+        "one name logged in two hooks: two means, and the later one counts",
+        "one mean over all values; a value logged at an epoch's end replaces the mean, and both go to the loggers",
+    ),
+    Difference(
+        "arguments of self.log",
+        "`self.log` of one name with other arguments raises",
+        "uses the arguments of the first call in an epoch",
     ),
     Difference(
         "names of the trainer",
@@ -155,14 +240,17 @@ DIFFERENCES = (
         "an error: both are the trainer's own",
     ),
     Difference(
-        "hyperparameters and options",
-        "hyperparameters and options of optimizers are what pickle can store",
-        "data, numbers of numpy included; anything else is an error at the start",
+        "log before training",
+        "`self.log` raises in `prepare_data`, `setup`, `configure_optimizers`, `on_fit_start`, `on_train_end`, "
+        "`on_fit_end`, `on_validation_end`, `lr_scheduler_step`, and with `on_step=True` at the start or end of an "
+        "epoch",
+        "works everywhere during a run except in `teardown`; a value logged before training belongs to the first "
+        "epoch, and one logged with `on_step=True` at the start or end of an epoch to that epoch",
     ),
     Difference(
-        "arguments of self.log",
-        "`self.log` of one name with other arguments raises",
-        "the arguments of the first call in an epoch count",
+        "sanity check",
+        "values of the sanity check are in `callback_metrics` while it runs",
+        "are discarded",
     ),
     Difference(
         "callback_metrics",
@@ -175,14 +263,17 @@ DIFFERENCES = (
         "is reset after each loader; with one loader, after the epoch-end hooks",
     ),
     Difference(
-        "log before training",
-        "`prepare_data`, `setup`, `on_fit_start`: no logging",
-        "what is logged in `setup` and `on_fit_start` belongs to the first epoch",
+        "calls of log_metrics",
+        "one call of `Logger.log_metrics` for an evaluation with several loaders",
+        "one for each loader, and one for the values over all loaders",
     ),
+)
+
+_DATA = (
     Difference(
-        "seeds of ranks",
-        "ranks have the same random numbers at the start of `fit`",
-        "each rank has its own, derived from the seed; the initial weights are equal",
+        "sampler",
+        "`use_distributed_sampler`",
+        "not needed: a plain DataLoader is split without repeating samples",
     ),
     Difference(
         "order of samples",
@@ -196,15 +287,29 @@ DIFFERENCES = (
         "validates on the same training batches",
     ),
     Difference(
-        "reduce_fx",
-        "`reduce_fx=torch.max`",
-        '`reduce_fx="max"`: "mean", "sum", "min" or "max"',
+        "length of a loader",
+        "a loader that gives fewer batches than its `__len__` ends the epoch early, one that gives more is cut off",
+        "both are errors that name the loader; to end epochs early, set `limit_train_batches` and the like",
+    ),
+    Difference(
+        "batch None",
+        "a training batch that is None is skipped",
+        "an error that names the loader and the batch, in every stage: processes that skip different batches "
+        "would wait for each other for ever",
+    ),
+    Difference(
+        "index of the loader",
+        "a step with the argument `dataloader_idx` is refused with one loader, and one without it with several",
+        "both run: the only loader has index 0",
     ),
     Difference(
         "predictions",
         "`predict` keeps all predictions",
         "streams them to callbacks; `return_predictions=True` keeps them",
     ),
+)
+
+_CHECKPOINTS = (
     Difference(
         "checkpoint format",
         "`.ckpt` (pickle)",
@@ -212,8 +317,8 @@ DIFFERENCES = (
     ),
     Difference(
         "newest checkpoint",
-        "`ModelCheckpoint(save_last=None)`",
-        "the newest is always kept",
+        "`ModelCheckpoint(save_last=None)`: no `last`, and none is written when training ends",
+        "the newest is always kept, unless `save_last=False`; one is written when training ends or is stopped",
     ),
     Difference(
         "score of a checkpoint",
@@ -223,17 +328,7 @@ DIFFERENCES = (
     Difference(
         "mode",
         '`ModelCheckpoint(monitor="val_acc")`, `EarlyStopping("val_acc")` mean "min"',
-        'an error without `mode`; a name that says nothing means "min"',
-    ),
-    Difference(
-        "unknown value in a filename",
-        '`ModelCheckpoint(filename="{val_loss}")` before a value is known: 0',
-        "nan",
-    ),
-    Difference(
-        "save_top_k without monitor",
-        "`save_top_k=3` without `monitor` is refused",
-        "keeps the newest three",
+        'an error without `mode`; if the name does not tell the direction, "min"',
     ),
     Difference(
         "NaN as a score",
@@ -241,92 +336,25 @@ DIFFERENCES = (
         "is never the best",
     ),
     Difference(
-        "value seen once",
-        "EarlyStopping and ReduceLROnPlateau use the latest value again",
-        "each value once: with `check_val_every_n_epoch=2`, every second epoch",
+        "save_top_k without monitor",
+        "`save_top_k=3` without `monitor` is refused",
+        "keeps the newest three",
+    ),
+    Difference(
+        "unknown value in a filename",
+        '`ModelCheckpoint(filename="{val_loss}")` before a value is known: 0',
+        "nan",
+    ),
+    Difference(
+        "checkpoints of one name",
+        "a `/` in `filename`, also of `{val/loss:.2f}`, makes a folder; with `save_top_k=-1` and a `filename` without "
+        "fields the same checkpoint is written again",
+        "`/` becomes `_`, so that the field is `val_loss=`; further checkpoints get `-v1`, `-v2`",
     ),
     Difference(
         "plateau in a checkpoint",
-        "a checkpoint of an epoch's end misses ReduceLROnPlateau's step",
-        "has it: it is written after the step",
-    ),
-    Difference(
-        "stop inside an epoch",
-        "a stop inside an epoch validates once more, and counts the epoch",
-        "no validation; `on_train_epoch_end` is called, and again at the epoch's end when the run goes on",
-    ),
-    Difference(
-        "schedule after validation",
-        "schedulers step before the validation of an epoch's end",
-        "after it: the validation belongs to the epoch whose learning rate it had",
-    ),
-    Difference(
-        "frequency",
-        'a scheduler with `interval="step"` and `frequency=3` starts counting anew in each epoch',
-        "counts steps through the epochs",
-    ),
-    Difference(
-        "accumulation schedule",
-        "`accumulate_grad_batches=4` beside a `GradientAccumulationScheduler` is refused",
-        "holds until the first epoch of the schedule, with a warning; refused if the schedule names epoch 0",
-    ),
-    Difference(
-        "clipping by another value",
-        "`self.clip_gradients` in `configure_gradient_clipping` with another value than `gradient_clip_val` is refused",
-        "clips by the value it is given",
-    ),
-    Difference(
-        "no optimizer",
-        "`configure_optimizers` returns None: trains without an optimizer, with a warning",
-        "an error, since a forgotten `return` looks the same; for a run without updates give `SGD(..., lr=0)`",
-    ),
-    Difference(
-        "nothing to run",
-        "`max_epochs=0`, or 0 for a limit of batches: none of the hooks around the missing batches",
-        "those of the start and the end are called",
-    ),
-    Difference(
-        "refused settings",
-        "an unknown key in a scheduler's dict, an empty training loader, `overfit_batches` with "
-        "`limit_train_batches`, `EarlyStopping(patience=0)`, `check_val_every_n_epoch=None`: a "
-        "warning or nothing",
-        "an error before the first step",
-    ),
-    Difference(
-        "batch None",
-        "a training batch that is None is skipped",
-        "an error that names the loader and the batch, in every stage: processes that skip different batches "
-        "would lose each other",
-    ),
-    Difference(
-        "map_location",
-        "`load_from_checkpoint` without `map_location`: the device of the training; functions and dicts see it",
-        "the CPU: a checkpoint does not record its devices, and functions and dicts see `cpu`",
-    ),
-    Difference(
-        "calls of log_metrics",
-        "one call of `Logger.log_metrics` for an evaluation with several loaders",
-        "one for each loader, and one for the values over all loaders",
-    ),
-    Difference(
-        "teardown after an error",
-        "`teardown` is not called after an error",
-        "is called, also by the error of another callback",
-    ),
-    Difference(
-        "hook after prediction",
-        "`on_predict_model_train` is never called",
-        "after the prediction, as its siblings of validation and test are",
-    ),
-    Difference(
-        "time of the sanity check",
-        '`Timer` counts the sanity check as "validate"',
-        "does not",
-    ),
-    Difference(
-        "max_time and Timer",
-        "`Trainer(max_time=...)` is ignored beside a `Timer`",
-        "both hold: the shorter time ends the run",
+        "a checkpoint at the end of an epoch is written before ReduceLROnPlateau's step",
+        "after it",
     ),
     Difference(
         "resume",
@@ -335,26 +363,63 @@ DIFFERENCES = (
     ),
     Difference(
         "hooks of a resume",
-        "resuming at an epoch's end runs the sanity check, and inside an epoch no `on_train_epoch_start`",
-        "no sanity check; `on_train_epoch_start` is called again, and what it logs or draws is dropped",
+        "resuming at the end of an epoch runs the sanity check; resuming inside an epoch does not call "
+        "`on_train_epoch_start`",
+        "no sanity check; `on_train_epoch_start` is called again, but values that it logs and random numbers that it "
+        "draws do not count",
     ),
     Difference(
-        "checkpoints of one name",
-        "`{val/loss:.2f}` in a filename makes a folder; a name without a field and `save_top_k=-1` is written again",
-        "the field is `val_loss=`; `-v1`, `-v2` are added",
+        "evaluated checkpoint",
+        '`validate(ckpt_path="best")` after `fit` leaves `global_step` and `current_epoch` as they are',
+        "they become those of the checkpoint, and so do the steps of the values that the evaluation logs",
     ),
     Difference(
-        "Ctrl-C",
-        "Ctrl-C exits with 1",
-        "finishes the step, saves, exits with 130",
+        "map_location",
+        "`load_from_checkpoint` without `map_location` uses the device of the training; functions and dicts get it",
+        "uses the CPU: a checkpoint does not record its devices, and functions and dicts get `cpu`",
+    ),
+    Difference(
+        "value seen once",
+        "EarlyStopping and ReduceLROnPlateau use the latest value again",
+        "each value once: with `check_val_every_n_epoch=2`, every second epoch",
+    ),
+    Difference(
+        "time of early stopping",
+        "EarlyStopping checks after validations unless `val_check_interval` and `check_val_every_n_epoch` are 1, so "
+        "never with `limit_val_batches=0`",
+        "when the value is measured: after a validation, or after the training epoch",
+    ),
+    Difference(
+        "max_time and Timer",
+        "`Trainer(max_time=...)` is ignored beside a `Timer`",
+        "both hold: the shorter time ends the run",
+    ),
+    Difference(
+        "time of the sanity check",
+        '`Timer` counts the sanity check as "validate"',
+        "does not",
     ),
 )
 
+SECTIONS = {
+    "Names and arguments": _NAMES,
+    "Steps, epochs and hooks": _STEPS,
+    "Logging and metrics": _LOGGING,
+    "Data and predictions": _DATA,
+    "Checkpoints, resuming and early stopping": _CHECKPOINTS,
+}
+"""The rows by the headings of the page."""
+
+DIFFERENCES = tuple(row for rows in SECTIONS.values() for row in rows)
+
 
 def table() -> str:
-    """Return the Markdown table of `docs/migrating.md`."""
-    rows = [f"| {row.lightning} | {row.here} |" for row in DIFFERENCES]
-    return "\n".join(["| Lightning | here |", "|---|---|", *rows])
+    """Return the Markdown tables of `docs/migrating.md`, each under its heading."""
+    tables = []
+    for title, rows in SECTIONS.items():
+        lines = [f"| {row.lightning} | {row.here} |" for row in rows]
+        tables.append("\n".join([f"### {title}", "", "| Lightning | here |", "|---|---|", *lines]))
+    return "\n\n".join(tables)
 
 
 if __name__ == "__main__":

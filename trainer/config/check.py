@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.arguments import options_of
 from trainer.callback import Callback, Logger, available_callbacks
 from trainer.checkpoint.storage import as_storage_path
 from trainer.config.classes import find_class, one_line_error
@@ -31,7 +32,6 @@ from trainer.config.types import (
     classes_in,
     items_of,
     objects_in,
-    options_of,
     parameters_of,
     reads_as_number,
     takes_mapping,
@@ -39,10 +39,11 @@ from trainer.config.types import (
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError, did_you_mean
+from trainer.loop.changes import allowed_problems
 from trainer.loop.checks import checkpoint_may_exist
 from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule
-from trainer.settings import LIGHTNING_EQUIVALENTS, Settings
+from trainer.settings import LIGHTNING_EQUIVALENTS, NONE_IS_DEFAULT, Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
 
@@ -59,7 +60,7 @@ class ClassSpec:
     source: Source
     place: str
     sources: dict[str, Source] = field(default_factory=dict)
-    """Where each argument was given."""
+    """The source of each argument."""
 
     def build(self) -> Any:
         """Return the object.
@@ -143,6 +144,15 @@ class Checker:
             value = node.value = str(place.absolute() if isinstance(place, Path) else place)
         return value
 
+    def allow_changes(self, node: Node | None) -> list[str]:
+        """Return the names of what may differ from the run that wrote the checkpoint."""
+        names = [] if node is None else self.value(node, list[str], ("allow_changes",))
+        if node is None or not isinstance(names, list):
+            return []
+        for problem in allowed_problems(names):
+            self.findings.add(node.source, problem)
+        return names
+
     def trainer(self, node: Node | None) -> dict[str, Any]:
         """Return the arguments of Trainer that were given: each fits its type, then its value is checked."""
         if node is None or node.value is None:
@@ -184,13 +194,20 @@ class Checker:
             words = f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args."
             self.findings.add(node.source, words)
             return None
+        cls = self.named_class(name, bases, table, place)
+        return None if cls is None else self.spec_of(cls, nested, place, node.source, name.source)
+
+    def named_class(
+        self, node: Node, bases: tuple[type, ...], table: Mapping[str, type], place: KeyPath
+    ) -> type | None:
+        """Return the class with a name (see `find_class`); None if there is no such class."""
         try:
-            found = find_class(name.value, bases, table, name.source)
+            found = find_class(str(node.value), bases, table, node.source)
         except ConfigError as error:
-            self.findings.add(name.source, f"{where}: {error}")
+            self.findings.add(node.source, f"{dotted(place)}: {error}")
             return None
-        name.value = found.name
-        return self.spec_of(found.cls, nested, place, node.source, name.source)
+        node.value = found.name
+        return found.cls
 
     def spec_of(self, cls: type, node: Node | None, place: KeyPath, source: Source, named_at: Source) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; those that it cannot do without are asked for."""
@@ -209,6 +226,8 @@ class Checker:
         parameters = parameters_of(cls)
         values = {}
         for name, child in entries(node).items():
+            if place == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
+                continue
             if name in parameters.named:
                 values[name] = self.value(child, parameters.named[name].annotation, (*place, name))
             elif parameters.open:
@@ -251,13 +270,7 @@ class Checker:
             node.value = {"class_path": Node(node.value, node.source, node.text)}
             return self.class_spec(node, objects, place) or INVALID
         if isinstance(node.value, str) and classes:
-            try:
-                found = find_class(node.value, classes, {}, node.source)
-            except ConfigError as error:
-                self.findings.add(node.source, f"{dotted(place)}: {error}")
-                return INVALID
-            node.value = found.name
-            return found.cls
+            return self.named_class(node, classes, {}, place) or INVALID
         if node.text is not None and not isinstance(node.value, (dict, list)):
             with suppress(TypeMismatchError):
                 value = validate(node.text, annotation)
@@ -318,7 +331,7 @@ def quotes_hint(node: Node, annotation: Any) -> str:
 
 
 def in_words(value: Any) -> str:
-    """Return the type of a value where its look does not tell: " (text)" and the like."""
+    """Return the type of a value where it cannot be seen from the value: " (text)" and the like."""
     if isinstance(value, str):
         return " (text)"
     return " (a mapping)" if isinstance(value, dict) else ""

@@ -51,7 +51,7 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
         source: where the name was written; files are looked for in that folder first.
 
     Raises:
-        ConfigError: there is none; or importing it failed, then with the first line of its own error.
+        ConfigError: there is no such class; or the import failed: then with the first line of the error.
     """
     if name in table:
         return ResolvedClass(table[name], name)
@@ -82,8 +82,11 @@ def _names(classes: tuple[type, ...]) -> str:
 
 
 def _attribute(module: ModuleType, name: str, bases: tuple[type, ...], where: str) -> Any:
-    if name and hasattr(module, name):
-        return getattr(module, name)
+    try:
+        if name and hasattr(module, name):
+            return getattr(module, name)
+    except Exception as error:  # of the module's own __getattr__
+        raise ConfigError(f"{where}{name} cannot be taken: {one_line_error(error)}") from error
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, bases)]
     here = [cls.__name__ for cls in classes if cls.__module__ == module.__name__]
     has = f" It has: {', '.join(sorted(here))}." if here else f" It defines no {_names(bases)}."
@@ -165,8 +168,8 @@ def _from_package(place: str, name: str, folder: Path | None, source: Source) ->
                 f"{name!r}: there is no folder {str(folder)!r}. Write package.module.Class, or file.py:Class."
             )
         _extend_sys_path(folder)
-    if not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError(f"{name!r} is no class: write package.module.Class, or file.py:Class.")
+    if len(place) > 250 or not all(part.isidentifier() for part in place.split(".")):
+        raise ConfigError(f"{name!r} is not a class: write package.module.Class, or file.py:Class.")
     top = place.partition(".")[0]
     folders = [source.folder, Path.cwd()] if folder is None else [folder]
     homes = [home for home in folders if home is not None and ((home / top).is_dir() or (home / f"{top}.py").is_file())]
@@ -204,8 +207,9 @@ def _user_folder(module: ModuleType) -> Path | None:
     if top.__name__ == "trainer":
         return None
     paths = [Path(path).parent for path in getattr(top, "__path__", [])]  # only packages have one
-    if not paths and top.__file__ is not None:
-        paths = [Path(top.__file__).parent]
+    file = getattr(top, "__file__", None)  # Python's built-in modules have none
+    if not paths and file is not None:
+        paths = [Path(file).parent]
     root = Path(os.path.abspath(paths[0])) if paths else None
     return None if root is None or is_installed(root) else root
 

@@ -41,8 +41,26 @@ SCALARS = {
 TAG = "tag:yaml.org,2002:"
 
 
+MAX_BYTES = 500_000
+MAX_DEPTH = 100
+MAX_VALUES = 20_000
+"""Maximum number of values in a file, where an alias (*) counts with everything that it stands for."""
+MAX_DIGITS = 100
+"""Maximum number of digits of an integer."""
+
+
+class _TooLargeError(Exception):
+    """A file has more in it than a configuration; the message says what."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Merge `<<` into a mapping. Keys that are there several times would multiply with each level."""
+        super().flatten_mapping(node)
+        last = {key.value if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
+        node.value = list(last.values())
 
 
 class _Dumper(yaml.SafeDumper):
@@ -73,7 +91,7 @@ OTHER_PROGRAMS = {
 
 
 def read_file(name: str, findings: Diagnostics) -> Node | None:
-    """Read the configuration in a file. None, and a problem with the reason, when there is none."""
+    """Read the configuration in a file; record a problem and return None if it cannot be read."""
     tree = read_tree(name, findings)
     kind = None if tree is None else foreign_kind(tree)
     if kind is None:
@@ -86,7 +104,7 @@ def read_file(name: str, findings: Diagnostics) -> Node | None:
 def foreign_kind(tree: Node) -> str | None:
     """Return the key of OTHER_PROGRAMS for a file that was written for one of them, else None."""
     names = set(tree.value) if isinstance(tree.value, dict) else set()
-    if names & {"module", "data", "trainer", "ckpt_path"}:
+    if names & {"module", "data", "trainer", "ckpt_path", "allow_changes"}:
         return None
     return next((kind for kind, known in OTHER_PROGRAMS.items() if names & set(known)), None)
 
@@ -105,11 +123,16 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
         findings.add(source, f"cannot tell what kind of file this is from {path.suffix!r}; allowed: {kinds}.")
         return None
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         findings.add(source, f"cannot be read: {error}.")
         return None
     read = {"YAML": _read_yaml, "JSON": _read_json, "TOML": _read_toml}[kind]
+    if len(data) > MAX_BYTES:
+        findings.add(source, f"the file has more than {MAX_BYTES} bytes, which is too much for a configuration.")
+        return None
     tree = read(text, source, findings)
     if tree is None:
         return None
@@ -117,7 +140,7 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
         return tree
     empty = tree.value in (None, {})
     what = "the file is empty" if empty else "this is not a mapping of names to values"
-    keys = "a configuration has the keys module, data, trainer, ckpt_path."
+    keys = "a configuration has the keys module, data, trainer, ckpt_path, allow_changes."
     findings.add(source if empty else tree.source, f"{what}; {keys}")
     return None
 
@@ -150,9 +173,13 @@ def read_value(text: str, option: str, findings: Diagnostics) -> Node | None:
 def _read_yaml(text: str, source: Source, findings: Diagnostics, json_text: str | None = None) -> Node | None:
     before = len(findings.problems)
     try:
+        _check_brackets(text)
         loader = _Loader(text)
         root = loader.get_single_node()
         tree = _YamlReader(loader, source, findings, json_text).node(root, root) if root else Node(None, source)
+    except (_TooLargeError, RecursionError) as error:
+        findings.add(source, _too_large(error))
+        return None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         findings.add(source.at(line), f"not valid YAML: {error.reason}.")
@@ -168,6 +195,19 @@ def _read_yaml(text: str, source: Source, findings: Diagnostics, json_text: str 
     return tree if len(findings.problems) == before else None
 
 
+def _check_brackets(text: str) -> None:
+    """Raise RecursionError for more open brackets than any value has: the parser takes the square of their number."""
+    depth = 0
+    for match in re.finditer(r"[][{}]", text):
+        depth = max(0, depth + (1 if match[0] in "[{" else -1))
+        if depth > 2 * MAX_DEPTH:
+            raise RecursionError
+
+
+def _too_large(error: Exception) -> str:
+    return f"{error}." if isinstance(error, _TooLargeError) else f"it is nested more than {MAX_DEPTH} levels deep."
+
+
 class _YamlReader:
     """Turns composed YAML into nodes."""
 
@@ -177,6 +217,7 @@ class _YamlReader:
         self.findings = findings
         self.json_text = json_text
         self.open: list[Any] = []
+        self.values = 0
 
     def node(self, node: Any, where: Any) -> Node:
         """Return the node for a value. `where` is the YAML node whose line it gets: its key."""
@@ -184,8 +225,17 @@ class _YamlReader:
         if any(node is outer for outer in self.open):
             self.findings.add(source, "this value contains itself, through an alias (*).")
             return Node(None, source)
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise _TooLargeError(
+                f"it has more than {MAX_VALUES} values, with each alias (*) counted as what it stands for"
+            )
+        if len(self.open) > MAX_DEPTH:
+            raise RecursionError
         self.open.append(node)
         try:
+            if not isinstance(node, yaml.ScalarNode) and node.tag not in (f"{TAG}map", f"{TAG}seq"):
+                self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")
             if isinstance(node, yaml.MappingNode):
                 return Node(self.mapping(node), source)
             if isinstance(node, yaml.SequenceNode):
@@ -216,12 +266,15 @@ class _YamlReader:
     def scalar(self, node: Any, source: Source) -> Any:
         text: str = node.value
         if self.json_text is not None:
-            return json.loads(self.json_text[node.start_mark.index : node.end_mark.index])
+            return _from_json(self.json_text[node.start_mark.index : node.end_mark.index])
         kind = node.tag.removeprefix(TAG)
         if kind in ("str", "merge"):
             return text
         if kind not in SCALARS or not SCALARS[kind][0].match(text):
             self.findings.add(source, f"the tag {node.tag!r} is not supported here; allowed: plain values.")
+            return None
+        if kind == "int" and len(text) > MAX_DIGITS:
+            self.findings.add(source, f"an integer of more than {MAX_DIGITS} digits: {text[:20]} and so on.")
             return None
         return _to_python(kind, text)
 
@@ -243,35 +296,58 @@ def _read_json(text: str, source: Source, findings: Diagnostics) -> Node | None:
     if not text.strip():
         return Node(None, source)
     try:
-        json.loads(text)
+        _from_json(text)
     except json.JSONDecodeError as error:
         findings.add(source.at(error.lineno), f"not valid JSON: {error.msg} (column {error.colno}).")
         return None
+    except (_TooLargeError, RecursionError) as error:
+        findings.add(source, _too_large(error))
+        return None
     # JSON is YAML but for tabs; the YAML parser knows the lines.
     return _read_yaml(text.replace("\t", " "), source, findings, json_text=text)
+
+
+def _from_json(text: str) -> Any:
+    return json.loads(text, parse_int=_to_int)
+
+
+def _to_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise _TooLargeError(f"an integer of more than {MAX_DIGITS} digits: {text[:20]} and so on")
+    return int(text)
 
 
 # -- TOML -------------------------------------------------------------------------------------------------------------
 
 
 def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
+    if any(key.count(".") > MAX_DEPTH for key in re.split(r"[=,\n]", text)):  # it takes the square of their number
+        findings.add(source, _too_large(RecursionError()))
+        return None
     try:
-        data = tomllib.loads(text)
+        return _toml_node(tomllib.loads(text), source, 0)
     except tomllib.TOMLDecodeError as error:
         place = re.search(r" ?\(at line (\d+), column (\d+)\)", str(error))
         reason = str(error).replace(place[0], f" (column {place[2]})") if place else str(error)
         line = int(place[1]) if place else text.count("\n") + 1
         findings.add(source.at(line), f"not valid TOML: {reason}.")
-        return None
-    return _toml_node(data, source)
+    except (_TooLargeError, RecursionError) as error:
+        findings.add(source, _too_large(error))
+    except ValueError:  # Python converts no more digits than sys.get_int_max_str_digits()
+        findings.add(source, f"an integer of more than {MAX_DIGITS} digits.")
+    return None
 
 
-def _toml_node(value: Any, source: Source) -> Node:
-    """Return the node of a value. The parser does not tell lines, so that all have the file as their source."""
+def _toml_node(value: Any, source: Source, depth: int) -> Node:
+    """Return the node of a value. The parser does not report lines, so all have the file as their source."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
     if isinstance(value, dict):
-        return Node({key: _toml_node(child, source) for key, child in value.items()}, source)
+        return Node({key: _toml_node(child, source, depth + 1) for key, child in value.items()}, source)
     if isinstance(value, list):
-        return Node([_toml_node(child, source) for child in value], source)
+        return Node([_toml_node(child, source, depth + 1) for child in value], source)
+    if type(value) is int and abs(value) >= 10**MAX_DIGITS:
+        raise _TooLargeError(f"an integer of more than {MAX_DIGITS} digits")
     if isinstance(value, (datetime.date, datetime.time)):
         value = value.isoformat()
     return Node(value, source)

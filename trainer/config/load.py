@@ -17,7 +17,7 @@ from trainer.module import TrainModule
 from trainer.settings import ARGUMENTS, Settings, local_path
 from trainer.trainer import Trainer
 
-KEYS = ("module", "data", "trainer", "ckpt_path")
+KEYS = ("module", "data", "trainer", "ckpt_path", "allow_changes")
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Configuration:
     module: ClassSpec
     data: ClassSpec | None
     ckpt_path: str | None
+    allow_changes: list[str]
     resolved: str
     """YAML that gives the same configuration from any folder."""
     notes: list[str]
@@ -106,10 +107,13 @@ def _checked(tree: Node, findings: Diagnostics) -> Configuration:
     trainer = checker.trainer(given.get("trainer"))
     module = checker.module(given.get("module"), tree.source)
     data, ckpt_path = checker.data(given.get("data")), checker.ckpt_path(given.get("ckpt_path"))
+    allow_changes = checker.allow_changes(given.get("allow_changes"))
     findings.report()
     assert module is not None
     sources = sources_of(given.get("trainer"))
-    return Configuration(trainer, module, data, ckpt_path, to_yaml(_resolved(tree)), findings.notes, sources)
+    return Configuration(
+        trainer, module, data, ckpt_path, allow_changes, to_yaml(_resolved(tree)), findings.notes, sources
+    )
 
 
 def _resolved(tree: Node) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeAlias
 
+from trainer.arguments import whole_number
 from trainer.errors import raise_problems
 
 Scalar: TypeAlias = "str | int | float | bool | None"
@@ -42,7 +43,7 @@ class Node:
     value: Scalar | dict[Any, Node] | list[Node]
     source: Source
     text: str | None = None
-    """The value as it was typed, on the command line only: there nobody can be asked to quote twice."""
+    """The value as it was typed; on the command line only, where users cannot be expected to quote twice."""
 
     def plain(self) -> Any:
         """Return the value without its sources."""
@@ -114,11 +115,13 @@ def holds_class(place: KeyPath) -> bool:
 
 def is_index(key: Any) -> bool:
     """Whether a key is a position in a list: 0, "0", 1, ..."""
-    return (type(key) is int and key >= 0) or (isinstance(key, str) and key.isdecimal())
+    return (type(key) is int and key >= 0) or (isinstance(key, str) and whole_number(key) is not None)
 
 
 def canonical(node: Node, findings: Diagnostics, place: KeyPath = ()) -> Node:
     """Return a configuration, or the part of it at `place`, with every choice of class in its long form."""
+    if place == ("trainer",) and not isinstance(node.value, (dict, NoneType)):
+        findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.")
     if place == LISTS_OF_CLASSES[0] and not (isinstance(node.value, (list, NoneType)) or is_numbered(node)):
         node = Node([node], node.source)
     several = place in LISTS_OF_CLASSES
@@ -194,8 +197,8 @@ def merge(below: Node, above: Node, findings: Diagnostics, place: KeyPath = ()) 
     merged = dict(below.value)
     for key, child in above.value.items():
         # The command line knows text only: --x.4 means the entry 4 that a file wrote as a number.
-        number = int(key) if isinstance(key, str) and key.isdecimal() else key
-        known = number if number in merged and key not in merged else key
+        number = whole_number(key) if isinstance(key, str) else key
+        known = number if number is not None and number in merged and key not in merged else key
         inside = place if key == "init_args" else (*place, key)
         nothing = Node({} if isinstance(child.value, dict) else None, child.source)
         merged[known] = merge(merged.get(known, nothing), child, findings, inside)

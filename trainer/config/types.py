@@ -1,25 +1,21 @@
-"""Match values from files with the annotations of parameters, and put annotations into words."""
+"""Match values from configuration files with the annotations of parameters."""
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
 import enum
 import inspect
 import json
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import Never
 
-LISTS = (list, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
-MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+from trainer.arguments import LISTS, MAPPINGS, PYTHON, Words, hints_of, in_words, options_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,7 @@ class Parameters:
     named: dict[str, inspect.Parameter]
     """Their annotations are evaluated; what has none, or one that cannot be evaluated, is `Any`."""
     open: bool
-    """It takes **kwargs: any name may be given."""
+    """True if there are **kwargs, so that any name may be given."""
 
 
 class TypeMismatchError(Exception):
@@ -42,7 +38,8 @@ class TypeMismatchError(Exception):
 
 def parameters_of(cls: type) -> Parameters:
     """Return the arguments that a class takes by name."""
-    hints = _hints(cls)
+    constructor: Any = cls.__init__  # type: ignore[misc]  # of this very class
+    hints = hints_of(constructor, cls)
     named = {}
     takes_more = False
     for name, parameter in inspect.signature(cls).parameters.items():
@@ -51,32 +48,6 @@ def parameters_of(cls: type) -> Parameters:
         elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             named[name] = parameter.replace(annotation=hints.get(name, Any))
     return Parameters(named, takes_more)
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    constructor: Any = cls.__init__  # type: ignore[misc]  # of this very class
-    try:
-        return get_type_hints(constructor, include_extras=True)
-    except Exception:  # a name known to type checkers only: take the annotations one by one
-        hints = {}
-        names = {**vars(sys.modules[cls.__module__]), cls.__name__: cls}
-        for name, annotation in getattr(constructor, "__annotations__", {}).items():
-            try:
-                hints[name] = eval(annotation, names) if isinstance(annotation, str) else annotation
-            except Exception:
-                hints[name] = Any
-        return hints
-
-
-def options_of(annotation: Any) -> list[Any]:
-    """Return the members of a union, or the annotation itself; `Annotated` and aliases are resolved."""
-    if get_origin(annotation) is Annotated:
-        return options_of(get_args(annotation)[0])
-    if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`
-        return options_of(annotation.__value__)
-    if get_origin(annotation) in (Union, types.UnionType):
-        return [option for member in get_args(annotation) for option in options_of(member)]
-    return [annotation]
 
 
 def objects_in(annotation: Any) -> list[type]:
@@ -140,61 +111,34 @@ def validate(value: Any, annotation: Any) -> Any:
         raise TypeMismatchError(error.errors(include_url=False)[0]["loc"]) from None
 
 
-WORDS = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    dict: "a mapping",
-    list: "a list",
-    tuple: "a list",
-    set: "a list",
-    Any: "anything",
-    Path: "a path",
-}
-
-
 def allowed(annotation: Any) -> str:
-    """Return an annotation in words."""
-    words = [_word(option) for option in options_of(annotation)]
-    if "an integer" in words and "a number" in words:
-        words.remove("an integer")
-    unique = list(dict.fromkeys(words))
-    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
+    """Return an annotation in the words of configuration files."""
+    return in_words(annotation, _FILES)
 
 
-def _word(option: Any) -> str:
-    origin, arguments = get_origin(option), get_args(option)
-    if option in WORDS:
-        return WORDS[option]
-    if origin is Literal:
-        return " or ".join(json.dumps(choice) for choice in arguments)
-    if origin in (*LISTS, tuple, set, frozenset):
-        inner = ", ".join(_plural(argument) for argument in arguments if argument is not ...)
-        return f"a list of {inner}" if inner else "a list"
-    if origin in MAPPINGS and len(arguments) == 2:
-        return f"a mapping of {_plural(arguments[0])} to {_plural(arguments[1])}"
-    if origin is type:
-        return f"the path of a class ({', '.join(base.__name__ for base in arguments)})"
-    if option is Callable or origin is collections.abc.Callable:
-        return "a callable (which no file can hold: set it in Python)"
-    if origin is not None:
+def _object_in_words(option: Any) -> str:
+    if not isinstance(option, type) or get_origin(option) is not None:
         return str(option).replace("typing.", "")
-    if isinstance(option, type) and issubclass(option, enum.Enum):
+    path = " (class_path and init_args)" if is_object(option) else ""
+    if issubclass(option, enum.Enum):
         return " or ".join(json.dumps(member.value, default=str) for member in option)
     if dataclasses.is_dataclass(option):
         return f"a mapping ({', '.join(field.name for field in dataclasses.fields(option))})"
-    if isinstance(option, type):
-        return f"a {option.__name__}{' (class_path and init_args)' if is_object(option) else ''}"
-    return str(option).replace("typing.", "")
+    return f"a {option.__name__}{path}"
 
 
-def _plural(annotation: Any) -> str:
-    plurals = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
-    if annotation in plurals:
-        return plurals[annotation]
-    return allowed(annotation).removeprefix("a ").removeprefix("an ")
+_FILES = Words(
+    {
+        **PYTHON.types,
+        bool: "true or false",
+        NoneType: "null",
+        type: "the path of a class",
+        Callable: "a callable (which no file can hold: set it in Python)",
+        **dict.fromkeys(MAPPINGS, "a mapping"),
+    },
+    json.dumps,
+    _object_in_words,
+)
 
 
 def takes_mapping(annotation: Any) -> bool:

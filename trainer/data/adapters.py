@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.iterable_loader import IterableLoader
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import ShardedDataLoader, is_plain
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, shown
 
 
 def make_batch_loader(
@@ -47,35 +48,43 @@ def make_batch_loader(
         pad: in evaluation, too, a plain DataLoader gives all ranks the same number of batches.
 
     Raises:
-        ConfigError: the loader is empty, several loaders were given, or `limit` cannot be applied to it.
+        ConfigError: the loader is empty or cannot be iterated, several loaders were given, or `limit` cannot be applied
+            to it.
     """
     label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
     _refuse_several(loader, label)
+    _refuse_no_batches(loader, label)
     if not is_plain(loader):
         return IterableLoader(loader, label=label, world_size=world_size, seed=seed, training=training, limit=limit)
-    return ShardedDataLoader(
+    sampler = DistributedBatchSampler(
         loader,
-        label=label,
         rank=rank,
         world_size=world_size,
         seed=seed,
         training=training,
-        limit=limit,
         shuffle=shuffle,
         seed_per_sample=seed_per_sample,
         pad=pad,
     )
+    return ShardedDataLoader(loader, sampler, label, limit)
 
 
 def named_loaders(loaders: Any) -> dict[str, Any]:
     """Return evaluation loaders by name.
 
-    None: none. A dict: as it is. A list or tuple of loaders: "0", "1", ... Anything else, a list of batches too: one
-    loader, named "".
+    Args:
+        loaders: None: there are none. A dict: loaders by name. A list or tuple of loaders: named "0", "1", ... Anything
+            else, including a list of batches: one loader, named "".
+
+    Raises:
+        ConfigError: a name is neither a str nor an int.
     """
     if loaders is None:
         return {}
     if isinstance(loaders, Mapping):
+        for name in loaders:
+            if not isinstance(name, (str, int)):
+                raise ConfigError(f"the loaders are named {shown(name)} among others: name them by texts or numbers.")
         return {str(name): loader for name, loader in loaders.items()}
     if _is_several(loaders):
         return {str(number): loader for number, loader in enumerate(loaders)}
@@ -93,8 +102,33 @@ def _refuse_several(loader: Any, label: str) -> None:
         )
 
 
+def _refuse_no_batches(loader: Any, label: str) -> None:
+    given = f"{label} is {_described(loader)}"
+    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    if not iterable or isinstance(loader, type) or _is_scalar(loader):
+        raise ConfigError(
+            f"{given}, which cannot be iterated. Give a DataLoader, a list of batches, or any object with __iter__ "
+            "that yields batches."
+        )
+    dataset = loader.dataset if is_plain(loader) else ()
+    indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if not indexed or isinstance(dataset, type) or _is_scalar(dataset):
+        raise ConfigError(
+            f"the dataset of {label} is {_described(dataset)}, which has no samples. Give DataLoader a list, a tensor, "
+            "or a Dataset with __len__ and __getitem__."
+        )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0
+
+
+def _described(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
 def _is_several(loaders: Any) -> bool:
-    """True for a list of loaders; False for a list of batches."""
+    """Return True for a list of loaders; False for a list of batches."""
     if not isinstance(loaders, (list, tuple)) or not loaders:
         return False
     if any(isinstance(one, DataLoader) for one in loaders):
@@ -102,12 +136,20 @@ def _is_several(loaders: Any) -> bool:
     return hasattr(loaders[0], "__iter__") and not _is_batch(loaders[0])
 
 
+_DEEPEST = 100
+"""Maximum depth, because a list may contain itself."""
+
+
 def _is_batch(value: Any) -> bool:
-    """True for data: a tensor, array, number or text, or a container whose first entry is one."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return not value or _is_batch(value[0])
+    """Return True for data: a tensor, array, number or text, or a container whose first entry is one."""
+    for _ in range(_DEEPEST):
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        if not isinstance(value, (list, tuple)):
+            break
+        if not value:
+            return True
+        value = value[0]
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic, str, bytes, int, float)):
         return True
     # A batch class of the user's own knows how to move; a loader does not.

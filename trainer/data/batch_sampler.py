@@ -7,9 +7,10 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from trainer.data.fingerprints import of_sampler
+from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access
 from trainer.data.seeded_dataset import SeededIndices
 from trainer.seed import isolated_rng, mix_seed, rng_state, seed_cpu_generators, set_rng_state
@@ -75,9 +76,13 @@ class DistributedBatchSampler:
         """Samples (of all processes) before `drop_last`; None if unknown."""
         self.num_global_batches: int | None = self._count_global_batches()
         """Global micro-batches per epoch; None if unknown."""
-        self._seed_per_sample, self._seed_rank = seed_per_sample, rank
+        self._seed_per_sample, self.seed_rank = seed_per_sample, rank
         self._epoch, self._start = 0, 0
         self._limit: int | None = None
+        own = [] if self.random_access is not None else _nested(self.sampler)
+        self._first = [plain_attributes(one) for one in own]
+        self._at_start: list[dict[str, Any]] = [{} for _ in own]
+        self._restored: dict[str, Any] | None = None
 
     def seek(self, epoch: int, start: int, limit: int | None = None) -> None:
         """Have the next `iter()` go from micro-batch `start` of `epoch` to micro-batch `limit` (None: to the end)."""
@@ -96,7 +101,7 @@ class DistributedBatchSampler:
         return self._seeded(batches, self._epoch, start)
 
     def _seeded(self, batches: Batches, epoch: int, start: int) -> Iterator[SeededIndices]:
-        rank = () if self._seed_per_sample else (self._seed_rank,)
+        rank = () if self._seed_per_sample else (self.seed_rank,)
         base = mix_seed(self.seed, epoch, *rank)
         for number, (indices, position, samples, total) in enumerate(batches, start):
             request: Any = indices if self.automatic_batching else indices[0]
@@ -106,6 +111,54 @@ class DistributedBatchSampler:
                 yield SeededIndices(request, mix_seed(base, position), 0, samples, total)
             else:
                 yield SeededIndices(request, base, position, samples, total)
+
+    def in_words(self, dataset_length: int | None) -> str:
+        """Return a description of the sampler and its length, without anything that depends on the world size."""
+        kind, size = type(self.sampler).__name__, _length(self.sampler)
+        if self.random_access is not None and self.random_access.sequential and size == dataset_length:
+            return "each sample once"  # whether in order or shuffled
+        if self.shards_itself:
+            return f"{kind}, with its own part on each process"
+        unit = "batches" if self.has_batch_sampler else "samples"
+        return kind if size is None else f"{kind}, {size} {unit}"
+
+    def numbers(self) -> dict[str, str]:
+        """Return the numbers that decide the order, by the names of the samplers' attributes.
+
+        Without those that are restored from a checkpoint. Empty for a sampler that shards by itself, or is replaced.
+        """
+        if self.shards_itself or type(self.sampler) is DistributedSampler:
+            return {}
+        samplers = _nested(self.sampler)
+        changed = (self._restored or {}).get("start", [{} for _ in samplers])
+        return {
+            name if len(samplers) == 1 else f"{type(sampler).__name__}.{name}": value
+            for sampler, restored in zip(samplers, changed, strict=False)
+            for name, value in of_sampler(sampler).items()
+            if name not in restored
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attributes that the user's samplers have changed since the run began.
+
+        "start": as they were at the start of the epoch; "now": as they are.
+        """
+        if self.random_access is not None:
+            return {}
+        now = [changed_attributes(first, one) for first, one in zip(self._first, _nested(self.sampler), strict=True)]
+        return {"start": self._at_start, "now": now} if any(now) or any(self._at_start) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, when the next epoch begins."""
+        self._restored = state or None
+
+    def _restore_attributes(self, within_epoch: bool) -> None:
+        samplers = _nested(self.sampler)
+        if self._restored is not None:
+            for sampler, values in zip(samplers, self._restored["start" if within_epoch else "now"], strict=False):
+                set_attributes(sampler, values)
+            self._restored = None
+        self._at_start = [changed_attributes(first, one) for first, one in zip(self._first, samplers, strict=True)]
 
     def num_local_batches(self) -> int | None:
         """Return the batches per epoch on this rank, in evaluation without padding; None if unknown."""
@@ -152,7 +205,7 @@ class DistributedBatchSampler:
         return None if self.shards_itself else total
 
     def _random_access_batches(self, epoch: int, start: int) -> Batches:
-        """From an order that can be computed at any position."""
+        """Yield batches from an order that can be computed at any position."""
         assert self.random_access is not None
         assert self.samples is not None
         order = self.random_access.order(self.seed, epoch, self.shuffled)
@@ -173,7 +226,7 @@ class DistributedBatchSampler:
             yield from self._short_batch(last, self.samples - short)
 
     def _iterated_batches(self, epoch: int, start: int) -> Batches:
-        """From a sampler that has to be iterated from the beginning: indices are skipped, never samples."""
+        """Yield batches from a sampler that is iterated from the beginning: indices are skipped, never samples."""
         size, globally = self.batch_size, self.batch_size * self.world_size
         low, high = self.rank * size, (self.rank + 1) * size
         total = self._total(globally)
@@ -195,7 +248,7 @@ class DistributedBatchSampler:
             yield indices[:1], position, 0, self._total(total)
 
     def _users_batches(self, epoch: int, start: int) -> Batches:
-        """From a user's own batch sampler."""
+        """Yield the batches of a user's own batch sampler."""
         world = self.world_size
         number = start * world
         for batches in self._iterate_sampler(epoch, number, world):
@@ -214,17 +267,18 @@ class DistributedBatchSampler:
 
         In chunks, so that the global generators are exchanged rarely and an endless sampler works too.
         """
-        seed, generators = mix_seed(self.seed, epoch), _generators(self.sampler)
+        seed, generators = mix_seed(self.seed, epoch), own_generators(self.sampler)
         chunk = unit * max(1, (_CHUNK if not self.has_batch_sampler else _CHUNK // 16) // unit)
         items: Iterator[Any] | None = None
         state: dict[str, Any] = {}
-        states: list[torch.Tensor] = []
+        states: list[Any] = []
+        self._restore_attributes(within_epoch=skip > 0)
         while True:
             with isolated_rng(generators=generators):
                 if items is None:
                     seed_cpu_generators(seed)
                     for generator in generators:
-                        generator.manual_seed(seed >> 1)
+                        generator.seed(seed)
                     _set_epoch(self.sampler, epoch)
                     items = iter(self.sampler)
                     for _ in islice(items, skip):
@@ -261,7 +315,7 @@ def _length(sampler: Any) -> int | None:
 
 
 def _shards_itself(sampler: Any) -> bool:
-    """True for samplers with DistributedSampler's attributes; not for torch's own, whose order is known."""
+    """Return True for samplers with DistributedSampler's attributes; not for torch's own, whose order is known."""
     if type(sampler) is DistributedSampler:
         return False
     return any(hasattr(one, "rank") and getattr(one, "num_replicas", 1) > 1 for one in _nested(sampler))
@@ -271,11 +325,6 @@ def _nested(sampler: Any) -> list[Any]:
     """Return the sampler, and the one inside it if it is a batch sampler around another."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
-
-
-def _generators(sampler: Any) -> list[torch.Generator]:
-    found = [getattr(one, "generator", None) for one in _nested(sampler)]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 def _set_epoch(sampler: Iterable[Any], epoch: int) -> None:

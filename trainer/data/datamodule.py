@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
 from trainer.hyperparameters import Hyperparameters, collect_hyperparameters
-from trainer.optional_methods import OptionalMethods
+from trainer.model.optional_methods import OptionalMethods
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ class DataModule(OptionalMethods):
         """The trainer that uses this data module.
 
         Raises:
-            ConfigError: there is none, because there was no `fit`, `validate`, `test` or `predict` yet.
+            ConfigError: there is no trainer, because `fit`, `validate`, `test` or `predict` has not been called yet.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:

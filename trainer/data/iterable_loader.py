@@ -11,41 +11,46 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trainer.data.loader import Batch, BatchLoader
-from trainer.errors import ConfigError
+from trainer.data.sampler_state import OwnGenerator, own_generators
+from trainer.data.worker_processes import WorkerOptions
+from trainer.errors import ConfigError, restoring
+from trainer.metrics.metric_log import add_sizes
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
 
 log = logging.getLogger("trainer")
 
 _END = object()
+_EMPTY_ROUNDS = 2
+"""Times that a stateful loader is iterated again if it yields nothing: torchdata's loader, and then its dataset, first
+finish an epoch that was read to its end."""
 
 
 class IterableLoader(BatchLoader):
-    """Iterates the user's object as it is; every process does so by itself.
+    """Iterates the user's object unchanged, on each process independently.
 
     Random numbers drawn by `iter()`, by the first batch of an epoch and by skipped batches follow from (seed, epoch): a
     shuffling loader gives the same order after a restart, and the model's own random numbers are not disturbed.
+
+    Raises:
+        ConfigError: the object has length 0, or `limit` cannot be applied to it.
     """
 
     def __init__(
         self, loader: Any, *, label: str, world_size: int, seed: int, training: bool, limit: int | float | None
     ) -> None:
-        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-            raise ConfigError(
-                f"{label} is a {type(loader).__name__}, which cannot be iterated. Give a DataLoader, a list of "
-                "batches, or any object with __iter__ that yields batches."
-            )
         self._loader = loader
         self._seed = seed
         self._single_process = world_size == 1
         self._training = training
         self._restored: Any = None
         self._used = False
+        self._worker_options: WorkerOptions | None = None
         self.one_shot = hasattr(loader, "__next__") and iter(loader) is loader
         self.stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
         )
         self.exact = self.stateful or isinstance(loader, (list, tuple))
-        length = _length(loader)
+        self._length = length = _length(loader)
         super().__init__(loader, label, limit, length, length)
         self._promised = None if length is None else self.length
         # Each worker of a DataLoader over an IterableDataset makes or drops a short batch of its own.
@@ -54,6 +59,13 @@ class IterableLoader(BatchLoader):
         # In evaluation one process may have no batch.
         if limit != 0 and length == 0 and (training or self._single_process):
             raise ConfigError(f"{label} has no batch: {self._kind()} has length 0.")
+
+    def identity(self, world_size: int) -> dict[str, str]:
+        known = {} if self._length is None else {"dataset": f"{self._length} batches on each process"}
+        if isinstance(self._loader, DataLoader) and not self.stateful and self._loader.batch_size is not None:
+            known["batch_size"] = f"{self._loader.batch_size} on each process"
+            known["drop_last"] = str(self._loader.drop_last)
+        return {"loader": self._kind().removeprefix("the "), **known}
 
     def state_dict(self) -> dict[str, Any]:
         return {"loader": self._loader.state_dict()} if self.stateful else {}
@@ -75,10 +87,11 @@ class IterableLoader(BatchLoader):
             for _ in skipped:
                 pass
             head = [next(batches, _END)] if start == 0 else []
-            if restored is not None and head and head[0] is _END:
-                # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
-                batches = self._begin()
-                head = [next(batches, _END)]
+            for _ in range(_EMPTY_ROUNDS if self.stateful else 0):
+                if head and head[0] is _END:
+                    # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
+                    batches = self._begin()
+                    head = [next(batches, _END)]
         if head and head[0] is _END:
             self._refuse_nothing()
             return
@@ -93,7 +106,22 @@ class IterableLoader(BatchLoader):
     def _received(self, data: Any, number: int) -> Batch:
         if data is None:
             raise self._none_error(number)
-        return Batch(data, None, None)
+        samples = self._samples_in(data)
+        return Batch(data, samples, samples if self._single_process else None)
+
+    def _samples_in(self, data: Any) -> int | None:
+        """Return the number of samples that a DataLoader has put into a batch: the first dimension of all its tensors.
+
+        None: the user's object makes batches itself, or the tensors differ in it.
+        """
+        loader = self._loader
+        if not isinstance(loader, DataLoader) or (loader.batch_sampler is None and loader.batch_size is None):
+            return None
+        sizes: dict[int, None] = {}
+        add_sizes(data, sizes)
+        samples = next(iter(sizes), 0)
+        fits = len(sizes) == 1 and 0 < samples <= (loader.batch_size or samples)
+        return samples if fits else None
 
     def _learn_length(self, given: int) -> None:
         """Correct the length after an epoch that had fewer batches than the limit that it was taken from."""
@@ -111,9 +139,25 @@ class IterableLoader(BatchLoader):
         for one in _parts(self._loader):
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
-        if restored is not None:
+        # A loader with a state goes through its samplers several times when it is restored.
+        for generator in [] if self.stateful else _generators(self._loader):
+            generator.seed(mix_seed(self._seed, epoch))
+        if restored is None:
+            return self._begin()
+        with restoring(f"the state of {self.label}"):
             self._loader.load_state_dict(restored)
-        return self._begin()
+            return self._begin()
+
+    def _begin(self) -> Iterator[Any]:
+        if self._worker_options is None:
+            self._worker_options = WorkerOptions(self._loader)
+        return super()._begin()
+
+    def close(self) -> None:
+        super().close()
+        if self._worker_options is not None:
+            self._worker_options.restore()
+            self._worker_options = None
 
     def _refuse_nothing(self) -> None:
         if self.one_shot and self._used:
@@ -142,6 +186,11 @@ class IterableLoader(BatchLoader):
                 f"resume will not be exact: {self._kind()} has no state_dict/load_state_dict, so a resumed run reads "
                 "the batches already used again and skips them"
             )
+        if self._training and self.stateful and _generators(self._loader):
+            notes.append(
+                f"resume will not be exact: the sampler of {self._kind()} holds a random generator, which is not in "
+                "the loader's state. Give the sampler state_dict and load_state_dict, or use a plain DataLoader"
+            )
         workers: Any = getattr(self._loader, "num_workers", 0) > 0
         if self._training and self.stateful and workers:
             notes.append(
@@ -162,6 +211,12 @@ def _how_to_split(loader: Any) -> str:
     )
 
 
+def _generators(loader: Any) -> list[OwnGenerator]:
+    """Return the generators of a DataLoader's samplers, but for those in the states of stateful samplers."""
+    samplers = [loader.sampler, loader.batch_sampler] if isinstance(loader, DataLoader) else []
+    return [one for sampler in samplers if not hasattr(sampler, "state_dict") for one in own_generators(sampler)]
+
+
 def _popped(items: list[Any]) -> Iterator[Any]:
     while items:
         yield items.pop()
@@ -172,6 +227,8 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+    except Exception as error:
+        raise ConfigError(f"len() of the loader, a {type(loader).__name__}, raised {type(error).__name__}.") from error
 
 
 def _parts(loader: Any) -> list[Any]:

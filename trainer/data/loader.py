@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.data.worker_processes import data_loaders_in
 from trainer.errors import ConfigError
 
 Divisor = float | torch.Tensor | None
@@ -26,8 +27,6 @@ class Batch(NamedTuple):
     """Samples of the epoch that it holds; None if unknown, 0 for padding."""
     total: int | None
     """Samples of this micro-batch over all processes; None if unknown."""
-    loss_divisor: Divisor = None
-    """The divisor of its loss, see `loop.accumulation.with_loss_divisors`; None: 1."""
 
     @property
     def is_padding(self) -> bool:
@@ -47,7 +46,7 @@ class BatchLoader(ABC):
     exact: bool = True
     """A resumed run gets the very same batches."""
     one_shot: bool = False
-    """It can be iterated only once: more than one epoch is not possible (unless it is endless and limited)."""
+    """True if the loader can be iterated only once: then a second epoch needs an endless loader with a limit."""
     batch_size: int | None = None
     """Samples of a full micro-batch on one process; None if unknown."""
     note: str | None = None
@@ -55,7 +54,7 @@ class BatchLoader(ABC):
     _loader: Any
     """The loader that is iterated."""
     _iterator: weakref.ref[Any] | None = None
-    """Its newest iterator, if that may have workers."""
+    """The newest iterator of the loader, if that may have workers."""
 
     def __init__(
         self,
@@ -76,9 +75,9 @@ class BatchLoader(ABC):
         self.samples_per_epoch: int | None = None
         """Samples per epoch over all processes, after the limit; None if unknown."""
         self.num_workers: int | None = loader.num_workers if isinstance(loader, DataLoader) else None
-        """Processes that load batches; None: it is no DataLoader."""
+        """Number of processes that load batches; None: the loader is not a DataLoader."""
         self.pinned: bool | None = loader.pin_memory if isinstance(loader, DataLoader) else None
-        """Batches come in pinned memory; None: it is no DataLoader."""
+        """True if batches come in pinned memory; None: the loader is not a DataLoader."""
 
     @abstractmethod
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
@@ -94,6 +93,20 @@ class BatchLoader(ABC):
     def equal_everywhere(self) -> dict[str, object]:
         """Return what has to be equal on all processes, by name; of an iterable only that it is one."""
         return {"kind": "iterated by each process"}
+
+    @abstractmethod
+    def identity(self, world_size: int) -> dict[str, str]:
+        """Return descriptions, by names of `loop.changes.CHANGES`, that have to be equal to resume inside an epoch.
+
+        A description with "on each process" depends on `world_size`.
+        """
+
+    def numbers(self) -> dict[str, dict[str, str]]:
+        """Return the numbers that decide which samples are loaded, by a name of `loop.changes.CHANGES` and their own.
+
+        Without the numbers that are restored from a checkpoint.
+        """
+        return {}
 
     def as_promised(
         self, batches: Iterator[Batch], length: int | None, start: int, source: str, slack: int = 0
@@ -145,10 +158,9 @@ class BatchLoader(ABC):
     def close(self) -> None:
         """End the worker processes; the next `iterate` starts new ones."""
         _end_workers(None if self._iterator is None else self._iterator())
-        for one in (self._loader, *getattr(self._loader, "__dict__", {}).values()):
-            if isinstance(one, DataLoader):
-                _end_workers(iterator := vars(one).get("_iterator"))
-                one._iterator = None if one.persistent_workers else iterator
+        for one in data_loaders_in(self._loader):
+            _end_workers(iterator := vars(one).get("_iterator"))
+            one._iterator = None if one.persistent_workers else iterator
 
     def _begin(self) -> Iterator[Any]:
         """Return an iterator of the loader, whose worker processes `close` ends."""

@@ -10,7 +10,6 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, de
 
 from trainer.data.loader import Batch
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.stop import ignore_signals_in_worker
 from trainer.seed import mix_seed, seed_cpu_generators
 
 
@@ -20,7 +19,7 @@ class SeededIndices(NamedTuple):
     indices: Any
     seed: int
     position: int | None
-    """Of the first sample in the epoch: each sample gets a seed of its own. None: one seed for the batch."""
+    """Position of the first sample in the epoch, for a seed per sample; None: one seed for the batch."""
     samples: int
     """See `Batch`."""
     total: int | None
@@ -84,7 +83,7 @@ class SeededDataset(Dataset[Batch]):
 
 
 def draws_nothing(dataset: Any, collate: Any) -> bool:
-    """True if loading runs only code of torch's that draws no random numbers: seeding would go unnoticed."""
+    """Return True if loading runs only torch's own code that draws no random numbers, so that seeding has no effect."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and collate in (default_collate, default_convert)
@@ -95,15 +94,14 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
-class WorkerInit:
-    """The `worker_init_fn` for a `SeededDataset`: leave the signals that stop a run to the main process, show the
-    user's dataset in `get_worker_info()`, and call the user's own `worker_init_fn`."""
+class ShowDataset:
+    """The `worker_init_fn` for a `SeededDataset`: show the user's dataset in `get_worker_info()`, and call the user's
+    own `worker_init_fn`."""
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self.users = users
 
     def __call__(self, worker_id: int) -> None:
-        ignore_signals_in_worker()
         info = cast(Any, get_worker_info())
         # WorkerInfo refuses plain assignment.
         object.__setattr__(info, "dataset", info.dataset.dataset)

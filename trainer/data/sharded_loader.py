@@ -11,23 +11,18 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from trainer.data.batch_sampler import DistributedBatchSampler
+from trainer.data.fingerprints import of_indices
 from trainer.data.loader import Batch, BatchLoader
-from trainer.data.seeded_dataset import SeededDataset, WorkerInit, identity_collate
+from trainer.data.seeded_dataset import SeededDataset, ShowDataset, identity_collate
+from trainer.data.worker_processes import WorkerInit, worker_context
 from trainer.errors import ConfigError
 from trainer.seed import PrivateRng, drop_cached_normal, mix_seed
 
-_KEPT = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
+_KEPT = ("num_workers", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 
 
 def is_plain(loader: Any) -> bool:
-    """True for exactly torch's DataLoader (no subclass) over a map-style dataset."""
+    """Return True for exactly torch's DataLoader (no subclass) over a map-style dataset."""
     return type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -41,29 +36,9 @@ class ShardedDataLoader(BatchLoader):
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        label: str,
-        rank: int,
-        world_size: int,
-        seed: int,
-        training: bool,
-        limit: int | float | None,
-        shuffle: bool | None,
-        seed_per_sample: bool,
-        pad: bool,
+        self, loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str, limit: int | float | None
     ) -> None:
-        self.sampler = sampler = DistributedBatchSampler(
-            loader,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            training=training,
-            shuffle=shuffle,
-            seed_per_sample=seed_per_sample,
-            pad=pad,
-        )
+        self.sampler = sampler
         if limit != 0:
             _check_not_empty(loader, sampler, label)
         super().__init__(loader, label, limit, sampler.num_local_batches(), sampler.num_global_batches)
@@ -71,8 +46,9 @@ class ShardedDataLoader(BatchLoader):
             self.samples_per_epoch = sampler.samples_in(self.max_length)
         self._promised = self.max_length if sampler.pads else self.length
         self.batch_size = _batch_size(sampler)
-        self.note = _note(loader, sampler, label, shuffle)
-        self._seed = mix_seed(seed, rank)
+        self.note = _note(loader, sampler, label)
+        self._seed = mix_seed(sampler.seed, sampler.seed_rank)
+        self._dataset: Any = loader.dataset
         self._generator = torch.Generator()
         self._loader = self._make_again(loader)
 
@@ -81,7 +57,8 @@ class ShardedDataLoader(BatchLoader):
         if getattr(loader, "pin_memory_device", ""):  # deprecated in torch 2.13
             options["pin_memory_device"] = loader.pin_memory_device
         if loader.num_workers > 0:
-            options["worker_init_fn"] = WorkerInit(loader.worker_init_fn)
+            options["worker_init_fn"] = WorkerInit(ShowDataset(loader.worker_init_fn))
+            options["multiprocessing_context"] = worker_context(loader.multiprocessing_context)
         if self.sampler.automatic_batching:
             options["batch_sampler"] = self.sampler
         else:
@@ -103,8 +80,31 @@ class ShardedDataLoader(BatchLoader):
         if sampler.shards_itself:
             return facts
         of_batches = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, "shuffled": sampler.shuffled}
-        numbers = {"samples in an epoch": self.samples_per_epoch, "batches in an epoch": sampler.num_global_batches}
-        return facts | of_batches | numbers
+        lengths = {"samples in an epoch": self.samples_per_epoch, "batches in an epoch": sampler.num_global_batches}
+        numbers = {f"{name} of its {type(sampler.sampler).__name__}": one for name, one in sampler.numbers().items()}
+        return facts | of_batches | lengths | numbers | {"indices of its dataset": of_indices(self._dataset)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
+
+    def numbers(self) -> dict[str, dict[str, str]]:
+        indices = of_indices(self._dataset)
+        return {"sampler": self.sampler.numbers(), "dataset": {} if indices is None else {"indices": indices}}
+
+    def identity(self, world_size: int) -> dict[str, str]:
+        sampler, dataset = self.sampler, self._dataset
+        length = len(dataset) if hasattr(dataset, "__len__") else None
+        return {
+            "loader": "DataLoader, split by the trainer",
+            "dataset": type(dataset).__name__ if length is None else f"{type(dataset).__name__}, {length} samples",
+            "sampler": sampler.in_words(length),
+            "shuffle": "shuffled" if sampler.shuffled else "in order",
+            "batch_size": "" if sampler.has_batch_sampler else f"{sampler.batch_size * world_size} over all processes",
+            "drop_last": str(sampler.drop_last),
+        }
 
     def _received(self, batch: Batch, number: int) -> Batch:
         drop_cached_normal()
@@ -147,7 +147,7 @@ def _check_not_empty(loader: DataLoader[Any], sampler: DistributedBatchSampler, 
     raise ConfigError(f"{label} has no batch: {empty}")
 
 
-def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str, shuffle: bool | None) -> str | None:
+def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str) -> str | None:
     """Return one line on what was replaced or ignored, or None."""
     source = sampler.sampler
     notes = []
@@ -157,7 +157,7 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str,
         notes.append(f"its {type(source).__name__} shards by itself (num_replicas, rank) and is used as it is")
     if sampler.random_access is not None and getattr(source, "generator", None) is not None:
         notes.append("its generator is not used: the order comes from the trainer's seed and the epoch")
-    if shuffle is False and not (sampler.random_access is not None and sampler.random_access.sequential):
+    if not sampler.reshuffles and not (sampler.random_access is not None and sampler.random_access.sequential):
         notes.append(f"its {type(source).__name__} gives the order of epoch 0 in every epoch")
     if not getattr(loader, "in_order", True):
         notes.append("in_order=False is ignored: a run can be resumed only if batches come in order")

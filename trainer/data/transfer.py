@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,53 +15,86 @@ from torch.nn.utils.rnn import PackedSequence
 from trainer.distributed.devices import has_streams
 
 
-def move_to(batch: Any, target: torch.device | Callable[[Any], Any]) -> Any:
-    """Return a copy of `batch` with every leaf moved: tensors and objects with a `.to(device)`, in any nesting of
-    dicts, lists, tuples, namedtuples and dataclasses. Everything else stays as it is.
+def move_to(batch: Any, device: torch.device) -> Any:
+    """Return a copy of `batch` with its tensors, and objects with `.to(device)`, on the device, in any nesting.
 
-    `target` is a device, or a function applied to every leaf. A namedtuple with a `.to` of its own is a leaf. A batch
-    whose tensors are all on the device already comes back with the same tensors.
+    A dict, namedtuple, dataclass or the like with a `.to` of its own is moved by that. Everything else stays as it is.
+    A batch whose tensors are all on the device already comes back with the same tensors.
+    """
+    return map_leaves(batch, partial(_moved, device=device), moves_itself)
+
+
+def map_leaves(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Return a copy of `batch` with the function applied to every leaf, in any nesting of dicts, lists, tuples,
+    namedtuples and dataclasses, which keep their classes and other attributes.
+
+    `is_leaf`: whether such a container is a leaf, too.
     """
     if isinstance(batch, torch.Tensor):
-        # Asynchronous copies to the CPU or to MPS are used before they are complete
-        # (https://github.com/pytorch/pytorch/issues/83015).
-        return target(batch) if callable(target) else batch.to(target, non_blocking=has_streams(target.type))
+        return function(batch)
+    if type(batch) is list:
+        return [map_leaves(item, function, is_leaf) for item in batch]
     if isinstance(batch, PackedSequence):
         # `batch_sizes` has to stay on the CPU.
         places = ("data", "sorted_indices", "unsorted_indices")
-        return batch._replace(**{name: move_to(getattr(batch, name), target) for name in places})
-    if isinstance(batch, tuple) and hasattr(batch, "_fields") and not hasattr(batch, "to"):
-        return type(batch)(*(move_to(item, target) for item in batch))
-    if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        return type(batch)(move_to(item, target) for item in batch)
-    # A UserDict, such as Hugging Face's BatchEncoding, has a `.to` that would wait for the device at each tensor.
-    if isinstance(batch, (dict, UserDict)):
-        return _like(batch, {key: move_to(value, target) for key, value in batch.items()})
-    if isinstance(batch, Mapping) and not hasattr(batch, "to"):
-        return {k: move_to(v, target) for k, v in batch.items()}
+        return batch._replace(**{name: map_leaves(getattr(batch, name), function, is_leaf) for name in places})
+    if is_leaf is not None and is_leaf(batch):
+        return function(batch)
+    if isinstance(batch, tuple):
+        items = [map_leaves(item, function, is_leaf) for item in batch]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    if isinstance(batch, (list, deque, UserList)):
+        return _like(batch, dict(enumerate(map_leaves(item, function, is_leaf) for item in batch)))
+    if isinstance(batch, Mapping):
+        return _like(batch, {key: map_leaves(value, function, is_leaf) for key, value in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        moved = {f.name: move_to(getattr(batch, f.name), target) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **moved)
-    if callable(target):
-        return target(batch)
-    if hasattr(batch, "to") and not isinstance(batch, type):
-        return batch.to(target)
-    return batch
+        same = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            if hasattr(batch, field.name):
+                mapped = map_leaves(getattr(batch, field.name), function, is_leaf)
+                object.__setattr__(same, field.name, mapped)  # also of a frozen one
+        return same
+    return function(batch)
 
 
-def _like(original: Any, moved: dict[Any, Any]) -> Any:
-    """Return a dict of the original's type (OrderedDict, defaultdict, UserDict) with the moved values."""
+def moves_itself(batch: Any) -> bool:
+    """Whether a batch is moved by its own method `to`.
+
+    That of Hugging Face's BatchEncoding and BatchFeature is not used: it would wait for the device at each tensor.
+    """
+    method = getattr(type(batch), "to", None)
+    return callable(method) and not getattr(method, "__module__", "").startswith("transformers.")
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        # Asynchronous copies to the CPU or to MPS are used before they are complete
+        # (https://github.com/pytorch/pytorch/issues/83015).
+        return leaf.to(device, non_blocking=has_streams(device.type))
+    if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
+        return leaf
+    moved = leaf.to(device)
+    return leaf if moved is None else moved  # a `to` that moves in place may return nothing
+
+
+def _like(original: Any, mapped: dict[Any, Any]) -> Any:
+    """Return a container of the original's class and attributes (OrderedDict, UserDict, deque) with mapped items."""
     if type(original) is dict:
-        return moved
-    same = copy.copy(original)
-    for key, value in moved.items():
-        same[key] = value
-    return same
+        return mapped
+    if isinstance(original, (dict, UserDict, list, deque, UserList)):
+        same = copy.copy(original)
+        for key, value in mapped.items():
+            same[key] = value
+        return same
+    try:
+        return type(original)(mapped)
+    except TypeError:  # a mapping that is made of something else
+        return mapped
 
 
 def make_transfer(device: torch.device) -> Callable[[Any], Any]:
     """Return the function with which a strategy copies batches to its device; it does the same as `move_to`."""
-    return PrefetchCopy(device) if has_streams(device.type) else partial(move_to, target=device)
+    return PrefetchCopy(device) if has_streams(device.type) else partial(move_to, device=device)
 
 
 class PrefetchCopy:
@@ -80,13 +113,13 @@ class PrefetchCopy:
         self.stream = torch.Stream(device)
 
     def __call__(self, batch: Any) -> Any:
-        moved = move_to(batch, self._leaf)
+        moved = map_leaves(batch, self._leaf, moves_itself)
         torch.accelerator.current_stream(self.device).wait_stream(self.stream)
         return moved
 
     def _leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
-            return move_to(leaf, self.device)
+            return _moved(leaf, self.device)
         if type(leaf) is not torch.Tensor or leaf.device.type != "cpu" or leaf.layout is not torch.strided:
             return leaf.to(self.device, non_blocking=True)
         with self.stream:

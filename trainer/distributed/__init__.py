@@ -1,1 +1,1 @@
-"""Find the place of a process among the others, the devices of its machine, and the way to the other processes."""
+"""Detect the ranks of a process and the devices of its machine, and connect it with the other processes."""

@@ -25,7 +25,7 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
         ConfigError: the name is unknown, or there is no such device.
     """
     other = _other_accelerator()
-    if accelerator not in (*_ACCELERATORS, other):
+    if accelerator is None or accelerator not in (*_ACCELERATORS, other):
         raise unknown_name_error("accelerator", accelerator, [*_ACCELERATORS, *filter(None, [other])])
     if accelerator == "tpu":
         return _tpu(accelerator)

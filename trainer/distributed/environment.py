@@ -1,4 +1,4 @@
-"""Detect the place of this process in the run, from the variables of the program that started it."""
+"""Detect rank and world size from the variables of the program that started this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIRST_RESERVED_STEP = 4294967280
 
 @dataclass(frozen=True)
 class Environment:
-    """The place of this process among all processes of the run."""
+    """Rank and world size of this process, and the address of the rendezvous."""
 
     rank: int = 0
     local_rank: int = 0
@@ -39,7 +39,7 @@ class Environment:
     source: str = "single process"
     """The program that set the variables, or `"single process"`. Our own launcher sets torchrun's variables."""
     restart_count: int = 0
-    """How often torchrun has restarted the processes (`--max-restarts`)."""
+    """Number of times that torchrun has restarted the processes (`--max-restarts`)."""
     master_addr: str = ""
     """Address of the rendezvous; empty for a single process."""
     master_port: int = 0
@@ -47,11 +47,18 @@ class Environment:
     """The option of the starting program for the number of processes on a machine."""
 
     def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Set torchrun's variables, so that all libraries in this process read the same place from them."""
+        """Set torchrun's variables, so that all libraries in this process read the same ranks from them."""
         if self.source in ("single process", *_OF_TORCHRUN):
             return
-        place = (self.rank, self.local_rank, self.world_size, self.local_world_size, self.master_addr, self.master_port)
-        environ.update(zip(_REQUIRED, map(str, place), strict=True))
+        values = (
+            self.rank,
+            self.local_rank,
+            self.world_size,
+            self.local_world_size,
+            self.master_addr,
+            self.master_port,
+        )
+        environ.update(zip(_REQUIRED, map(str, values), strict=True))
         environ.update(GROUP_RANK=str(self.node_rank), GROUP_WORLD_SIZE=str(self.num_nodes))
         environ[_SOURCE] = self.source
 
@@ -65,7 +72,7 @@ class Source:
     """The condition under which it is the one, in words."""
     variables: tuple[str, ...]
     read: Callable[[Mapping[str, str]], Environment | str]
-    """Returns the place of this process, or why this is not the source; ConfigError if its variables disagree."""
+    """Returns the ranks of this process, or the reason why this is not the source. May raise a ConfigError."""
 
 
 def detect_environment(environ: Mapping[str, str] = os.environ) -> Environment:
@@ -94,7 +101,7 @@ def _incomplete_torchrun(environ: Mapping[str, str]) -> list[str]:
 
 
 def _incomplete_mpirun(environ: Mapping[str, str]) -> list[str]:
-    """Report variables of mpirun for several processes without those for the place on the machine."""
+    """Report mpirun's variables for several processes if those for the local ranks are missing."""
     problems = []
     for mpi in _MPI:
         number = _Numbers(environ)
@@ -130,7 +137,7 @@ def _shown(variables: Mapping[str, str]) -> str:
 
 
 class _Numbers:
-    """Read whole numbers from the variables, and collect the problems. `how`: the advice at the end of each."""
+    """Read integers from the variables, and collect the problems. `how`: the advice at the end of each."""
 
     def __init__(self, environ: Mapping[str, str], how: str = "") -> None:
         self._environ = environ
@@ -141,7 +148,7 @@ class _Numbers:
     def __call__(self, name: str, default: int = 0) -> int:
         text = self._environ.get(name, "") or str(default)
         if not text.isdecimal():
-            self.add(f"{name}={text!r} is not a whole number from 0.")
+            self.add(f"{name}={text!r} is not an integer from 0.")
         self._read[name] = int(text) if text.isdecimal() else default
         return self._read[name]
 
@@ -213,7 +220,7 @@ class _Mpi:
     name: str
     start: str
     names: tuple[tuple[str, ...], ...]
-    """Of rank, size, local rank and local size."""
+    """Names of the variables for rank, size, local rank and local size; of each the first one that is set counts."""
 
     def read(self, environ: Mapping[str, str]) -> Environment | str:
         found = [next((n for n in choice if environ.get(n)), "") for choice in self.names]

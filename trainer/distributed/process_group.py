@@ -1,4 +1,4 @@
-"""The processes of a run, and how they exchange values: alone, or through torch.distributed."""
+"""Exchange values between the processes of a run, through torch.distributed; or within a single process."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from trainer.distributed.encoding import MAX_BYTES, from_bytes, to_bytes
+from trainer.errors import TrainerError
+
 T = TypeVar("T")
 
 
 class SingleProcess:
-    """One process: it has nobody to talk to. `TorchProcessGroup` says the same for several."""
+    """The process group of a single process, whose collectives return at once; see `TorchProcessGroup` for several."""
 
     def __init__(self, rank: int = 0, local_rank: int = 0, world_size: int = 1, num_nodes: int = 1) -> None:
         self.rank = rank
         self.local_rank = local_rank
         self.world_size = world_size
         self.num_nodes = num_nodes
+        self.begun = 0
+        """Number of collectives begun so far; equal on processes at the same point of the run."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -36,7 +41,11 @@ class SingleProcess:
         return value
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return every process's `value` (small, picklable data), in the order of ranks, on every process."""
+        """Return the values of all processes in the order of ranks, on every process.
+
+        Args:
+            value: data of this process; see `encoding.to_bytes` for the types.
+        """
         return [value]
 
     def broadcast_object(self, value: T) -> T:
@@ -60,23 +69,48 @@ class TorchProcessGroup(SingleProcess):
         return store
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
+        self.begun += 1
         total = value.clone()
         dist.all_reduce(total)
         return total
 
     def all_gather_object(self, value: T) -> list[T]:
-        gathered: list[Any] = [value] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        self.begun += 1
+        # The device is named, because modules are built under another default device.
+        own = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([own.numel()], device="cpu"))
+        numbers = [_checked_size(size) for size in sizes]
+        parts = [torch.empty(max(numbers), dtype=torch.uint8, device="cpu") for _ in numbers]
+        dist.all_gather(parts, torch.nn.functional.pad(own, (0, max(numbers) - own.numel())))
+        return [_decoded(part[:number]) for part, number in zip(parts, numbers, strict=True)]
 
     def broadcast_object(self, value: T) -> T:
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+        self.begun += 1
+        own = torch.frombuffer(bytearray(to_bytes(value if self.rank == 0 else None)), dtype=torch.uint8)
+        size = torch.tensor([own.numel()], device="cpu")
+        dist.broadcast(size, src=0)
+        received = own if self.rank == 0 else torch.empty(_checked_size(size), dtype=torch.uint8, device="cpu")
+        dist.broadcast(received, src=0)
+        decoded: T = _decoded(received)
+        return value if self.rank == 0 else decoded
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.begun += 1
         for tensor in tensors:
             dist.broadcast(tensor.detach(), src=0)
 
     def barrier(self) -> None:
+        self.begun += 1
         dist.barrier()
+
+
+def _checked_size(size: torch.Tensor) -> int:
+    number = int(size)
+    if not 0 < number <= MAX_BYTES:
+        raise TrainerError(f"another process announces a message of {number} bytes: it is not of this run")
+    return number
+
+
+def _decoded(message: torch.Tensor) -> Any:
+    return from_bytes(message.numpy().data)

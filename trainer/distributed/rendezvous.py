@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from trainer.distributed.environment import Environment
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, TrainerError, ranks_in_words
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -25,19 +27,25 @@ log = logging.getLogger("trainer")
 ATTEMPT = "TRAINER_ATTEMPT"
 """Environment variable: the attempt of the run that this process belongs to; the same in all processes."""
 TIMEOUT = "TRAINER_CONNECT_SECONDS"
-"""Environment variable: how long to try to connect while nobody answers yet."""
+"""Environment variable: seconds to try to connect to a store that does not answer yet."""
+LOOPBACK = "127.0.0.1"
 _TIMEOUT_S = 60.0
 _UNREACHABLE_TIMEOUT_S = 15.0
 """The same for a host that is not there: its name is unknown, or there is no route to it."""
 _NOTICE_S = 5.0
 _MISSING_NOTICE_S = 30.0
 _HANDSHAKE_S = 10.0
+_STORE_HELLO = struct.pack("<BIB", 0, 0x3C85F7CE, 13)
+"""The requests VALIDATE, with its number, and PING of torch's TCPStore."""
+_ECHO = b"\n\r\n\n"
+"""The bytes that PING asks the store to echo: ends of lines, because a web server answers when it has read a line."""
+_PROBE_S = 3.0
 _BUSY_TIMEOUT_S = 3.0
 """A run that has just ended may still hold its port."""
 _DUPLICATE_RANK_TIMEOUT_S = 1.0
-"""How long the holder of the port may take to answer, before it counts as another program."""
+"""Seconds in which the program at the port has to answer, or it is not one of this run."""
 _STORE_GRACE_S = 1.0
-"""How long rank 0, which hosts the store, lets the others read an error."""
+"""Seconds for which rank 0, which hosts the store, lets the other ranks read an error."""
 _REFUSED = "trainer/refused"
 """Key in the store: why this run cannot begin."""
 _PROCESS = uuid.uuid4().hex
@@ -47,7 +55,8 @@ _PROCESS = uuid.uuid4().hex
 def join_store(environment: Environment, timeout: timedelta) -> Store:
     """Return the store of this attempt at the run; called by all its processes.
 
-    It is the launcher's store if there is one; else rank 0 opens one at `master_addr:master_port`.
+    It is the launcher's store if there is one; else rank 0 opens one at `master_addr:master_port`: on the loopback only
+    if all processes are on this machine.
 
     Raises:
         ConfigError: two processes have the same rank, or they disagree about the world size; raised on all of them.
@@ -57,9 +66,14 @@ def join_store(environment: Environment, timeout: timedelta) -> Store:
 
     host, port = environment.master_addr, environment.master_port
     rank, world_size = environment.rank, environment.world_size
+    one_machine = environment.local_world_size == world_size
+    if one_machine:
+        use_loopback()
     names = f"MASTER_ADDR={host} MASTER_PORT={port}"
     # A launcher assigns the ranks itself, and its store outlives the processes: it has the keys of former attempts.
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if one_machine and not of_launcher and _is_here(host, port):
+        host = LOOPBACK
     if rank == 0 and not of_launcher:
         store = _open_as_rank_0(host, port, names, world_size)
     else:
@@ -77,6 +91,34 @@ def attempt() -> str:
     return os.environ.get(ATTEMPT) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def loopback_store(port: int = 0, timeout: timedelta = timedelta(seconds=60)) -> TCPStore:
+    """Open a store that only processes of this machine can reach, by default on a free port.
+
+    Raises:
+        OSError: the port is in use, or may not be opened.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    # torch's own socket would listen on all interfaces.
+    with socket.socket() as listener:
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((LOOPBACK, port))
+        listener.listen(2048)
+        port = listener.getsockname()[1]
+        fd = os.dup(listener.fileno())
+    return TCPStore(LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd)
+
+
+def use_loopback() -> None:
+    """Have gloo and NCCL listen on the loopback unless the user has chosen an interface; for runs on one machine."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    interface = next((name for name in ("lo", "lo0") if name in names), None)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
 def free_port() -> int:
     """Return a port of this machine that is free at the moment."""
     with socket.socket() as probe:
@@ -89,7 +131,7 @@ def free_port() -> int:
 
 
 def open_store(host: str, port: int, names: str, wait: float = _BUSY_TIMEOUT_S) -> TCPStore:
-    """Open a store on `port` of this machine, which the others know as `host`.
+    """Open a store on `port` of this machine, which the others know as `host`; `LOOPBACK`: on the loopback only.
 
     Args:
         names: the settings that gave host and port, for the error.
@@ -104,12 +146,15 @@ def open_store(host: str, port: int, names: str, wait: float = _BUSY_TIMEOUT_S) 
     handshake, deadline = timedelta(seconds=_HANDSHAKE_S), time.monotonic() + wait
     while True:
         try:
+            if host == LOOPBACK:
+                return loopback_store(port, handshake)
             return TCPStore(host, port, is_master=True, timeout=handshake, wait_for_workers=False, multi_tenant=True)
-        except RuntimeError as error:  # torch's DistNetworkError
-            if "EADDRINUSE" not in str(error) and "EACCES" not in str(error):
+        except (RuntimeError, OSError) as error:  # torch's DistNetworkError is a RuntimeError
+            problem = errno.errorcode.get(error.errno or 0, "") if isinstance(error, OSError) else str(error)
+            if "EADDRINUSE" not in problem and "EACCES" not in problem:
                 raise TrainerError(f"{host}:{port} ({names}) cannot be opened: {_first_line(error)}") from None
             if time.monotonic() > deadline:
-                who = "may not be opened by you" if "EACCES" in str(error) else "is in use, by another run or program"
+                who = "may not be opened by you" if "EACCES" in problem else "is in use, by another run or program"
                 raise TrainerError(
                     f"port {port} of {socket.gethostname()} ({names}) {who}. Give all processes another one, such as "
                     f"{free_port()}, which is free now; `ss -ltnp 'sport = :{port}'` shows the program that has it."
@@ -122,7 +167,7 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
 
     Args:
         what: its role, for messages: "where the processes meet (MASTER_ADDR=...)".
-        wait: seconds to try while nobody listens there yet; None: TRAINER_CONNECT_SECONDS, or 60.
+        wait: seconds to try while the port is still closed; None: TRAINER_CONNECT_SECONDS, or 60.
 
     Raises:
         TrainerError: it cannot be reached, or another program listens there.
@@ -133,6 +178,7 @@ def connect(host: str, port: int, what: str, wait: float | None = None) -> TCPSt
         except ValueError:
             raise TrainerError(f"{TIMEOUT}={os.environ[TIMEOUT]!r} is not a number of seconds.") from None
     _retry(lambda: _reach(host, port), wait, f"{host}:{port}, {what},")
+    _refuse_other_program(host, port, what)
     return _torch_store(host, port, what, 1.5 * _HANDSHAKE_S)
 
 
@@ -159,6 +205,14 @@ def address_towards(host: str, port: int) -> str:
         return own
 
 
+def _is_here(host: str, port: int) -> bool:
+    """Whether a host is this machine; False for an unknown name, which a later call reports."""
+    try:
+        return is_own_address(host, port)
+    except (OSError, UnicodeError):
+        return False
+
+
 def _open_as_rank_0(host: str, port: int, names: str, world_size: int) -> TCPStore:
     """Open the store; if another rank 0 of this run has the port, report that on both."""
     try:
@@ -169,8 +223,32 @@ def _open_as_rank_0(host: str, port: int, names: str, world_size: int) -> TCPSto
         except TrainerError:
             raise error from None
         if store.check([_process_key(0)]):
+            if store.get(_process_key(0)).decode().endswith(f"/{_PROCESS}"):
+                return store  # this process has opened it for a former process group
             _register_rank(store, 0, world_size)
         raise
+
+
+def _refuse_other_program(host: str, port: int, what: str) -> None:
+    """Raise TrainerError if a program answers that is not torch's store: torch itself prints a hundred lines then.
+
+    Sends what torch's client sends first. A store answers with the same four bytes; a web server, with an error.
+    """
+    answer = b""
+    with suppress(OSError), socket.create_connection((host, port), timeout=_PROBE_S) as connection:
+        connection.settimeout(_PROBE_S)
+        connection.sendall(_STORE_HELLO + _ECHO)
+        answer = connection.recv(64)
+    if answer and not answer.startswith(_ECHO):
+        said = answer.splitlines()[0].decode("ascii", "backslashreplace")
+        raise TrainerError(_other_program(host, port, what, f", and answers {said!r}"))
+
+
+def _other_program(host: str, port: int, what: str, reason: str) -> str:
+    return (
+        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
+        "processes."
+    )
 
 
 def _torch_store(host: str, port: int, what: str, wait: float) -> TCPStore:
@@ -193,14 +271,11 @@ def _torch_store(host: str, port: int, what: str, wait: float) -> TCPStore:
     if stores:
         return stores[0]
     reason = f": {_first_line(errors[0])}" if errors else ""
-    raise TrainerError(
-        f"{host}:{port}, {what}, is in use by something that is not torch's store{reason}. Give another port to all "
-        f"processes."
-    )
+    raise TrainerError(_other_program(host, port, what, reason))
 
 
 def _retry(reach: Callable[[], None], wait: float, what: str) -> None:
-    """Retry until there is no OSError; longer if the host is there and only nobody listens yet."""
+    """Retry until there is no OSError; longer if the host answers but the port is still closed."""
     began, noticed = time.monotonic(), False
     while True:
         try:
@@ -321,11 +396,7 @@ def _answer_all(store: Store, number: str, world_size: int, timeout: timedelta) 
                     missing.discard(rank)
         return not missing
 
-    def who() -> str:
-        shown = ", ".join(map(str, sorted(missing)[:8])) + (", ..." if len(missing) > 8 else "")
-        return f"rank{'s' if len(missing) > 1 else ''} {shown} of {world_size} have not come"
-
-    _wait(store, 0, all_here, timeout, who)
+    _wait(store, 0, all_here, timeout, lambda: f"{ranks_in_words(sorted(missing))} of {world_size} have not come")
 
 
 def _wait(store: Store, rank: int, ready: Callable[[], bool], timeout: timedelta, who: Callable[[], str]) -> None:

@@ -27,7 +27,8 @@ def hosts(nodelist: str) -> list[str]:
     Raises:
         ConfigError: it is not that notation.
     """
-    if re.sub(r"\[[^\[\]]*\]", "", nodelist).strip(",") == "" or re.search(r"[\[\]]", _without_brackets(nodelist)):
+    without_ranges = re.sub(r"\[[0-9,-]+\]", "", nodelist)
+    if re.sub(r"\[[^\[\]]*\]", "", nodelist).strip(",") == "" or re.search(r"[\[\]]", without_ranges):
         raise ConfigError(_unreadable(nodelist))
     found = []
     for entry in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodelist):
@@ -35,10 +36,6 @@ def hosts(nodelist: str) -> list[str]:
         choices = [list(_numbers(part, nodelist)) if i % 2 else [part] for i, part in enumerate(parts)]
         found += ["".join(choice) for choice in product(*choices)]
     return found
-
-
-def _without_brackets(nodelist: str) -> str:
-    return re.sub(r"\[[0-9,-]+\]", "", nodelist)
 
 
 def _numbers(ranges: str, nodelist: str) -> Iterator[str]:

@@ -10,27 +10,33 @@ from torch._C._distributed_c10d import Store
 
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.failure import first_failure
+from trainer.fault_tolerance.flight_recorder import newest_and_pending
 
 _GRACE_S = 1.0
-"""How long to wait for the other processes before asking whether they have gone on without the call."""
+"""Seconds to wait for the other processes before checking that they have not passed the call."""
+
+_ASKED = "collective/asked"
+"""Set while a process waits in a call: the others then publish which collective they wait in."""
 
 
 class CollectiveCheck:
     """A barrier before a collective that users may call, such as `trainer.save_checkpoint`.
 
     torch's `monitored_barrier` is similar; this one knows the name of the call on each process. A process that has
-    begun a later window of training than the one that waits has passed the place without calling.
+    begun more windows of training, or more of the trainer's own collectives, than the waiting one has passed this point
+    without the call.
 
     Args:
         store: shared by the processes of this run (`StopCoordinator.store`).
         rank, world_size: of this process.
-        windows: returns the number of windows that this process has begun; a larger one when it is shutting down.
+        begun: returns the number of windows and collectives that this process has begun; a larger one when it is
+            shutting down.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, windows: Callable[[], int]) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, begun: Callable[[], int]) -> None:
         self._store: Any = store  # torch's stubs do not know all methods
         self._rank, self._world_size = rank, world_size
-        self._windows = windows
+        self._begun = begun
         self._calls = 0
 
     def wait_for_all(self, call: str) -> None:
@@ -61,32 +67,58 @@ class CollectiveCheck:
 
     def _wait_for(self, keys: list[str], call: str, ranks: Iterable[int]) -> None:
         """Return when all keys are in the store; raise if one of the `ranks` cannot come any more."""
-        begun, pause = time.monotonic(), 0.001
+        begun, pause, newest = time.monotonic(), 0.001, 0
         while not self._store.check(keys):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             if time.monotonic() - begun > _GRACE_S:
                 self._require_not_passed(call, ranks)
+                newest = newest or newest_and_pending()[0]
+                self._require_not_waited_for(call, ranks, newest)
                 pause = 0.25
+        if newest:
+            self._store.delete_key(_ASKED)
 
     def publish_progress(self, store: Store) -> None:
         """Tell waiting processes how far this one is. Called regularly by the watchdog's thread, with its own store."""
-        store.set(f"collective/windows/{self._rank}", str(self._windows()))
+        store.set(f"collective/begun/{self._rank}", str(self._begun()))
+        if store.check([_ASKED]):
+            _, pending, words = newest_and_pending()
+            if pending:
+                store.set(f"collective/pending/{self._rank}", f"{pending} {words}")
 
     def _require_not_passed(self, call: str, ranks: Iterable[int]) -> None:
         if first_failure(self._store) is not None:
             raise RuntimeError(f"{call} was not finished, because another process failed")
         for rank in ranks:
-            windows = f"collective/windows/{rank}"
+            begun = f"collective/begun/{rank}"
             # The second check comes after the progress was read: the process may have come in between.
             if (
-                self._store.check([windows])
-                and int(self._store.get(windows)) > self._windows()
+                self._store.check([begun])
+                and int(self._store.get(begun)) > self._begun()
                 and not self._store.check([self._key(rank)])
             ):
                 raise ConfigError(
                     f"rank {self._rank} calls {call}, and rank {rank} has gone on without. All processes have to call "
                     "it, at the same place: take it out of `if trainer.is_global_zero`, `if rank == 0`, and "
+                    "conditions that differ between the processes."
+                )
+
+    def _require_not_waited_for(self, call: str, ranks: Iterable[int], newest: int) -> None:
+        """Raise if one of the `ranks` waits in a collective after the `newest` that this process has begun, and so for
+        this process."""
+        if not newest:
+            return  # nothing is recorded
+        self._store.set(_ASKED, "1")
+        for rank in ranks:
+            pending = f"collective/pending/{rank}"
+            if not self._store.check([pending]):
+                continue
+            number, _, words = self._store.get(pending).decode().partition(" ")
+            if int(number) > newest and not self._store.check([self._key(rank)]):
+                raise ConfigError(
+                    f"rank {self._rank} calls {call}, and rank {rank} waits for it in {words}. All processes have to "
+                    "call it, at the same place: take it out of `if trainer.is_global_zero`, `if rank == 0`, and "
                     "conditions that differ between the processes."
                 )
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _KEY = "failure/first"
 _STORE_TIMEOUT_S = 5.0
 _LOST_CONNECTION_GRACE_S = 2.0
-"""How long a process that lost a connection waits for the cause to be reported."""
+"""Seconds for which a process that lost a connection waits for a report of the cause."""
 _HOOKS_TIMEOUT_S = 30.0
-"""How long the hooks of a run that ends with an error may take."""
+"""Seconds that the hooks of a run that ends with an error may take."""
 _EXIT_TIMEOUT_S = 5.0
 _leaving, _left = threading.Event(), threading.Event()
 _exit_is_limited = False

@@ -35,7 +35,7 @@ ACTIONS = {
     "full": "the OSError of a full disk",
     "hang": "an endless wait",
 }
-"""What can happen to the process that reaches the point."""
+"""The faults that can hit the process that reaches the point."""
 
 _FAULT = re.compile(r"(?P<point>\w+)(:(?P<count>[1-9]\d*))?(@(?P<rank>\d+))?=(?P<action>\w+)")
 _LOCK = threading.Lock()
@@ -76,7 +76,7 @@ def parse_faults(text: str, points: Collection[str] | None = None) -> list[Fault
         match = _FAULT.fullmatch(part.strip())
         if match is None:
             raise ConfigError(
-                f"{VARIABLE}: {part!r} is no fault: write POINT:COUNT@RANK=ACTION, as in before_rename:3@0=kill."
+                f"{VARIABLE}: {part!r} is not a fault: write POINT:COUNT@RANK=ACTION, as in before_rename:3@0=kill."
             )
         if match["action"] not in ACTIONS:
             raise unknown_name_error("action of a fault", match["action"], ACTIONS)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import socket
+import stat
 import time
 import weakref
 from contextlib import suppress
@@ -16,12 +19,14 @@ NAME = ".lock"
 _TIMEOUT_S = 2.0
 """The system may need some time to release the locks of a process that was just killed."""
 
+log = logging.getLogger("trainer")
+
 
 class FolderLock:
     """The right to write to a directory, from `acquire` to `release` or the end of the process, however it ends.
 
     It is an flock on the file `.lock` in the directory, which names the holder. On file systems without locks every
-    process gets it.
+    process gets it, with a logged warning.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,26 +54,32 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock and delete its file. Does nothing the second time."""
         if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
             with suppress(OSError):
                 self._file.unlink()
-            os.close(self._descriptor)
-            self._descriptor = None
+            with suppress(OSError):  # closed all the same
+                os.close(descriptor)
 
     def _try(self) -> str | None:
         try:
             import fcntl
         except ImportError:
             return None  # not on this system
-        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = self._open()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = _holder(os.read(descriptor, 1000))
             os.close(descriptor)
             return holder
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
-            return None  # not on this file system
+            log.warning(
+                "the file system of %s has no locks (%s): take care that no other run writes there, too.",
+                self.folder,
+                error.strerror or error,
+            )
+            return None
         if not self._is_still_there(descriptor):
             os.close(descriptor)
             return self._try()  # it was released, and its file deleted, in the meantime
@@ -80,6 +91,20 @@ class FolderLock:
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _close_in_child(this()))
         return None
+
+    def _open(self) -> int:
+        """Open the file, which may have been put there by anybody: never through a link, nor one with another name."""
+        wrong = OSError(errno.EINVAL, f"{NAME} there is a link or no regular file: delete it")
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(self._file, flags, 0o644)
+        except OSError as error:
+            raise wrong if error.errno == errno.ELOOP else error from None
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            os.close(descriptor)
+            raise wrong
+        return descriptor
 
     def _is_still_there(self, descriptor: int) -> bool:
         try:
@@ -98,5 +123,5 @@ def _holder(text: bytes) -> str:
     try:
         about = json.loads(text)
         return f"process {about['pid']} on host {about['host']} since {about['since']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "another process"

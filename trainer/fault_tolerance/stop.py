@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import threading
@@ -16,22 +17,24 @@ from trainer.distributed.rendezvous import attempt
 from trainer.errors import TrainerError
 from trainer.fault_tolerance.failure import first_failure, follow_failure
 from trainer.fault_tolerance.process_monitor import LocalProcessMonitor, mark_done
+from trainer.fault_tolerance.signals import EXIT_RETRY, end_as_child, in_main_thread, install_handler, restore_handler
+from trainer.fault_tolerance.third_sigterm import SigtermCount, SigtermWatch
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+log = logging.getLogger("trainer")
+
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")
 DEADLINE = "deadline"
 """The reason for stopping because the deadline is near."""
-EXIT_RETRY = 75
-"""EX_TEMPFAIL of sysexits.h: the same command, started again, continues."""
 _EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": EXIT_RETRY, DEADLINE: EXIT_RETRY}
 _END_TIMEOUT_S = 1800.0
-"""How long the first process at the end of a run waits for the last: as long as a collective would."""
+"""Seconds for which the first process at the end of a run waits for the last one: as long as a collective would."""
 _SHUTDOWN_TIMEOUT_S = 10.0
-"""How long rank 0, which may host the store, waits until all processes have read the last decision."""
+"""Seconds for which rank 0, which may host the store, waits for all processes to read the last decision."""
 _STUCK_TIMEOUT_S = 5.0
-"""How long a process may stay in a step (most likely in a collective) after another has failed."""
+"""Seconds that a process may stay in a step (most likely in a collective) after another has failed."""
 
 
 def exit_code(reason: str | None) -> int:
@@ -60,12 +63,7 @@ class StopCoordinator:
     """
 
     def __init__(
-        self,
-        store: Store | None,
-        rank: int = 0,
-        world_size: int = 1,
-        interval: float = 0.25,
-        timeout: float = 60.0,
+        self, store: Store | None, rank: int = 0, world_size: int = 1, interval: float = 0.25, timeout: float = 60.0
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -80,8 +78,8 @@ class StopCoordinator:
         # Set by the signal handler without the lock, which the interrupted code may hold.
         self._wanted: str | None = None
         self._alert = False
+        self._boundary = 0  # number of boundaries that the main thread has reached; see `check`
         # The other attributes change under the lock.
-        self._boundary = 0  # number of boundaries that the main thread has reached
         self._earliest: int | None = None
         self._published = False
         self._agreed: int | None = None
@@ -93,25 +91,29 @@ class StopCoordinator:
         self._closed = False
         self._leaving = False
         self._interrupts = 0
-        self._pid = os.getpid()
+        self._received: int | None = None
         self._thread: threading.Thread | None = None
         self._handlers: dict[signal.Signals, Any] = {}
+        self._pid = os.getpid()
+        self._sigterms = SigtermCount(rank)
+        self._sigterm_watch = SigtermWatch(rank)
 
     # -- signals -----------------------------------------------------------------------------------
 
     def install(self, signals: bool = True) -> None:
         """Start to listen to the other processes, and install signal handlers unless `signals` is False.
 
-        Handles SIGINT, SIGTERM and SIGUSR1, in the main thread only; ignored signals stay ignored. If another process
+        Handles SIGINT, SIGTERM and SIGUSR1, in the main thread only; ignored signals stay ignored. The second SIGINT
+        raises KeyboardInterrupt, and the third SIGTERM ends the process where it hangs. If another process
         fails and this one does not leave its step within five seconds, it is ended with exit code 1.
         """
-        if signals and threading.current_thread() is threading.main_thread():
+        if signals and in_main_thread():
             for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
-                before = signal.getsignal(number)
-                # None is a handler that was not set from Python and could not be restored.
-                if before is not signal.SIG_IGN and before is not None:
+                before = install_handler(number, self._on_signal)
+                if before is not None:
                     self._handlers[number] = before
-                    signal.signal(number, self._on_signal)
+            if signal.SIGTERM in self._handlers:
+                self._sigterm_watch.start()
         if self.store is not None and self._thread is None:
             # A connection of its own: a client serves one caller at a time. (torch's stubs do not know `clone`.)
             store: Any = self.store
@@ -136,9 +138,9 @@ class StopCoordinator:
 
     def uninstall(self) -> None:
         """Restore the former signal handlers and stop listening. Does nothing the second time."""
+        self._sigterm_watch.stop()
         for number, before in self._handlers.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, before)
+            restore_handler(number, self._on_signal, before)
         self._handlers.clear()
         if self._thread is not None:
             with self._changed:
@@ -148,17 +150,29 @@ class StopCoordinator:
             self._thread = None
             atexit.unregister(self.uninstall)
 
+    def send_again(self, reason: str | None) -> None:
+        """Send this process a signal again that came too late for the run, which ended for another `reason`; after
+        `uninstall`, so that it acts as outside of a run."""
+        number, self._received = self._received, None
+        if number is not None and exit_code(reason) == 0:
+            log.warning("%s came when training had ended: it takes effect now.", signal.Signals(number).name)
+            signal.raise_signal(number)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked data worker inherited the handler
+        if end_as_child(number, self._pid):
+            return
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
             if self.rank == 0:
                 os.write(2, b"\nStopping after this step; Ctrl-C again stops at once.\n")
+        if number == signal.SIGTERM:
+            self._sigterms.add()
         if self._wanted is None:
             self._wanted = signal.Signals(number).name
+        if self._received is None:
+            self._received = number
         self._alert = True
 
     # -- what the loop calls -----------------------------------------------------------------------
@@ -193,11 +207,10 @@ class StopCoordinator:
         Raises:
             TrainerError: another process failed, or did not answer in time, or the store is gone.
         """
-        with self._lock:
-            self._boundary += 1
-            if not self._alert:
-                return None
-        return self._decide(step)
+        # Without the lock: the boundary is counted before the alert is read, and the listening thread sets the alert
+        # before it reads the boundary. So either this boundary sees the alert, or the thread sees this boundary.
+        self._boundary += 1
+        return self._decide(step) if self._alert else None
 
     def finish(self, step: int) -> str | None:
         """Pass the last boundary, once per run on every process, when the loop has ended by itself or by a stop.
@@ -344,28 +357,6 @@ class StopCoordinator:
         if since is not None and time.monotonic() - since > timeout:
             silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
             raise TrainerError(f"no answer from rank {', '.join(silent)} in {timeout:.0f} s")
-
-
-def ignore_signals_in_worker() -> None:
-    """Ignore the signals that stop a run; for DataLoader workers, called first of all.
-
-    Terminals and torchrun send these signals to data workers as well. torch's own handler would end the worker, and
-    with it the step that is to be finished. A worker still ends when its main process terminates it.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "SIGUSR1"):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    parent = os.getppid()
-
-    def obey_parent() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-            pass
-        os._exit(0)
-
-    threading.Thread(target=obey_parent, name="sigterm", daemon=True).start()
 
 
 def _own_keys(store: Store, rank: int) -> Store:

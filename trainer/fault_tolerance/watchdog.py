@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from trainer.errors import ranks_in_words
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.failure import first_failure, write_error
 from trainer.fault_tolerance.flight_recorder import waiting_in
@@ -76,6 +77,10 @@ class Watchdog:
         self._thread.start()
         # A daemon thread that returns from C++ while Python exits would abort the process.
         atexit.register(self.stop)
+
+    def expect_slow_work(self) -> None:
+        """Wait longer for the next heartbeat, from now on."""
+        self.allow_slow = True
 
     def stop(self) -> None:
         """Stop watching. Does nothing the second time."""
@@ -181,9 +186,11 @@ class _WatchThread:
         least = min(state["heartbeats"] for state in states.values())
         behind = [rank for rank, state in states.items() if state["heartbeats"] == least]
         if silent:
-            who = f"{_ranks(silent)} did not answer: stopped, or something there holds Python's interpreter lock."
+            who = (
+                f"{ranks_in_words(silent)} did not answer: stopped, or something there holds Python's interpreter lock."
+            )
         elif len(behind) < self._world_size:
-            who = f"{_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
+            who = f"{ranks_in_words(behind)} {'is' if len(behind) == 1 else 'are'} behind."
         else:
             who = "No rank is behind the others; the stacks above show what each one waits for."
         if len({state["collective"] for state in states.values()}) > 1:
@@ -216,19 +223,35 @@ def stacks() -> str:
     lines = []
     for ident in sorted(frames, key=lambda ident: ident != main):
         lines.append(f"  thread {names.get(ident, ident)} (most recent call last):")
-        lines += [f"    {line}" for line in reversed([_line(frame) for frame in _walk(frames[ident])])]
+        lines += [
+            f'    File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+            for frame in reversed(_walk(frames[ident]))
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _where() -> str:
-    """Return the innermost call of the main thread that is in neither torch nor the standard library."""
+    """Return the main thread's innermost call outside of torch and the standard library.
+
+    If that is a call in this package, the user's call that led to it is added.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "an unknown place"
     foreign = tuple({sysconfig.get_path("stdlib"), *filter(None, [_folder_of("torch")])})
-    own = [one for one in _walk(frame) if not one.f_code.co_filename.startswith((*foreign, "<"))]
-    inner = own[0] if own else frame
-    return f"{inner.f_code.co_name} ({inner.f_code.co_filename}:{inner.f_lineno})"
+    calls = [one for one in _walk(frame) if not one.f_code.co_filename.startswith((*foreign, "<"))] or [frame]
+    users = next((one for one in calls if not _is_of_this_package(one)), None)
+    if users is None or users is calls[0]:
+        return _place(calls[0])
+    return f"{_place(calls[0])}, called from {_place(users)}"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def _is_of_this_package(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _folder_of(package: str) -> str | None:
@@ -243,12 +266,3 @@ def _walk(frame: FrameType | None) -> list[FrameType]:
         found.append(frame)
         frame = frame.f_back
     return found
-
-
-def _line(frame: FrameType) -> str:
-    return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
-
-
-def _ranks(ranks: list[int]) -> str:
-    few = ", ".join(map(str, ranks[:16])) + (" and more" if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {few}"

@@ -11,20 +11,69 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainer.launchers.restarts import STOPPED
 
 _SHUTDOWN_TIMEOUT_S = 8
-"""How long the other processes have to end by themselves after one has failed."""
+"""Seconds in which the other processes have to end by themselves after one has failed."""
 _STOP_TIMEOUT_S = 30
 """The same after an agreed stop, when everything is saved and only the end of the script remains."""
 _STORE_TIMEOUT_S = _STOP_TIMEOUT_S + 10
-"""How long the machine that hosts the store waits for the others, when all end with an error."""
+"""Seconds for which the machine that hosts the store waits for the others when all end with an error."""
 _NOTICE_S = 10.0
+
+
+class LocalRendezvous(RendezvousHandler):
+    """The rendezvous of a single machine, which waits for no other one.
+
+    Args:
+        run_id: value of TORCHELASTIC_RUN_ID in the processes.
+        address: of this machine.
+        store: what the processes find at `address`, as their MASTER_ADDR and MASTER_PORT.
+    """
+
+    def __init__(self, run_id: str, address: str, store: TCPStore) -> None:
+        self._run_id = run_id
+        self._address = address
+        self._store = store
+        self._of_agent = HashStore()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Return True: the processes use the store of this process, which outlives every attempt."""
+        return True
+
+    def get_backend(self) -> str:
+        """Return the name of this kind of rendezvous."""
+        return "local"
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the rank of this machine, the only one."""
+        return RendezvousInfo(self._of_agent, 0, 1, RendezvousStoreInfo(self._address, self._store.port))
+
+    def is_closed(self) -> bool:
+        """Return False: this rendezvous is never closed."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: no machine can join."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Return True: there is nothing to shut down."""
+        return True
 
 
 class Agent(LocalElasticAgent):

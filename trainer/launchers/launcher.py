@@ -10,32 +10,38 @@ import signal
 import sys
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from trainer.distributed.rendezvous import free_port
+from trainer.distributed.rendezvous import LOOPBACK, loopback_store
 from trainer.distributed.tpu import share_chips
 from trainer.errors import ConfigError
+from trainer.fault_tolerance.signals import EXIT_RETRY, keep_exit_code
+from trainer.fault_tolerance.third_sigterm import SIGTERMS
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
     from trainer.launchers.elastic_agent import Agent
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_KILL_AFTER_S = 5.0
+"""Seconds in which the processes have to print their stacks after the third SIGTERM."""
 
 
 def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str = "cpu") -> NoReturn:
-    """Run this very command line in `num_processes` new processes, wait for them, and exit as they did.
+    """Run this command line in `num_processes` new processes, wait for them, and exit as they did.
 
     The processes get torchrun's environment variables, and inherit the output of this one. SIGINT, SIGTERM, SIGUSR1 and
-    SIGHUP (as SIGTERM) are passed on, so that they stop together; the second SIGINT kills them. When one of them fails,
-    the others have eight seconds to end; then all are restarted, at most `max_restarts` times, but not after a signal
-    nor after an agreed stop (`restart_safe_exit_code`).
+    SIGHUP (as SIGTERM) are passed on, so that they stop together; the second SIGINT kills them, and so does the third
+    SIGTERM those that have not ended themselves. When one of them fails, the others have eight seconds to end; then all
+    are restarted, at most `max_restarts` times, but not after a signal nor after an agreed stop
+    (`restart_safe_exit_code`).
 
     Raises:
         SystemExit: always, with 0 or the exit code of the process that failed first (128 + n if signal n killed it;
@@ -84,9 +90,10 @@ def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
         failures = [failure.exitcode for failure in agent.run().failures.values()]
         code = _exit_code(list(agent.failed_ranks.values()) if failures and agent.failed_ranks else failures)
         agent.report_signals()
-        if forwarder.interrupts > 1:
-            code = 128 + signal.SIGINT
+        if forwarder.ended_by is not None:
+            code = 128 + forwarder.ended_by
     finally:
+        keep_exit_code()
         if code != 0:
             forwarder.send(signal.SIGKILL)  # what the processes may have left running
             agent.leave()
@@ -107,12 +114,47 @@ def can_relaunch(environ: Mapping[str, str] = os.environ) -> str | None:
         return "it was itself started by multiprocessing"
     if threading.current_thread() is not threading.main_thread():
         return "this is not its main thread"
-    if not sys.executable or not arguments or sys.argv[:1] in ([], [""], ["-"]):
+    kind, program = program_of(arguments)
+    if not sys.executable or kind == "-":
         return "its program came from standard input, not from a file"
-    script = sys.argv[0]
-    if script not in ("-c", "-m") and not os.path.exists(script):
-        return f"{script!r} is not found from the current directory {os.getcwd()!r}, which was changed meanwhile"
+    folder = f"the current directory {os.getcwd()!r}, which was changed meanwhile"
+    package = program.partition(".")[0]
+    if kind == "-m" and _is_in(sys.path[:1], package) and not _is_in(["", *sys.path[1:]], package):
+        return f"the module {program!r} is not found from {folder}"
+    if kind == "script":
+        if not os.path.exists(program):
+            return f"{program!r} is not found from {folder}"
+        if not os.path.isfile(program) and not os.path.isdir(program):
+            return f"its program came from {program!r}, a pipe that can be read only once"
     return None
+
+
+def _is_in(folders: list[str], package: str) -> bool:
+    return PathFinder.find_spec(package, folders) is not None
+
+
+def program_of(arguments: Sequence[str]) -> tuple[str, str]:
+    """Return what Python runs with these arguments: "-" (standard input), "-c", "-m" or "script", and its text or name.
+
+    Does not read `sys.argv`, which programs may change.
+    """
+    left = iter(arguments)
+    for word in left:
+        if not word.startswith("-"):
+            return "script", word
+        if word == "--check-hash-based-pycs":
+            next(left, None)
+        for place, letter in enumerate("" if word.startswith("--") else word[1:], start=2):
+            value = word[place:]  # of an option that takes one; else it is the next word
+            if letter in "cm":
+                return f"-{letter}", value or next(left, "")
+            if letter in "WX":
+                if not value:
+                    next(left, None)
+                break
+        if word == "-":
+            break
+    return "-", ""
 
 
 def die_with_parent() -> None:
@@ -135,7 +177,9 @@ class _SignalForwarder:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.interrupts = 0
+        self._received: Counter[int] = Counter()
+        self.ended_by: signal.Signals | None = None
+        """The signal with which processes were killed that did not stop."""
 
     def install(self) -> None:
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1"):
@@ -145,12 +189,18 @@ class _SignalForwarder:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._agent.signalled = signal.Signals(number)
+        self._received[number] += 1
         if not self._pids():
-            raise SystemExit(128 + number)
-        if number == signal.SIGINT:
-            self.interrupts += 1
-        if self.interrupts > 1 or number == getattr(signal, "SIGQUIT", None):
+            raise SystemExit(EXIT_RETRY if number == getattr(signal, "SIGUSR1", None) else 128 + number)
+        if self._received[signal.SIGINT] > 1 or number == getattr(signal, "SIGQUIT", None):
+            self.ended_by = signal.SIGINT if number == signal.SIGINT else self.ended_by
             self.send(signal.SIGKILL)
+        elif number == signal.SIGTERM and self._received[number] == SIGTERMS:
+            self.ended_by = signal.SIGTERM
+            self.send(signal.SIGTERM)
+            kill = threading.Timer(_KILL_AFTER_S, self.send, [signal.SIGKILL])
+            kill.daemon = True
+            kill.start()
         elif number == getattr(signal, "SIGHUP", None):
             self.send(signal.SIGTERM)
         else:
@@ -173,11 +223,13 @@ class _SignalForwarder:
 
 
 def _local_agent(command: Sequence[str], num_processes: int, max_restarts: int) -> Agent:
-    from trainer.launchers.elastic_agent import Agent
+    from trainer.launchers.elastic_agent import Agent, LocalRendezvous
 
-    rendezvous, store, port = _local_rendezvous()
-    here = "127.0.0.1"
-    return Agent(worker_spec(command, num_processes, max_restarts, rendezvous, here, (here, port)), store)
+    # Hosted by this process: it outlives every process that fails.
+    store = loopback_store()
+    rendezvous = LocalRendezvous(uuid.uuid4().hex, LOOPBACK, store)
+    spec = worker_spec(command, num_processes, max_restarts, rendezvous, LOOPBACK, (LOOPBACK, store.port))
+    return Agent(spec, store)
 
 
 def worker_spec(
@@ -211,27 +263,12 @@ def worker_spec(
     )
 
 
-def _local_rendezvous() -> tuple[RendezvousHandler, Store, int]:
-    """Open a store on a free port of this machine, in this process: it outlives every process that fails."""
-    import torch.distributed.elastic.rendezvous.registry as registry
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    for attempt in range(5):
-        port = free_port()
-        parameters = RendezvousParameters("static", f"127.0.0.1:{port}", uuid.uuid4().hex, 1, 1, rank=0)
-        handler = registry.get_rendezvous_handler(parameters)
-        try:
-            store: Any = handler.next_rendezvous().store  # opens the port now, and keeps it
-            return handler, store.underlying_store, port
-        except RuntimeError:
-            # Another program took the port in between.
-            if attempt == 4:
-                raise
-    raise AssertionError("unreachable")
-
-
 def _exit_code(codes: list[int]) -> int:
-    """Reduce the exit codes to one; those of processes that failed because of another count last."""
+    """Reduce the exit codes to one; codes of processes that failed because of another process count last.
+
+    If SIGUSR1 killed a process before it had installed its handler, the code is 75, as if it had handled the signal.
+    """
+    codes = [EXIT_RETRY if code == -getattr(signal, "SIGUSR1", 0) else code for code in codes]
 
     def rank_of(code: int) -> int:
         # The agent ends the survivors with SIGTERM; a broken collective ends them with 1.

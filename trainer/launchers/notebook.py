@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import io
+import math
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, TypeVar
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TypeVar
 
+from trainer.distributed.rendezvous import LOOPBACK, loopback_store
 from trainer.errors import ConfigError, TrainerError
 from trainer.fault_tolerance.failure import lost_connection
 from trainer.launchers.launcher import die_with_parent
@@ -24,7 +26,7 @@ from trainer.launchers.restarts import LAUNCHED
 T = TypeVar("T")
 
 _SHUTDOWN_TIMEOUT_S = 8
-"""How long the other processes have to end after one has failed, or after Ctrl-C."""
+"""Seconds in which the other processes have to end after one has failed, or after Ctrl-C."""
 
 
 class WorkerError(TrainerError):
@@ -53,32 +55,34 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto", 
     number = _number(devices)
     _refuse_nesting()
     method = _start_method(function)
-    import torch
-    from torch._C._distributed_c10d import TCPStore
     from torch.multiprocessing.spawn import start_processes
 
     # Hosted by this process, on a port that no other program can take.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    with tempfile.TemporaryDirectory(prefix="launch-") as name:
-        folder = Path(name)
-        call = (function, args, kwargs)
-        given = call if method == "fork" else _pickled(call)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        context = start_processes(
-            _work,
-            (number, store.port, os.getpid(), str(folder), method == "fork", given),
-            nprocs=number,
-            join=False,
-            start_method=method,
-        )
-        processes = list(context.processes)
-        try:
-            _wait(processes, folder)
-        except BaseException:
-            _end(processes)
-            raise
-        return [torch.load(folder / f"result-{r}", map_location="cpu", weights_only=False) for r in range(number)]
+    store = loopback_store()
+    pipes = [multiprocessing.get_context(method).Pipe(duplex=False) for _ in range(number)]
+    call = (function, args, kwargs)
+    given = call if method == "fork" else _pickled(call)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    context = start_processes(
+        _work,
+        (number, store.port, os.getpid(), method == "fork", given, [end for _, end in pipes]),
+        nprocs=number,
+        join=False,
+        start_method=method,
+    )
+    processes = list(context.processes)
+    for _, end in pipes:
+        end.close()
+    try:
+        results = _wait(processes, [end for end, _ in pipes])
+    except BaseException:
+        _end(processes)
+        raise
+    finally:
+        for end, _ in pipes:
+            end.close()
+    return [_unpacked(results[rank]) for rank in range(number)]
 
 
 def _number(devices: int | str) -> int:
@@ -156,8 +160,26 @@ def _pickled(call: tuple[Any, ...]) -> bytes:
         raise ConfigError(f"launch(): an argument cannot be sent to another process: {error}.") from None
 
 
-def _work(rank: int, number: int, port: int, parent: int, folder: str, forked: bool, given: Any) -> None:
+def _packed(result: Any) -> bytes:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(result: bytes) -> Any:
+    """Return the result that a process started here has sent through its pipe."""
+    import torch
+
+    return torch.load(io.BytesIO(result), map_location="cpu", weights_only=False)
+
+
+def _work(rank: int, number: int, port: int, parent: int, forked: bool, given: Any, pipes: list[Connection]) -> None:
     """Run the function in a started process."""
+    for other, pipe in enumerate(pipes):
+        if other != rank:
+            pipe.close()  # so that the pipe of a process that dies ends
     import torch
 
     os.environ.update(
@@ -167,7 +189,7 @@ def _work(rank: int, number: int, port: int, parent: int, folder: str, forked: b
             "WORLD_SIZE": str(number),
             "LOCAL_WORLD_SIZE": str(number),
             "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             LAUNCHED: str(parent),
@@ -185,30 +207,23 @@ def _work(rank: int, number: int, port: int, parent: int, folder: str, forked: b
     code = 1
     try:
         result = function(*args, **kwargs)
-        torch.save(result, Path(folder) / f"result-{rank}")
+        pipes[rank].send(_packed(result))
         code = 0
     except KeyboardInterrupt:
         code = 130
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code == 0:
-            torch.save(None, Path(folder) / f"result-{rank}")
+            pipes[rank].send(_packed(None))
     except BaseException as error:
-        _write_error(Path(folder), rank, error)
+        text = "".join(traceback.format_exception(error))
+        pipes[rank].send(_Failure(lost_connection(error), time.monotonic(), text))
     finally:
         _destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
     if code:
         sys.exit(code)
-
-
-def _write_error(folder: Path, rank: int, error: BaseException) -> None:
-    order = f"{int(lost_connection(error))} {time.monotonic()}"
-    text = f"{order}\n{''.join(traceback.format_exception(error))}"
-    path = folder / f"error-{rank}"
-    path.with_suffix(".part").write_text(text)
-    path.with_suffix(".part").rename(path)
 
 
 _inherited: list[Any] = []
@@ -240,41 +255,48 @@ def _destroy_process_group() -> None:
             dist.destroy_process_group()
 
 
-def _wait(processes: list[Any], folder: Path) -> None:
-    """Wait until all processes have ended.
+class _Failure(NamedTuple):
+    """An error of a process. The least of several is the cause of the others."""
+
+    lost_connection: bool
+    when: float
+    text: str
+
+
+def _wait(processes: list[Any], pipes: list[Connection]) -> dict[int, bytes]:
+    """Wait until all processes have ended, and return their results.
 
     Raises:
-        WorkerError: one failed, and the others had eight seconds to end.
+        WorkerError: a process failed; the others were given eight seconds to end.
     """
-    while any(process.exitcode is None for process in processes):
-        if any(process.exitcode for process in processes):
+    answers: dict[int, Any] = {}
+    deadline = math.inf
+    while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
+        _receive(pipes, answers)
+        if deadline == math.inf and any(process.exitcode for process in processes):
             deadline = time.monotonic() + _SHUTDOWN_TIMEOUT_S
-            while any(p.exitcode is None for p in processes) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            break
         time.sleep(0.02)
     codes = [process.exitcode for process in processes]
+    _receive(pipes, answers)
     if not any(codes):
-        return
+        return answers
     number = len(processes)
-    notes = {rank: path.read_text() for rank in range(number) if (path := folder / f"error-{rank}").exists()}
-    if any(code is not None and code < 0 for code in codes) and not _own_errors(notes):
-        rank = next(rank for rank, code in enumerate(codes) if code is not None and code < 0)
-        raise WorkerError(f"rank {rank} of {number} was ended by {signal.Signals(-codes[rank]).name}.")
-    if notes:
-        rank = min(notes, key=lambda r: _order(notes[r]))
-        raise WorkerError(f"rank {rank} of {number} failed:\n\n{notes[rank].partition(chr(10))[2]}")
+    failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
+    killed = next((rank for rank, code in enumerate(codes) if code is not None and code < 0), None)
+    if killed is not None and all(failure.lost_connection for failure in failures.values()):
+        raise WorkerError(f"rank {killed} of {number} was ended by {signal.Signals(-codes[killed]).name}.")
+    if failures:
+        rank = min(failures, key=lambda r: failures[r])
+        raise WorkerError(f"rank {rank} of {number} failed:\n\n{failures[rank].text}")
     rank = next(rank for rank, code in enumerate(codes) if code)
     raise WorkerError(f"rank {rank} of {number} ended with exit code {codes[rank]}.")
 
 
-def _order(note: str) -> tuple[float, ...]:
-    return tuple(map(float, note.partition("\n")[0].split()))
-
-
-def _own_errors(notes: dict[int, str]) -> bool:
-    """Return True if a process failed by itself, not only because another was gone."""
-    return any(_order(note)[0] == 0 for note in notes.values())
+def _receive(pipes: list[Connection], answers: dict[int, Any]) -> None:
+    for rank, pipe in enumerate(pipes):
+        if rank not in answers and pipe.poll():
+            with suppress(EOFError, OSError):  # it ended, perhaps in the middle of its answer
+                answers[rank] = pipe.recv()
 
 
 def _end(processes: list[Any]) -> None:

@@ -75,11 +75,16 @@ def restart_safe_exit_code(code: int, store: Store | None) -> int:
         if launcher is not None:
             launcher.set(STOPPED, str(code))
         return code
-    if max_restarts():
+    if not exit_code_is_free():
         if os.environ["RANK"] == "0":
             log.info("exit code 0 instead of %d: with another one torchrun --max-restarts would start again", code)
         return 0
     return code
+
+
+def exit_code_is_free() -> bool:
+    """Return False under `torchrun --max-restarts`, which starts again after any exit code other than 0."""
+    return bool(os.environ.get(LAUNCHED)) or not max_restarts()
 
 
 def exit_barrier(store: Store, world_size: int) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from trainer.callback import nothing
 from trainer.data.loader import Batch, Divisor
-from trainer.data.transfer import move_to
+from trainer.data.transfer import map_leaves
+from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
@@ -33,12 +34,13 @@ def checked_loss(
         ConfigError: there is no loss, or no gradient for it; with `detect_anomaly`, the loss is not finite.
     """
     loss = outputs
-    if not isinstance(loss, torch.Tensor) and isinstance(loss, Mapping):
-        loss = loss.get("loss", outputs)
-    fits = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad
-    if not fits or (detect_anomaly and not torch.isfinite(loss).all()):
+    if not isinstance(loss, torch.Tensor):
+        if isinstance(loss, Mapping):
+            loss = loss.get("loss", outputs)
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(f"{type(module).__name__}.{where} {_what_is_wrong(loss)}")
+    if loss.numel() != 1 or not loss.requires_grad or (detect_anomaly and not torch.isfinite(loss).all()):
         raise ConfigError(f"{type(module).__name__}.{where} {_what_is_wrong(loss)}")
-    assert isinstance(loss, torch.Tensor)
     return loss
 
 
@@ -52,7 +54,7 @@ def outputs_for_hooks(run: Run, outputs: Any) -> Any:
     if isinstance(outputs, torch.Tensor):
         return {"loss": outputs.detach()}
     if isinstance(outputs, Mapping):
-        return {name: move_to(value, _detached) for name, value in outputs.items()}
+        return {name: map_leaves(value, _detached) for name, value in outputs.items()}
     if outputs is None:
         return {}
     return outputs
@@ -96,10 +98,10 @@ def even_window(window: list[Batch], strategy: Strategy) -> list[Batch]:
     return [batch._replace(total=total) for batch, total in zip(window, totals, strict=False)]
 
 
-def with_loss_divisors(
+def loss_divisors(
     window: list[Batch], module: TrainModule, strategy: Strategy, weights_loss_by_items: bool
-) -> list[Batch]:
-    """Return the window's micro-batches with the divisor of each one's loss, a mean over its own items.
+) -> Sequence[Divisor]:
+    """Return, for each micro-batch of a window, the divisor of its loss, which is a mean over its own items; None: 1.
 
     The quotients, summed over the window and averaged over processes by the strategy, give the mean over all items: the
     loss of one big batch. Items are those of `module.num_items` with `weights_loss_by_items`, else samples if their
@@ -107,15 +109,13 @@ def with_loss_divisors(
     """
     average = strategy.processes.world_size
     if weights_loss_by_items:
-        divisors: Sequence[Divisor] = _by_items([_items(batch, module) for batch in window], strategy)
-    elif len(window) == 1 and average == 1:
-        return window
-    elif any(batch.samples is None or batch.total is None for batch in window):
-        divisors = [None if len(window) == 1 else len(window)] * len(window)
-    else:
-        total = sum(batch.total or 0 for batch in window)
-        divisors = [_divisor(total, batch.samples or 0, average) for batch in window]
-    return [batch._replace(loss_divisor=divisor) for batch, divisor in zip(window, divisors, strict=True)]
+        return _by_items([_items(batch, module) for batch in window], strategy)
+    if len(window) == 1 and average == 1:
+        return (None,)
+    if any(batch.samples is None or batch.total is None for batch in window):
+        return [None if len(window) == 1 else len(window)] * len(window)
+    total = sum(batch.total or 0 for batch in window)
+    return [_divisor(total, batch.samples or 0, average) for batch in window]
 
 
 def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
@@ -129,14 +129,26 @@ def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
 
 def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:
     """Return the divisors from this process's item counts, summed over processes without reading the device."""
-    average = strategy.processes.world_size
-    if any(isinstance(item, torch.Tensor) and item.device.type != "cpu" for item in items):
-        counts = [torch.as_tensor(item, dtype=torch.float32, device=strategy.device) for item in items]
+    average, device = strategy.processes.world_size, strategy.device
+    counted_there = any(isinstance(item, torch.Tensor) and item.device.type != "cpu" for item in items)
+    # A sum over the hosts would have them wait for each other in every step.
+    if counted_there or (average > 1 and has_streams(device.type)):
+        counts = [_on_device(item, strategy) for item in items]
         everywhere = strategy.processes.sum(torch.stack(counts).sum())
+        # No items anywhere: infinite divisors, not 0 / 0.
+        everywhere = everywhere.clamp(min=torch.finfo(everywhere.dtype).tiny)
         return [everywhere / (count * average) for count in counts]
     numbers = [int(item or 0) for item in items]
     total = int(strategy.processes.sum(torch.tensor(sum(numbers), dtype=torch.int64)))
     return [_divisor(total, number, average) for number in numbers]
+
+
+def _on_device(item: int | torch.Tensor | None, strategy: Strategy) -> torch.Tensor:
+    """Return a number of items as a tensor on the device. A Python number gets there without a synchronizing copy."""
+    dtype = torch.float64 if strategy.precision.weights is torch.float64 else torch.float32
+    if isinstance(item, torch.Tensor) and item.device.type != "cpu":
+        return item.to(strategy.device, dtype)
+    return torch.full((), float(item or 0), dtype=dtype, device=strategy.device)
 
 
 def _divisor(total: int, own: int, average: int) -> float | None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, timedelta
 from enum import Enum
+from functools import partial
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -19,11 +23,16 @@ from torch.optim import Optimizer
 
 from trainer import __version__
 from trainer.data.loader import BatchLoader
+from trainer.data.sampler_state import is_filled
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import ConfigError
-from trainer.loop.run import Run
+from trainer.errors import ConfigError, ranks_in_words
+from trainer.hyperparameters import is_scalar
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
+from trainer.settings import local_path
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 MAY_DIFFER = (
     "accelerator",  # of these three the choices are compared
@@ -44,7 +53,7 @@ MAY_DIFFER = (
 )
 """The Trainer's arguments that need not be equal on all processes."""
 
-_MOST_LINES, _MOST_SHOWN, _MOST_SENT = 12, 120, 10_000
+_MOST_LINES, _MOST_SHOWN, _MOST_SENT, _MOST_OPTIONS = 12, 120, 10_000, 100
 _MISSING = "missing"
 
 
@@ -90,7 +99,7 @@ def _by_rank(values: list[str]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     place = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
-    return ", and ".join(f"{_short(value, place)} on {_ranks(where)}" for value, where in ranks.items())
+    return ", and ".join(f"{_short(value, place)} on {ranks_in_words(where)}" for value, where in ranks.items())
 
 
 def _short(value: str, place: int) -> str:
@@ -98,11 +107,6 @@ def _short(value: str, place: int) -> str:
     begin = max(0, place - _MOST_SHOWN // 2) if len(value) > _MOST_SHOWN else 0
     end = begin + _MOST_SHOWN
     return f"{'...' if begin else ''}{value[begin:end]}{'...' if end < len(value) else ''}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    few = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {few}"
 
 
 def as_text(value: object) -> str:
@@ -125,7 +129,24 @@ def as_text(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return f"{type(value).__name__}{as_text(fields)}"
+    if isinstance(value, partial):
+        return f"{as_text(value.func)}({as_text([*value.args, value.keywords])})"
+    if isinstance(value, FunctionType):
+        return f"{value.__qualname__}{_given_to(value)}"
     return getattr(value, "__qualname__", None) or type(value).__qualname__
+
+
+def _given_to(function: FunctionType) -> str:
+    """Return a description of a function's code, defaults and closure, by which two functions can be compared."""
+    numbers = [one for one in function.__code__.co_consts if type(one) in (int, float)]
+    names = function.__code__.co_freevars
+    closure = {
+        name: cell.cell_contents
+        for name, cell in zip(names, function.__closure__ or (), strict=True)
+        if is_filled(cell) and type(cell.cell_contents) in (bool, int, float, str)
+    }
+    found = [*numbers, *(function.__defaults__ or ()), *([closure] if closure else [])]
+    return as_text(found) if found else ""
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
@@ -138,8 +159,15 @@ def check_settings(run: Run) -> None:
 
 
 def check_module(run: Run) -> None:
-    """Check that all processes have the same parameters and buffers, but for their values; see `compare`."""
-    compare(run.strategy.processes, _tensors(run.module), "Build the same module on all processes.")
+    """Check that all processes have the same layers, parameters and buffers in the same order, apart from values.
+
+    Strategies send tensors in this order. See `compare` for the error.
+    """
+    processes, module = run.strategy.processes, run.module
+    compare(processes, _tensors(module), "Build the same module on all processes.")
+    # By itself, because a parameter that only some have changes the order, too.
+    fix = "Register layers in the same order on all processes: the order of a set differs from process to process."
+    compare(processes, _orders(module), fix)
 
 
 def check_loaders(run: Run) -> None:
@@ -155,9 +183,9 @@ def check_loaders(run: Run) -> None:
         run.train_loader.shorten(lengths)
 
 
-def check_optimizers(run: Run, optimizers: list[Optimizer]) -> None:
+def check_optimizers(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
     """Check that all processes have the same optimizers and schedulers; see `compare`."""
-    facts = _optimizers(run.module, optimizers, run.scheduler_configs)
+    facts = optimizer_facts(run.module, optimizers, schedulers)
     compare(run.strategy.processes, facts, "Give the optimizers the same options on all processes.")
 
 
@@ -172,14 +200,29 @@ def _settings(run: Run) -> Iterator[tuple[str, object]]:
     yield "strategy", type(config.strategy)
     for name, value in config.strategy._arguments.items():
         yield f"{type(config.strategy).__name__}, {name}", value
+        if (content := _json_content(value)) is not None:
+            yield f"{type(config.strategy).__name__}, content of {name}", content
     needed = [callback for callback in run.callbacks if callback.agree_on is not None]
     yield "callbacks", [type(callback) for callback in needed]
     for where, callback in _named(needed):
         for name in callback.agree_on or ():
             yield f"{where}.{name}", getattr(callback, name)
+    for where, callback in _named(run.checkpoint_callbacks if config.strategy.shards_state else ()):
+        # All processes write into it, so it has to be one folder, and its path is compared.
+        yield f"{where}.dirpath", None if callback.dirpath is None else f"folder {callback.dirpath}"
     yield "torch", torch.__version__
     yield "python", ".".join(map(str, sys.version_info[:2]))
     yield "this package", __version__
+
+
+def _json_content(value: object) -> Any:
+    """Return the content of the JSON file at a path; None if `value` is something else."""
+    if not isinstance(value, (str, Path)) or not str(value).endswith(".json"):
+        return None
+    try:
+        return json.loads(local_path(value).read_text())
+    except (OSError, ValueError):  # the strategy says so
+        return None
 
 
 def _tensors(module: TrainModule) -> Iterator[tuple[str, object]]:
@@ -188,27 +231,48 @@ def _tensors(module: TrainModule) -> Iterator[tuple[str, object]]:
         yield f"parameter {name}", f"{_tensor(parameter)}, {'trained' if parameter.requires_grad else 'frozen'}"
     for name, buffer in module.named_buffers():
         yield f"buffer {name}", _tensor(buffer)
+    for name, layer in module.named_modules():
+        # Those with parameters of other shapes are named above already.
+        yield f"layer {name}", layer_in_words(layer)
+
+
+def _orders(module: TrainModule) -> Iterator[tuple[str, object]]:
+    yield "the order of the parameters", [name for name, _ in module.named_parameters()]
+    yield "the order of the buffers", [name for name, _ in module.named_buffers()]
+
+
+def layer_in_words(layer: torch.nn.Module) -> str:
+    """Return a layer's class and options as text."""
+    try:
+        options = layer.extra_repr()
+    except Exception:  # the user's
+        options = ""
+    return f"{type(layer).__name__}({re.sub(r' at 0x[0-9a-f]+', '', options)[:_MOST_OPTIONS]})"
 
 
 def _tensor(tensor: torch.Tensor) -> str:
     # A parameter that DeepSpeed has partitioned is empty, and keeps its full shape here.
-    shape = None if is_lazy(tensor) else list(getattr(tensor, "ds_shape", tensor.shape))
-    return f"{shape} {tensor.dtype}"
+    if is_lazy(tensor):
+        return f"None {tensor.dtype}"
+    # Strategies send the memory as it is.
+    strided = tensor.layout == torch.strided and not tensor.is_contiguous()
+    order = f", strides {list(tensor.stride())}" if strided else ""
+    return f"{list(getattr(tensor, 'ds_shape', tensor.shape))} {tensor.dtype}{order}"
 
 
 def _loaders(run: Run) -> Iterator[tuple[str, object]]:
     loaders: dict[str, BatchLoader] = {} if run.train_loader is None else {"the training loader": run.train_loader}
-    for by_name in (run.val_loaders, run.test_loaders, run.predict_loaders):
-        loaders |= {f"the evaluation loader {name!r}": loader for name, loader in by_name.items()}
+    loaders |= {f"the evaluation loader {name!r}": loader for name, loader in run.loaders.evaluated.items()}
     yield "loaders", list(loaders)
     for name, loader in loaders.items():
         for fact, value in loader.equal_everywhere().items():
             yield f"{name}, {fact}", value
 
 
-def _optimizers(
+def optimizer_facts(
     module: TrainModule, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]
 ) -> Iterator[tuple[str, object]]:
+    """Yield the classes of optimizers and schedulers, and their options, as pairs of a name and a value."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     yield "optimizers", [type(optimizer) for optimizer in optimizers]
     for where, optimizer in _named(optimizers):
@@ -217,11 +281,24 @@ def _optimizers(
             yield f"{place}, parameters", [names.get(id(parameter)) for parameter in group["params"]]
             for option in group.keys() - {"params"}:
                 yield f"{place}, {option}", group[option]
+        for name, value in getattr(optimizer, "__dict__", {}).items():
+            if is_scalar(value) and not name.startswith("_"):
+                yield f"{where}, {name}", value
     yield "schedulers", [type(config.scheduler) for config in schedulers]
     for (where, scheduler), config in zip(_named([c.scheduler for c in schedulers]), schedulers, strict=True):
         options = {"interval": config.interval, "frequency": config.frequency, "monitor": config.monitor}
-        for option, value in {**getattr(scheduler, "__dict__", {}), **options}.items():
+        for option, value in {**_options(scheduler), **options}.items():
             yield f"{where}, {option}", value
+
+
+def _options(scheduler: Any) -> dict[str, Any]:
+    """Return the attributes of a scheduler, and those of the schedulers in it."""
+    own = dict(getattr(scheduler, "__dict__", {}))
+    if "_milestones" in own:
+        own["milestones"] = own.pop("_milestones")
+    for where, inner in _named(own.pop("_schedulers", ())):
+        own |= {f"{where}.{option}": value for option, value in _options(inner).items()}
+    return own
 
 
 def _named(objects: Iterable[Any]) -> Iterator[tuple[str, Any]]:

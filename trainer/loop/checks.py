@@ -12,12 +12,13 @@ from torch import nn
 from trainer.callback import EVALUATION_ARGUMENTS, check_hooks, check_signature, parameters_of
 from trainer.checkpoint.storage import as_storage_path
 from trainer.data.datamodule import DataModule
-from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
 from trainer.hyperparameters import Hyperparameters, check_data
+from trainer.loop.changes import allowed_problems
 from trainer.loop.loaders import micro_batch_of
 from trainer.loop.resolved_config import ResolvedConfig, step_config
+from trainer.model.optional_methods import METHODS
 from trainer.module import TrainModule
-from trainer.optional_methods import METHODS
 from trainer.settings import Settings
 from trainer.strategy import wrapping_problems
 
@@ -30,6 +31,7 @@ DATAMODULE_METHODS = (
     "teardown",
     "state_dict",
     "load_state_dict",
+    "transfer_batch_to_device",
     "on_before_batch_transfer",
     "on_after_batch_transfer",
     "on_exception",
@@ -60,6 +62,7 @@ def check_call(
     data: dict[str, Any],
     datamodule: Any,
     ckpt_path: Any,
+    allow_changes: Any = (),
 ) -> None:
     """Check a call of `fit` and the like, as far as possible before a process is started.
 
@@ -67,7 +70,7 @@ def check_call(
         config: the choices made from the settings.
         running: the current stage; None: nothing runs.
         stage: the stage that is called.
-        module, datamodule, ckpt_path: the user's arguments.
+        module, datamodule, ckpt_path, allow_changes: the user's arguments.
         data: the user's loaders, by stage.
 
     Raises:
@@ -91,12 +94,18 @@ def check_call(
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
     if not isinstance(ckpt_path, (str, Path, type(None))):
-        problems.append(f"ckpt_path={ckpt_path!r}: give 'last', 'best' or the path of a checkpoint folder.")
+        problems.append(f"ckpt_path={shown(ckpt_path)}: give 'last', 'best' or the path of a checkpoint folder.")
+    elif ckpt_path == "":
+        problems.append(
+            "ckpt_path='' is empty, as best_model_path is before a checkpoint is written: give 'last', 'best' or the "
+            "path of a checkpoint folder, or leave ckpt_path out."
+        )
     elif not checkpoint_may_exist(ckpt_path):
         guess = did_you_mean(str(ckpt_path), ["last", "best"])
         problems.append(
             f"ckpt_path={str(ckpt_path)!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder."
         )
+    problems += allowed_problems(allow_changes)
     raise_problems(problems, f"{stage}({type(module).__name__})")
 
 
@@ -109,7 +118,7 @@ def checkpoint_may_exist(ckpt_path: Any) -> bool:
 
 
 def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
-    """Return problems such as a data module in place of a loader, or loaders and a data module together."""
+    """Return problems such as a data module instead of a loader, or loaders and a data module together."""
     problems = []
     for loaders in data.values():
         if isinstance(loaders, DataModule):
@@ -117,7 +126,7 @@ def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:
                 f"{stage}() got the data module {type(loaders).__name__} as a loader: give it as datamodule=."
             )
         elif isinstance(loaders, type):
-            problems.append(f"{stage}() got the class {loaders.__name__} in the place of a loader: give an object.")
+            problems.append(f"{stage}() got the class {loaders.__name__} instead of a loader: give an object.")
     if isinstance(datamodule, type):
         problems.append(f"datamodule= got the class {datamodule.__name__}; give an object: {datamodule.__name__}(...).")
     elif isinstance(datamodule, DataModule):

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.state import preserve_torchmetrics
-from trainer.profiling import EVALUATION, EVALUATION_DATA, each_wait
+from trainer.profiling import EVALUATION, EVALUATION_DATA, during, each_wait
 from trainer.seed import isolated_rng
 from trainer.strategy import eval_mode, synchronize_buffers
 
@@ -58,15 +58,14 @@ def stage_hooks(run: Run, stage: Literal["validation", "test", "predict"]) -> St
 
 def run_validation(run: Run) -> dict[str, float]:
     """Run `Trainer.validate`; return the reductions by name."""
-    run.validating = True
+    run.begin_validation()
     return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
 
 
 def validate_during_fit(run: Run) -> None:
     """Validate inside `fit`, without an effect on the training that follows."""
-    run.validating, run.training = True, False
-    evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad())
-    run.validating, run.training = False, True
+    with run.during("validating"), run.metrics.recording(run.metrics.hook_metrics):
+        evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad())
 
 
 def sanity_check(run: Run) -> None:
@@ -74,19 +73,17 @@ def sanity_check(run: Run) -> None:
     batches = run.settings.num_sanity_val_steps
     if not run.val_loaders or batches == 0 or run.settings.fast_dev_run:
         return
-    run.sanity_checking = True
-    with isolated_rng(run.strategy.device):
+    with run.during("sanity checking"), isolated_rng(run.strategy.device):
         run.hooks.on_sanity_check_start()
         few = None if batches == -1 else batches
         hooks = stage_hooks(run, "validation")
         evaluate(run, hooks, run.val_loaders, torch.no_grad(), log_results=False, max_batches=few)
         run.hooks.on_sanity_check_end()
-    run.sanity_checking = False
 
 
 def run_test(run: Run) -> dict[str, float]:
     """Run `Trainer.test`; return the reductions by name."""
-    return evaluate(run, stage_hooks(run, "test"), run.test_loaders, no_gradients(run.settings.inference_mode))
+    return evaluate(run, stage_hooks(run, "test"), run.loaders.test, no_gradients(run.settings.inference_mode))
 
 
 def evaluate(
@@ -112,13 +109,15 @@ def evaluate(
     """
     module, metrics = run.module, run.metrics
     scope = MetricScope(batches=True, steps=False)
-    run.dataloader_names = list(loaders)
     synchronize_buffers(run.strategy)
     results: dict[str, float] = {}
 
     def read(values: ReducedMetrics) -> None:
         if log_results:
-            results.update(run.log_to_loggers(values))
+            run.log_to_loggers(values)
+            results.update(values.results)
+            if run.stage == "fit":
+                run.numbers.in_validation(values.results)
 
     if run.stage == "fit":
         module.on_validation_model_zero_grad()
@@ -135,15 +134,14 @@ def evaluate(
                     metrics.reset_computed()
             read(metrics.read_overall(scope))
         # Kept apart from the values of the training around the evaluation.
-        metrics.evaluation_hooks = MetricScope(batches=False, steps=False)
-        with metrics.recording(metrics.evaluation_hooks):
+        closing = metrics.begin_evaluation_end()
+        with metrics.in_ending(closing if log_results else None), metrics.recording(closing):
             hooks.epoch_end()
-            read(metrics.read_epoch(metrics.evaluation_hooks))
-            metrics.reset_computed()
+            read(metrics.read_epoch(closing))
             if run.stage == "fit" and log_results:
-                run.progress.validated_step = run.progress.step
+                run.progress.validated()
             hooks.end()
-            read(metrics.read_epoch(metrics.evaluation_hooks))
+            read(metrics.read_epoch(closing))
             metrics.reset_computed()
     hooks.model_train()
     return results
@@ -151,8 +149,7 @@ def evaluate(
 
 def run_prediction(run: Run) -> Iterator[Any]:
     """Yield the outputs of `predict_step`, batch by batch, loader by loader."""
-    hooks, loaders = stage_hooks(run, "predict"), run.predict_loaders
-    run.dataloader_names = list(loaders)
+    hooks, loaders = stage_hooks(run, "predict"), run.loaders.predict
     with eval_mode(run.module), no_gradients(run.settings.inference_mode):
         hooks.model_eval()
         hooks.start()
@@ -168,22 +165,21 @@ def run_batches(
     run: Run, hooks: StageHooks, loader: BatchLoader, dataloader_idx: int, max_batches: int | None = None
 ) -> Iterator[Any]:
     """Yield the outputs of the step method over one loader."""
-    module, metrics = run.module, run.metrics
-    step, several = getattr(module, hooks.step), len(run.dataloader_names) > 1
+    metrics, call_step = run.metrics, during(run.phase, EVALUATION, run.strategy.call_step)
+    step, several = getattr(run.module, hooks.step), len(run.loaders.evaluated) > 1
     # As in Lightning: without the index of the only loader, unless the step has to have it.
     index = (dataloader_idx,) if several else ()
     step_index = (dataloader_idx,) if (takes(step, 3) if several else not takes(step, 2)) else ()
     for batch_idx, batch in enumerate(islice(_batches(run, loader), max_batches)):
-        data = run.transfer(batch.data, dataloader_idx)
-        metrics.start_batch(data, batch.samples)
+        metrics.start_batch(batch.data, batch.samples)
+        data = metrics.batch = run.transfer(batch.data, dataloader_idx)
         arguments = (data, batch_idx, *step_index)
         if batch.is_padding:
             with preserve_torchmetrics(metrics):
                 run.strategy.call_step(hooks.step, *arguments)
             continue
         hooks.batch_start(data, batch_idx, *index)
-        with run.phase(EVALUATION):
-            outputs = run.strategy.call_step(hooks.step, *arguments)
+        outputs = call_step(hooks.step, *arguments)
         run.watchdog.heartbeats += 1
         hooks.batch_end(outputs, data, batch_idx, *index)
         # Nothing of this batch may stay in memory during the next forward.

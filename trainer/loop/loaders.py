@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -16,9 +16,11 @@ from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError, raise_problems
-from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.settings import Settings
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 
@@ -34,12 +36,12 @@ def refuse_data(loaders: Any, stage: str) -> None:
     for loader in [loaders, *inside]:
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
             raise ConfigError(
-                f"{stage}() got the dataset {type(loader).__name__} in the place of a loader. Give it batches: "
+                f"{stage}() got the dataset {type(loader).__name__} instead of a loader. Give it batches: "
                 "DataLoader(dataset, batch_size=32)."
             )
         if isinstance(loader, (torch.Tensor, str, Path)):
             raise ConfigError(
-                f"{stage}() got a {type(loader).__name__} in the place of a loader. Give a DataLoader, for example "
+                f"{stage}() got a {type(loader).__name__} instead of a loader. Give a DataLoader, for example "
                 "DataLoader(TensorDataset(inputs, targets), batch_size=32)."
             )
 
@@ -49,43 +51,57 @@ def micro_batch_of(loader: Any) -> int | None:
     return loader.batch_size if is_plain(loader) else None
 
 
-def make_loaders(run: Run, given: dict[str, Any]) -> None:
-    """Make the loaders of the stage; `fit` has training and validation loaders.
+class Loaders:
+    """The loaders of a stage on this process; evaluation loaders are by name."""
 
-    Raises:
-        ConfigError: a loader is missing or empty.
-    """
-    settings, source = run.settings, run.datamodule if run.datamodule is not None else run.module
-    if run.stage == "fit":
-        train = given["train"] if given["train"] is not None else source.train_dataloader()
-        if train is None:
-            raise _no_loader(run, "train_dataloaders", "train_dataloader")
-        run.train_loader = _train_loader(run, train)
-        val = given["val"] if given["val"] is not None else source.val_dataloader()
-        refuse_data(val, "fit")
-        run.val_loaders = _val_loaders_of_fit(run, train, val)
-        if run.val_loaders:
-            _check_intervals(run, run.train_loader)
-    elif run.stage == "validate":
-        loaders = given["val"] if given["val"] is not None else source.val_dataloader()
-        run.val_loaders = _needed(run, loaders, settings.limit_val_batches, "val_dataloader")
-    elif run.stage == "test":
-        loaders = given["test"] if given["test"] is not None else source.test_dataloader()
-        run.test_loaders = _needed(run, loaders, settings.limit_test_batches, "test_dataloader")
-    else:
-        loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
-        run.predict_loaders = _needed(run, loaders, settings.limit_predict_batches, "predict_dataloader")
-    if max(map(len, (run.val_loaders, run.test_loaders, run.predict_loaders))) > 1:
-        _check_loader_index(run)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.train: BatchLoader | None = None
+        self.val: dict[str, BatchLoader] = {}
+        self.test: dict[str, BatchLoader] = {}
+        self.predict: dict[str, BatchLoader] = {}
 
+    def make(self, given: dict[str, Any]) -> None:
+        """Make the loaders of the stage from `given` loaders, by stage, or those of the data module or module.
 
-def close_loaders(run: Run) -> None:
-    """End the worker processes of all loaders."""
-    for evaluation in (run.val_loaders, run.test_loaders, run.predict_loaders):
-        for loader in evaluation.values():
+        Raises:
+            ConfigError: a loader is missing or empty.
+        """
+        run = self._run
+        settings, source = run.settings, run.datamodule if run.datamodule is not None else run.module
+        if run.stage == "fit":
+            train = given["train"] if given["train"] is not None else source.train_dataloader()
+            if train is None:
+                raise _no_loader(run, "train_dataloaders", "train_dataloader")
+            self.train = _train_loader(run, train)
+            val = given["val"] if given["val"] is not None else source.val_dataloader()
+            refuse_data(val, "fit")
+            self.val = _val_loaders_of_fit(run, train, val)
+            if self.val:
+                _check_intervals(run, self.train)
+        elif run.stage == "validate":
+            loaders = given["val"] if given["val"] is not None else source.val_dataloader()
+            self.val = _needed(run, loaders, settings.limit_val_batches, "val_dataloader")
+        elif run.stage == "test":
+            loaders = given["test"] if given["test"] is not None else source.test_dataloader()
+            self.test = _needed(run, loaders, settings.limit_test_batches, "test_dataloader")
+        else:
+            loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
+            self.predict = _needed(run, loaders, settings.limit_predict_batches, "predict_dataloader")
+        if len(self.evaluated) > 1:
+            _check_loader_index(run)
+
+    @property
+    def evaluated(self) -> dict[str, BatchLoader]:
+        """The evaluation loaders: a stage has those of one kind."""
+        return self.val or self.test or self.predict
+
+    def close(self) -> None:
+        """End the worker processes of all loaders."""
+        for loader in self.evaluated.values():
             loader.close()
-    if run.train_loader is not None:
-        run.train_loader.close()
+        if self.train is not None:
+            self.train.close()
 
 
 def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader]:
@@ -133,16 +149,8 @@ def _train_loader(run: Run, loader: Any) -> BatchLoader:
     refuse_data(loader, "fit")
     if settings.limit_train_batches == 0 and not settings.overfit_batches and not settings.fast_dev_run:
         log.warning("limit_train_batches=0: nothing is trained")
-    batch_loader = make_batch_loader(
-        loader,
-        rank=run.strategy.processes.rank,
-        world_size=run.strategy.processes.world_size,
-        seed=run.session.seed,
-        training=True,
-        limit=_limit(settings, settings.overfit_batches or settings.limit_train_batches),
-        shuffle=False if settings.overfit_batches else None,
-        seed_per_sample=settings.seed_per_sample,
-    )
+    limit = _limit(settings, settings.overfit_batches or settings.limit_train_batches)
+    batch_loader = _batch_loader(run, loader, "", limit, training=True)
     if batch_loader.note is not None:
         log.info("%s", batch_loader.note)
     if batch_loader.one_shot and run.config.max_epochs not in (0, 1) and run.config.max_steps is None:
@@ -168,23 +176,23 @@ def _check_intervals(run: Run, batch_loader: BatchLoader) -> None:
 
 
 def _evaluation_loaders(run: Run, loaders: Any, limit: int | float) -> dict[str, BatchLoader]:
-    if limit == 0:
-        return {}
-    return {
-        name: make_batch_loader(
-            loader,
-            name=name,
-            rank=run.strategy.processes.rank,
-            world_size=run.strategy.processes.world_size,
-            seed=run.session.seed,
-            training=False,
-            limit=limit,
-            shuffle=False if run.settings.overfit_batches else None,
-            seed_per_sample=run.settings.seed_per_sample,
-            pad=run.strategy.collective_forward,
-        )
-        for name, loader in named_loaders(loaders).items()
-    }
+    named = named_loaders(loaders) if limit != 0 else {}
+    return {name: _batch_loader(run, loader, name, limit, training=False) for name, loader in named.items()}
+
+
+def _batch_loader(run: Run, loader: Any, name: str, limit: int | float, *, training: bool) -> BatchLoader:
+    return make_batch_loader(
+        loader,
+        name=name,
+        rank=run.strategy.processes.rank,
+        world_size=run.strategy.processes.world_size,
+        seed=run.session.seed,
+        training=training,
+        limit=limit,
+        shuffle=False if run.settings.overfit_batches else None,
+        seed_per_sample=run.settings.seed_per_sample,
+        pad=run.strategy.collective_forward,
+    )
 
 
 def _needed(run: Run, loaders: Any, limit: int | float, method: str) -> dict[str, BatchLoader]:

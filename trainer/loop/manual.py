@@ -2,63 +2,91 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from trainer.data.loader import Batch
+from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
-from trainer.loop.accumulation import StepOutputs, checked_loss, outputs_for_hooks, with_loss_divisors
-from trainer.loop.run import Run
-from trainer.loop.skipping import ends_epoch
+from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors, outputs_for_hooks
 from trainer.optimizers import copy_gradients, needs_closure
-from trainer.profiling import BACKWARD, FORWARD, OPTIMIZER
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
+
+log = logging.getLogger("trainer")
 
 
-def manual_training_step(run: Run, window: list[Batch]) -> StepOutputs:
-    """Call `training_step` with the only batch of the window; the module calls `manual_backward` and the optimizers."""
-    (batch,), batch_idx = (
-        with_loss_divisors(window, run.module, run.strategy, run.weights_loss_by_items),
-        run.progress.batch,
-    )
-    data = run.transfer(batch.data, 0)
-    run.metrics.start_batch(data, batch.samples)
-    run.manual_loss_divisor = batch.loss_divisor
-    run.hooks.on_train_batch_start(data, batch_idx)
-    if run.may_end_epochs and ends_epoch(run, 0):
-        return None, None, []
-    if run.trainable is not None:
-        run.trainable.follow()
-    steps = run.manual_steps
-    with run.phase(FORWARD):
-        outputs = run.strategy.call_step("training_step", data, batch_idx)
-    if run.manual_steps > steps:
-        run.strategy.end_step()
-    return outputs_for_hooks(run, outputs), data, []
+class ManualOptimization:
+    """A training whose module calls backward and steps its optimizers."""
 
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.backwards = self.steps = 0
+        """Number of calls of `manual_backward` and of an optimizer's `step`."""
+        self._loss_divisor: Divisor = None
 
-def manual_backward(run: Run, loss: torch.Tensor) -> None:
-    """Run backward for `TrainModule.manual_backward`."""
-    if run.module.automatic_optimization:
-        raise ConfigError(
-            "manual_backward is for automatic_optimization = False: set that in the module's __init__, or return "
-            "the loss from training_step and let the trainer do the rest."
-        )
-    checked_loss(loss, run.module, run.settings.detect_anomaly, "manual_backward got")
-    run.metrics.watch_loss(run.progress.step + 1, loss)
-    run.manual_backwards += 1
-    if run.manual_loss_divisor is not None:
-        loss = loss / run.manual_loss_divisor
-    run.hooks.on_before_backward(loss)
-    with run.phase(BACKWARD):
-        run.strategy.backward(loss)
-    if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
-        copy_gradients(run.module.parameters())
-    run.hooks.on_after_backward()
+    def training_step(self, window: list[Batch]) -> StepOutputs:
+        """Call `training_step` with the only batch of the window; the module calls `manual_backward` and optimizers."""
+        run, (batch,), batch_idx = self._run, window, self._run.progress.batch
+        (self._loss_divisor,) = loss_divisors(window, run.module, run.strategy, run.weights_loss_by_items)
+        data = run.metrics.batch = run.transfer(batch.data, 0)
+        run.hooks.on_train_batch_start(data, batch_idx)
+        if run.skipping.may_end_epochs and run.skipping.ends_epoch(0):
+            return None, None, []
+        if run.trainable is not None:
+            run.trainable.follow()
+        steps = self.steps
+        outputs = run.forward("training_step", data, batch_idx)
+        # With loss scaling also after a step left out because its gradients were not finite: the scale has to fall.
+        if self.steps > steps or run.strategy.scaler is not None:
+            run.strategy.end_step()
+        return outputs_for_hooks(run, outputs), data, []
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward for `TrainModule.manual_backward`."""
+        run = self._run
+        if run.module.automatic_optimization:
+            raise ConfigError(
+                "manual_backward is for automatic_optimization = False: set that in the module's __init__, or return "
+                "the loss from training_step and let the trainer do the rest."
+            )
+        checked_loss(loss, run.module, run.settings.detect_anomaly, "manual_backward got")
+        run.metrics.watch_loss(run.progress.step + 1, loss, self._loss_divisor)
+        self.backwards += 1
+        if self._loss_divisor is not None:
+            loss = loss / self._loss_divisor
+        run.hooks.on_before_backward(loss)
+        for optimizer in run.optimizers if run.strategy.scaler is not None else ():
+            run.strategy.scale_gradients(optimizer)
+        run.backward(loss)
+        if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
+            copy_gradients(run.module.parameters())
+        run.hooks.on_after_backward()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any) -> None:
+        """Step an optimizer through the strategy. `options`: further arguments of its `step`."""
+        self.steps += 1
+        self._run.optimizer_step(optimizer, closure, **options)
+
+    def check_epoch(self) -> None:
+        """Check, at an epoch's end, that the module stepped its optimizers, equally often on all processes. Collective.
+
+        Raises:
+            ConfigError: the processes called `manual_backward` or `step` different numbers of times: the weights
+                differ.
+        """
+        check, epoch = self._run.collective_check, self._run.progress.epoch
+        if self.steps == 0:
+            log.warning("training_step stepped no optimizer in a whole epoch: call self.optimizers().step() in it")
+        if check is not None:
+            calls = f"{self.backwards} times manual_backward and {self.steps} times optimizer.step"
+            check.wait_for_all(f"{calls} until the end of epoch {epoch}")
 
 
 class ManualOptimizer:
@@ -70,30 +98,35 @@ class ManualOptimizer:
     def __init__(self, optimizer: Optimizer, run: Run) -> None:
         self.optimizer = optimizer
         self._run = run
+        self._result: Any = None
+        """The value that the closure of a step returned."""
 
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> None:
-        """Update this optimizer's parameters. `options`: further arguments of the torch optimizer's `step`."""
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this optimizer's parameters; return what `closure` returned last.
+
+        `options`: further arguments of the torch optimizer's `step`.
+        """
         run = self._run
-        if run.manual_backwards == 0 and closure is None:
+        if run.manual.backwards == 0 and closure is None:
             self._check_first_step()
-        run.manual_steps += 1
         if closure is not None and run.strategy.scaler is not None:
             if needs_closure(self.optimizer):
                 raise ConfigError(f"{type(self.optimizer).__name__} does not work with loss scaling: use 'bf16-mixed'.")
-            closure()  # its gradients are scaled, and the optimizer would use them so
+            self._result = closure()  # its gradients are scaled, and the optimizer would use them so
             closure = None
         if closure is None:
             run.strategy.unscale(self.optimizer)
             run.hooks.on_before_optimizer_step(self.optimizer)
-        with run.phase(OPTIMIZER):
-            run.strategy.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
+        run.manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
         # Autocast would give later forwards of this training_step the weights from before.
         torch.clear_autocast_cache()
+        result, self._result = self._result, None
+        return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        result = closure()
+        self._result = closure()
         self._run.hooks.on_before_optimizer_step(self.optimizer)
-        return result
+        return self._result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of this optimizer's parameters."""

@@ -7,11 +7,21 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from trainer.callback import PROFILERS, Callback, Checkpoint, DummyLogger, Logger, callback_named, callback_problems
+from trainer.arguments import fits, hints_of, in_words, raise_if_raising
+from trainer.callback import (
+    DEFAULT_CALLBACKS,
+    PROFILERS,
+    Callback,
+    Checkpoint,
+    DummyLogger,
+    Logger,
+    callback_named,
+    callback_problems,
+)
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
-from trainer.errors import ConfigError, raise_problems
+from trainer.errors import ConfigError, TrainerError, raise_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
@@ -64,7 +74,18 @@ class ResolvedConfig:
 
 def settings_problems(settings: Settings) -> list[str]:
     """Return the problems of single settings, one sentence each."""
-    return [*_unknown_choices(settings), *settings.problems(), *_wrong_callbacks(settings)]
+    problems = [*_unknown_choices(settings), *settings.problems(), *_wrong_callbacks(settings)]
+    return [*problems, *_other_types(settings, problems)]
+
+
+def _other_types(settings: Settings, problems: list[str]) -> list[str]:
+    """Return a problem for each value that does not fit its annotation, and that no other problem names."""
+    hints = hints_of(Settings.__init__, Settings)
+    return [
+        f"{name}={value!r}: give {in_words(hints[name])}."
+        for name, value in vars(settings).items()
+        if not fits(value, hints[name]) and not any(name in problem for problem in problems)
+    ]
 
 
 def _unknown_choices(settings: Settings) -> list[str]:
@@ -110,6 +131,22 @@ def _wrong_callbacks(settings: Settings) -> list[str]:
                     f"them{true_or_false}; your own is a subclass of trainer.{kind.__name__}."
                 )
     return problems
+
+
+def checked_config(settings: Settings, problems: list[str]) -> ResolvedConfig:
+    """Check the settings, then choose as `resolve_config` does; `problems`: what is wrong with their names.
+
+    Raises:
+        ConfigError: lists all problems, or names a setting that raises when it is looked at.
+    """
+    try:
+        raise_problems([*problems, *settings_problems(settings)], "the Trainer's arguments")
+        return resolve_config(settings)
+    except TrainerError:
+        raise
+    except Exception as error:
+        raise_if_raising(vars(settings), "Trainer", error)
+        raise
 
 
 def resolve_config(settings: Settings) -> ResolvedConfig:
@@ -193,27 +230,21 @@ def _callbacks(
         if any(callback is other for other in callbacks[:number]):
             problems.append(f"callbacks: the same {type(callback).__name__} object is listed twice: remove one.")
 
-    def add_missing(name: str) -> None:
-        kind = callback_named(name)
-        if not any(isinstance(callback, kind) for callback in callbacks):
-            callbacks.append(kind())
-
     if time_limit is not None:
         callbacks.append(time_limit)
     if settings.profiler is not None:
         profiler = settings.profiler
         callbacks.append(callback_named(PROFILERS[profiler])() if isinstance(profiler, str) else profiler)
-    if settings.enable_model_summary:
-        add_missing("ModelSummary")
-    if settings.enable_progress_bar:
-        add_missing("ProgressBar")
+    missing = [
+        name
+        for argument, name in DEFAULT_CALLBACKS.items()
+        if getattr(settings, argument) and not any(callback.in_place_of == argument for callback in callbacks)
+    ]
+    callbacks += [callback_named(name)() for name in missing]
     if settings.fast_dev_run:
         callbacks = [callback for callback in callbacks if not isinstance(callback, (Checkpoint, Logger))]
         return callbacks, [DummyLogger()] if settings.logger else []
-    saving = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    if settings.enable_checkpointing and not saving:
-        callbacks.append(callback_named("ModelCheckpoint")())
-    if saving and not settings.enable_checkpointing:
+    if not settings.enable_checkpointing and any(isinstance(callback, Checkpoint) for callback in callbacks):
         problems.append("enable_checkpointing=False, but callbacks has a ModelCheckpoint: remove one of the two.")
     callbacks += _loggers(settings)
     return callbacks, [callback for callback in callbacks if isinstance(callback, Logger)]
@@ -230,12 +261,14 @@ def _loggers(settings: Settings) -> list[Logger]:
     return [logger for name in names if isinstance(logger := callback_named(name)(), Logger)]
 
 
-def with_module_callbacks(config: ResolvedConfig, of_module: list[Callback]) -> list[Callback]:
+def with_module_callbacks(config: ResolvedConfig, of_module: Callback | list[Callback]) -> list[Callback]:
     """Return the trainer's callbacks and the module's, which replace the trainer's callbacks of the same class.
 
     Raises:
-        ConfigError: `of_module`, the return value of `configure_callbacks`, is no list of callbacks.
+        ConfigError: `of_module`, the return value of `configure_callbacks`, is no callback or list of callbacks.
     """
+    if isinstance(of_module, Callback):
+        of_module = [of_module]
     if not isinstance(of_module, (list, tuple)):
         raise ConfigError(f"configure_callbacks gave {of_module!r}: return a list of callbacks, or an empty one.")
     for callback in of_module:

@@ -4,39 +4,62 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
 
-from trainer.callback import AccumulationSchedule, Callback, CallbackList, Checkpoint
+from trainer.callback import (
+    AccumulationSchedule,
+    Callback,
+    CallbackList,
+    Checkpoint,
+    build_callback_list,
+    call_all,
+)
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
-from trainer.data.loader import BatchLoader, Divisor
+from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.loop.resolved_config import ResolvedConfig
+from trainer.loop.loaders import Loaders
+from trainer.loop.manual import ManualOptimization, ManualOptimizer
+from trainer.loop.nonfinite import NumberWatch
+from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
+from trainer.loop.skipping import SkippedBatches
+from trainer.loop.trainable import TrainableParameters
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig
-from trainer.profiling import CHECKPOINT, LOGGING, TRANSFER, Phase, unheard
+from trainer.optimizers import SchedulerConfig, needs_closure
+from trainer.profiling import (
+    BACKWARD,
+    CHECKPOINT,
+    FORWARD,
+    LOGGING,
+    OPTIMIZER,
+    TRANSFER,
+    Phase,
+    during,
+    phase_of,
+    unheard,
+)
 from trainer.progress import Progress
-from trainer.seed import set_rng_state
+from trainer.seed import derive_seed, seed_everything, set_rng_state
 from trainer.settings import Settings
+from trainer.strategy import StepConfig
 
-if TYPE_CHECKING:
-    from trainer.loop.manual import ManualOptimizer
-    from trainer.loop.trainable import TrainableParameters
+Activity = Literal["sanity checking", "training", "validating"]
 
 log = logging.getLogger("trainer")
 
@@ -51,7 +74,8 @@ class Session:
         """The current stage; None: nothing runs."""
         self.progress = Progress()
         self.has_fit = False
-        self.accumulate_grad_batches = settings.accumulate_grad_batches
+        self.accumulate_grad_batches = self.configured_window = settings.accumulate_grad_batches
+        """Micro-batches of the next window, and as they were set outside of a run, by which each `fit` begins."""
         self.seed = settings.seed or 0
         self.run_dir = settings.root
         self.config_text: str | None = None
@@ -67,6 +91,7 @@ class Session:
         """Forget the values of an earlier run, and for a `fit` its counters."""
         if stage == "fit":
             self.progress = Progress()
+            self.accumulate_grad_batches = self.configured_window
         for values in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.measured):
             values.clear()
 
@@ -74,32 +99,29 @@ class Session:
 class Run:
     """One stage ("fit", "validate", "test" or "predict") of one module.
 
-    `start_run` makes the run and yields it complete. User code called during the set-up (`configure_model`, the
-    methods for loaders, `configure_optimizers`) sees a run whose loaders and optimizers may be missing. A run does not
-    know the Trainer: its hooks have the trainer bound as their first argument, see `CallbackList`.
+    `start_run` makes the run and yields it complete. It cannot be made at once: devices are known when the processes
+    have met, layers when `configure_model` has run, optimizers when the layers are on their device, and this user code
+    sees the run as far as it is set up. So the methods under "set-up" complete it, in running order, and nothing else
+    assigns to its attributes; what only one file changes is an object of that file (`loaders`, `skipping`, `manual`,
+    `numbers`). A run does not know the Trainer: its hooks have the trainer bound as their first argument, see
+    `CallbackList`.
     """
 
     flushed_step = -1
     """The last step whose values went to the loggers."""
-    may_skip_batches = may_end_epochs = False
-    """Whether `training_step` may return None, and the module's `on_train_batch_start` -1; see loop/skipping.py."""
-    skipped_share = 0.0
-    """The part of the items of this step, times the number of processes, that this process has skipped so far."""
-    skipped_window = False
-    """True if all processes have skipped all batches of the step: there is no update."""
-    epoch_ended_by_module = False
-    """True after the module's `on_train_batch_start` has returned -1, until the next epoch."""
-    reported_skipping = torn_down = clips_gradients = False
-    reuses_memory = False
-    """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
+    activity: Activity | None = None
+    """The part of the stage in progress. An error leaves it as it is, for `on_exception`."""
+    torn_down = clips_gradients = False
     weights_loss_by_items = False
     """True if the module defines `num_items`."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
+    validation_interval: int | None = None
+    """Micro-batches between two validations inside this epoch; None: no validation inside it."""
     in_epoch = False
     """True from `on_train_epoch_start` to the end of the epoch."""
-    loader_state: dict[str, Any] | None = None
-    """The state of `train_loader` at the last step, if it has been asked for a batch beyond."""
+    facts: Mapping[str, Mapping[str, str]] = {}
+    """Facts with which a resumed run is compared, see loop/changes.py."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     trainable: TrainableParameters | None = None
@@ -120,16 +142,23 @@ class Run:
         self.callbacks: list[Callback] = config.callbacks
         self.loggers = config.loggers
         self.hooks = CallbackList([])
-        self.phase: Phase = unheard
         if stage == "fit" and session.has_fit:
             log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
         session.start(stage)
         self.progress = session.progress
-        self.training = self.validating = self.sanity_checking = False
         self.metrics = MetricLog(module, lambda value: config.strategy.processes.all_gather_object(value))
+        self.listen(unheard)
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
 
+        self.numbers = NumberWatch(self)
+        self.loaders = Loaders(self)
+        self.skipping = SkippedBatches(self)
+        self.manual = ManualOptimization(self)
+
+        self.reuses_memory = config.compilation is not None and config.compilation.reuses_memory
+        """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
+        self.metrics.copies_losses = self.reuses_memory
         self.optimizers: list[Optimizer] = []
         self.manual_optimizers: list[ManualOptimizer] = []
         self.scheduler_configs: list[SchedulerConfig] = []
@@ -137,20 +166,10 @@ class Run:
         """True if the optimizer evaluates the loss several times per step (LBFGS)."""
         self.transfer_hooks = transfer_hooks(module, datamodule)
         """The module's or the data module's methods of the names `TRANSFER_HOOKS`; None: neither defines any."""
-        self.manual_backwards = self.manual_steps = 0
-        """Number of calls of `manual_backward` and of an optimizer's `step`, with manual optimization."""
-        self.manual_loss_divisor: Divisor = None
         self.resumed_from: StoragePath | None = None
         """The checkpoint from which the run was started."""
         self.rng_to_restore: dict[str, Any] | None = None
         """States of the generators in the checkpoint, until the first epoch restores them."""
-
-        self.train_loader: BatchLoader | None = None
-        self.val_loaders: dict[str, BatchLoader] = {}
-        self.test_loaders: dict[str, BatchLoader] = {}
-        self.predict_loaders: dict[str, BatchLoader] = {}
-        self.dataloader_names: list[str] = []
-        """The names of the loaders of the current evaluation."""
 
         self.stop_coordinator = StopCoordinator(None)
         self.stop_reason: str | None = None
@@ -160,8 +179,161 @@ class Run:
         self.collective_check: CollectiveCheck | None = None
         self.shutting_down = False
         """True while only the last collective of the run is left."""
+        session.stage = stage
 
-    # -- progress ------------------------------------------------------------------------------------------------------
+    # -- set-up, in running order --------------------------------------------------------------------------------------
+
+    def bind_hooks(self, caller: object) -> None:
+        """Bind the hooks of the given callbacks, for an error of the set-up: the module's are not known yet.
+
+        Args:
+            caller: the first argument of hooks.
+        """
+        self.hooks = CallbackList(self.callbacks, caller, self.module)
+
+    def connect_callbacks(self, caller: object) -> None:
+        """Add the module's callbacks, and bind all hooks to `caller`, their first argument, and the module."""
+        self.callbacks = with_module_callbacks(self.config, self.module.configure_callbacks())
+        self.listen(phase_of(self.callbacks))
+        self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
+        self.saving_hooks = CallbackList(self.checkpoint_callbacks, caller, self.module, self.phase)
+
+    def listen_for_stops(self) -> None:
+        """Install signal handlers, and listen for stop requests of other processes."""
+        processes = self.strategy.processes
+        self.stop_coordinator = StopCoordinator(processes.store, processes.rank, processes.world_size)
+        # No signal handlers in an evaluation, which has nothing to save.
+        self.stop_coordinator.install(signals=self.stage == "fit")
+
+    def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
+        """Write into this run directory, and start from this checkpoint."""
+        self.session.run_dir, self.resumed_from = run_dir, checkpoint
+
+    def seed_processes(self, seed: int) -> None:
+        """Have each process derive its own random numbers from the seed; the initial weights are equal."""
+        self.session.seed = seed
+        rank = self.strategy.processes.rank
+        if self.settings.seed is not None and rank > 0:
+            # Rank 0 continues with the generators that Trainer(seed=...) has seeded, as a single process does.
+            seed_everything(derive_seed(seed, rank))
+
+    def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
+        """Add facts with which a resumed run is compared, as soon as they are known."""
+        self.facts = {**self.facts, **facts}
+
+    def set_up_optimizers(
+        self, optimizers: list[Optimizer], schedulers: list[SchedulerConfig], config: StepConfig
+    ) -> None:
+        """Pass the optimizers to the strategy, and prepare the step."""
+        module, strategy = self.module, self.strategy
+        self.scheduler_configs = schedulers
+        self.optimizers = strategy.setup_optimizers(optimizers, config)
+        if strategy.processes.world_size > 1:
+            self.trainable = TrainableParameters(self)
+        self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in self.optimizers]
+        self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
+        self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
+        if isinstance(strategy.scaler, torch.amp.GradScaler):
+            self.metrics.scaler = strategy.scaler
+
+    def resume(self, rng: dict[str, Any] | None, postponed_stop: str | None) -> None:
+        """Keep of the checkpoint what has to wait: the generators' states, and a stop that waits for its time."""
+        self.rng_to_restore, self.postponed_stop = rng, postponed_stop
+
+    def watch_collectives(self) -> None:
+        """Check from now on that all processes make the same collective calls."""
+        processes, store = self.strategy.processes, self.stop_coordinator.store
+        if store is not None:
+            self.collective_check = CollectiveCheck(store, processes.rank, processes.world_size, self._collectives)
+
+    def _collectives(self) -> int:
+        """Return the number of windows and collectives that this process has begun."""
+        windows = self.trainable.windows if self.trainable else 0
+        return self.strategy.processes.begun + windows + 10**9 * self.shutting_down
+
+    # -- parts of the stage --------------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether `fit` is training, not validating."""
+        return self.activity == "training"
+
+    @property
+    def validating(self) -> bool:
+        """Whether validation is in progress, inside `fit` or by itself."""
+        return self.activity == "validating"
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether the validation batches before training are in progress."""
+        return self.activity == "sanity checking"
+
+    @contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Evaluate in the block, and go on afterwards with what was in progress before."""
+        before, self.activity = self.activity, activity
+        yield
+        self.activity = before
+
+    def begin_validation(self) -> None:
+        """Validate from now on, until the end of the run."""
+        self.activity = "validating"
+
+    def begin_training(self) -> None:
+        """Train from now on, by the methods that the module has after the first hooks."""
+        self.weights_loss_by_items = self.module.overrides("num_items")
+        self.skipping.begin_training()
+        self.activity = "training"
+
+    def begin_epoch(self, validation_interval: int | None) -> None:
+        """Begin an epoch, or go on inside of one."""
+        self.in_epoch, self.validation_interval = True, validation_interval
+        self.skipping.begin_epoch()
+
+    def end_epoch(self) -> None:
+        """Count the epoch, which is complete."""
+        self.progress.next_epoch()
+        self.in_epoch = False
+
+    def end_training(self) -> None:
+        """Train no more: the last hooks of `fit` follow."""
+        self.activity = None
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def tear_down(self) -> None:
+        """Call `teardown` of the data module, the callbacks and the module, once."""
+        if self.torn_down:
+            return
+        self.torn_down = True
+        self.metrics.end("teardown logs nothing: log in on_train_end, or in on_validation_end or on_test_end.")
+        of_data = [self.datamodule.teardown] if self.datamodule is not None else []
+        call_all([*of_data, self.hooks.teardown], self.stage)
+
+    def shut_down(self) -> None:
+        """Wait for the other processes, by the last collective of the run."""
+        self.shutting_down = True
+        # When the first process exits, the launcher may end the others in the middle of their teardown.
+        self.strategy.processes.barrier()
+        self.stop_coordinator.done()
+
+    def end(self) -> None:
+        """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
+        self.session.stage = self.collective_check = self.activity = None
+        self.metrics.end("the run has ended: log inside of fit, validate or test.")
+        self.module.untoggle_optimizer()
+
+    # -- loaders and progress ------------------------------------------------------------------------------------------
+
+    @property
+    def train_loader(self) -> BatchLoader | None:
+        """The batches of training; None outside of `fit`."""
+        return self.loaders.train
+
+    @property
+    def val_loaders(self) -> dict[str, BatchLoader]:
+        """The validation loaders by name."""
+        return self.loaders.val
 
     @property
     def num_training_batches(self) -> int | None:
@@ -193,14 +365,14 @@ class Run:
             self.stop_coordinator.request(reason)
         elif self.postponed_stop is None:
             self.postponed_stop = reason
-            least = f"min_steps={self.settings.min_steps}, min_epochs={self.settings.min_epochs}"
+            least = f"min_steps={self.settings.min_steps}, min_epochs={self.settings.least_epochs}"
             log.info("stopping later (%s): %s", reason, least)
 
     @property
     def reached_minimum(self) -> bool:
         """Whether `min_epochs` and `min_steps` are done."""
         epochs_done = self.progress.epoch + int(self.progress.batch == self.num_training_batches)
-        return self.progress.step >= (self.settings.min_steps or 0) and epochs_done >= (self.settings.min_epochs or 0)
+        return self.progress.step >= (self.settings.min_steps or 0) and epochs_done >= self.settings.least_epochs
 
     def stops(self) -> bool:
         """Return True if all processes stop at this boundary of a step or epoch. Call this once per boundary."""
@@ -208,6 +380,10 @@ class Run:
             self.stop_coordinator.request(self.postponed_stop)
         self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
         return self.stop_reason is not None
+
+    def take_last_stop(self) -> None:
+        """Wait until all processes have trained, and take a stop that one of them was asked for before that."""
+        self.stop_reason = self.stop_reason or self.stop_coordinator.finish(self.progress.step)
 
     def restore_rng(self) -> None:
         """Restore the generators' states from the checkpoint, once in a resumed run."""
@@ -217,15 +393,22 @@ class Run:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def listen(self, phase: Phase) -> None:
+        """Notify `phase`; bind what each batch calls, so that a phase without listeners costs nothing."""
+        self.phase = self.metrics.phase = phase
+        self.transfer = during(phase, TRANSFER, self._transfer)
+        self.forward = during(phase, FORWARD, self.strategy.call_step)
+        self.backward = during(phase, BACKWARD, self.strategy.backward)
+        self.optimizer_step = during(phase, OPTIMIZER, self.strategy.step)
+
+    def _transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Return the batch on the device, through the transfer hooks if there are any."""
-        with self.phase(TRANSFER):
-            if self.transfer_hooks is None:
-                return self.strategy.to_device(batch)
-            before, transfer, after = self.transfer_hooks
-            batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
-            batch = require_batch(transfer(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
-            return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
+        if self.transfer_hooks is None:
+            return self.strategy.to_device(batch)
+        before, transfer, after = self.transfer_hooks
+        batch = require_batch(before(batch, dataloader_idx), "on_before_batch_transfer")
+        batch = require_batch(transfer(batch, self.strategy.device, dataloader_idx), "transfer_batch_to_device")
+        return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
 
     # -- logging -------------------------------------------------------------------------------------------------------
 
@@ -243,32 +426,19 @@ class Run:
 
     def flush_step(self) -> None:
         """Send the values of the last step to the loggers, once, every `log_every_n_steps`. Collective."""
-        step = self.progress.step
-        if self.settings.logs_at(step) and self.flushed_step != step:
+        step, every = self.progress.step, self.settings.log_every_n_steps
+        if every and step % every == 0 and self.flushed_step != step:
             self.flushed_step = step
             self.log_to_loggers(self.metrics.read_step())
+            self.metrics.mark_flushed()
 
-    def log_to_loggers(self, values: ReducedMetrics) -> dict[str, float]:
-        """Store reduced values and send them to the loggers; return the values by name."""
+    def log_to_loggers(self, values: ReducedMetrics) -> None:
+        """Store reduced values and send them to the loggers."""
         self.update_metrics(values)
         if values.logger and self.strategy.processes.is_global_zero:
             with self.phase(LOGGING):
                 for logger in self.loggers:
                     logger.log_metrics(values.logger, self.progress.step)
-        return values.all
-
-    def tell_nonfinite_losses(self) -> None:
-        """Warn, once in a run, of the first loss of this process that was read and is NaN or infinite."""
-        if self.metrics.nonfinite_loss is not None and self.metrics.watches_losses:
-            step, loss = self.metrics.nonfinite_loss
-            self.metrics.watches_losses = False
-            log.warning(
-                "the loss of step %d is %s on rank %d, and the run goes on. Look at the batch and the learning rate; "
-                "gradient_clip_val or a lower lr often help. Trainer(detect_anomaly=True) ends the run there.",
-                step,
-                loss,
-                self.strategy.processes.rank,
-            )
 
     def new_value(self, config: SchedulerConfig) -> float | None:
         """Return the value that a scheduler monitors; None without one measured since the scheduler's last. Collective.
@@ -307,13 +477,14 @@ class Run:
     def update_metrics(self, values: ReducedMetrics, complete: bool = True) -> None:
         """Store reduced values for `monitor=`, the loggers and the progress bar.
 
-        `complete`: False for means over a part of an epoch, which belong to no step.
+        `complete`: False for means over a part of an epoch. They belong to no step, and those of kind "past" to none
+        that a monitor could use.
         """
-        self.tell_nonfinite_losses()
+        self.numbers.after_reading()
         measured, step = self.session.measured, self.progress.step
         for name, value in values.all.items():
             before = measured.get(name)
-            if not complete:
+            if not complete or values.kinds[name] == "past":
                 measured.setdefault(name, Measured(value, -1, "interim"))
             elif before is None or (before.step, before.kind) != (step, "epoch") or values.kinds[name] == "epoch":
                 measured[name] = Measured(value, step, values.kinds[name])
@@ -337,7 +508,7 @@ class Run:
     def saving_checkpoint(self) -> Iterator[None]:
         """Suspend the watchdog while the block writes a checkpoint, and report the duration to the deadline."""
         self.watchdog.heartbeats += 1
-        self.watchdog.allow_slow = True
+        self.watchdog.expect_slow_work()
         begun = time.monotonic()
         try:
             with self.phase(CHECKPOINT):
@@ -361,8 +532,8 @@ class Run:
         The message names the function that called the method, because another process may call it elsewhere.
         """
         if self.collective_check is not None:
-            caller = traceback.extract_stack(limit=3)[0]
-            self.collective_check.wait_for_all(f"{what} (in {Path(caller.filename).name}, {caller.name})")
+            caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
+            self.collective_check.wait_for_all(f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})")
 
 
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint.directory import CheckpointDirectory, locate
-from trainer.checkpoint.format import read_metadata
-from trainer.checkpoint.storage import StoragePath, as_storage_path
-from trainer.errors import CheckpointError, ConfigError
-from trainer.fault_tolerance.file_lock import FolderLock
+from trainer.checkpoint.disk import ReadError, make_directory, sync_directory
+from trainer.checkpoint.format import read_manifest, read_metadata
+from trainer.checkpoint.storage import StoragePath, as_storage_path, reading
+from trainer.errors import CheckpointError, ConfigError, first_of
+from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop.run import Run
 from trainer.settings import Settings
 
 CHECKPOINTS = "checkpoints"
+_YOUNG_S = 60.0
 
 
 def versions(root: Path) -> list[Path]:
     """Return the run directories below `root`, oldest first."""
-    if not root.is_dir():
-        return []
-    numbered = [
-        (int(match[1]), path) for path in root.iterdir() if (match := re.fullmatch(r"version_(\d+)", path.name))
-    ]
+    with reading(root):
+        entries = list(root.iterdir()) if root.is_dir() else []
+    numbered = [(int(match[1]), path) for path in entries if (match := re.fullmatch(r"version_(\d+)", path.name))]
     return [path for _, path in sorted(numbered)]
 
 
@@ -42,8 +44,9 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
     if ckpt_path not in ("last", "best"):
         given = as_storage_path(ckpt_path)
         inside = given / CHECKPOINTS
-        if inside.is_dir():
-            known = sorted(str(path) for path in inside.iterdir() if path.is_dir())
+        with reading(inside):
+            known = sorted(str(path) for path in inside.iterdir() if path.is_dir()) if inside.is_dir() else None
+        if known is not None:
             raise CheckpointError(
                 f"ckpt_path={str(ckpt_path)!r} is a run directory; give one of its checkpoints: "
                 f"{', '.join(known) or 'there is none'}."
@@ -52,7 +55,10 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
     folders = checkpoint_dirs(run)
     for folder in folders:
         try:
-            return CheckpointDirectory(folder).resolve(ckpt_path)
+            found = CheckpointDirectory(folder).resolve(ckpt_path)
+            return _newest_of_run(run, found) if ckpt_path == "last" else found
+        except ReadError:
+            raise
         except CheckpointError as error:
             if ckpt_path == "last" and (corruption_report := CheckpointDirectory(folder).corruption_report()):
                 # Do not fall back to an older run or a new training.
@@ -62,11 +68,13 @@ def find_checkpoint(run: Run, ckpt_path: str | Path | None) -> StoragePath | Non
                 ) from None
     if ckpt_path == "last" and run.stage == "fit":
         return None
+    for callback in run.checkpoint_callbacks if run.session.has_fit else ():
+        if path := callback.best_model_path if ckpt_path == "best" else callback.last_model_path:
+            return locate(as_storage_path(path))
     looked = [str(folder) for folder in folders] or [str(run.settings.root)]
-    more = f" and {len(looked) - 3} more" if len(looked) > 3 else ""
     which = " Only ModelCheckpoint(monitor=...) chooses a best one." if ckpt_path == "best" else ""
     raise CheckpointError(
-        f"ckpt_path={ckpt_path!r}: no such checkpoint.{which} Looked in: {', '.join(looked[:3])}{more}. "
+        f"ckpt_path={ckpt_path!r}: no such checkpoint.{which} Looked in: {first_of(looked)}. "
         "Give the path of a checkpoint folder, or the default_root_dir of the run that wrote it."
     )
 
@@ -77,12 +85,42 @@ def find_after_restart(run: Run, former: str) -> StoragePath | None:
     for folder in [*folders, Path(former) / CHECKPOINTS]:
         try:
             found = CheckpointDirectory(folder).resolve("last")
+        except ReadError:
+            raise
         except CheckpointError:
             continue
         # A dirpath may contain checkpoints of older runs.
-        if read_metadata(found)["run_dir"] == former:
-            return found
+        if read_metadata(found).get("run_dir") == former:
+            return _newest_of_run(run, found)
     return None
+
+
+def _newest_of_run(run: Run, found: StoragePath) -> StoragePath:
+    """Return the newest checkpoint of the run that wrote `found`, in which several ModelCheckpoints may have written.
+
+    Of several checkpoints of one step it is the one captured last, because only its state lists the others.
+    """
+    if len(run.checkpoint_callbacks) < 2:
+        return found
+    run_dir = read_metadata(found).get("run_dir")
+    folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
+    candidates = [found]
+    for folder in dict.fromkeys([*folders, Path(str(run_dir)) / CHECKPOINTS]):
+        other = CheckpointDirectory(folder).pointer("last") if folder != found.parent else None
+        if other is not None and read_metadata(other).get("run_dir") == run_dir:
+            candidates.append(other)
+    newest = max(candidates, key=_when)
+    return found if newest is found else CheckpointDirectory(newest.parent).resolve("last")
+
+
+def _when(checkpoint: StoragePath) -> tuple[float, float]:
+    """Return the step of a checkpoint, and the time at which its state was captured."""
+    info = read_manifest(checkpoint).info
+    return _number(info.get("step")), _number(info.get("captured"))
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, (int, float)) and value == value else -1
 
 
 def checkpoint_dirs(run: Run) -> list[StoragePath]:
@@ -99,44 +137,75 @@ def choose_run_dir(run: Run, ckpt_path: str | Path | None, checkpoint: StoragePa
     A `fit` resumed from "last" keeps the checkpoint's run directory; any other `fit` gets a new one. Validate, test and
     predict use the run directory of their checkpoint, unless another `default_root_dir` than that of the checkpoint's
     run was given; or else that of this trainer's `fit`.
+
+    Raises:
+        ConfigError: no directory can be made below `default_root_dir`.
     """
     root = run.settings.root
     goes_on = checkpoint is not None and (ckpt_path == "last" or run.stage != "fit")
-    if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint)) is not None:
+    if goes_on and checkpoint is not None and (known := _run_dir_of(checkpoint, root)) is not None:
         elsewhere = root != Path(Settings.default_root_dir) and root.resolve() != known.parent.resolve()
         if run.stage == "fit" or not elsewhere:
             return known
     if run.session.has_fit and run.stage != "fit":
         return run.session.run_dir
     taken = versions(root)
+    if taken and _is_left_empty(taken[-1]) and run.stage == "fit" and not run.settings.fast_dev_run:
+        return taken[-1]
     number = int(taken[-1].name.removeprefix("version_")) + 1 if taken else 0
     if run.settings.fast_dev_run or not run.strategy.processes.is_global_zero or run.stage != "fit":
         return root / f"version_{number}"
+    try:
+        make_directory(root)
+        return _make_version(root, number)
+    except OSError as error:
+        raise ConfigError(
+            f"default_root_dir={str(root)!r}: no run directory can be made there ({error.strerror}). "
+            "Give a folder that can be written."
+        ) from None
+
+
+def _make_version(root: Path, number: int) -> Path:
+    """Make `root`/version_N with the first free N from `number` on, although other runs may do so at the same time."""
     while True:
         path = root / f"version_{number}"
         try:
-            path.mkdir(parents=True)
+            path.mkdir()
         except FileExistsError:
             number += 1
-        except OSError as error:
-            raise ConfigError(
-                f"default_root_dir={str(root)!r}: no run directory can be made there ({error.strerror}). "
-                "Give a folder that can be written."
-            ) from None
         else:
+            sync_directory(root)
             return path
 
 
-def _run_dir_of(checkpoint: StoragePath) -> Path | None:
-    """Return the run directory of the run that wrote `checkpoint`; None if that is no run directory on this machine.
+def _is_left_empty(folder: Path) -> bool:
+    """Whether a directory is that of a run killed before it wrote anything; a directory just made may be in use."""
+    try:
+        if time.time() - folder.stat().st_mtime < _YOUNG_S or {path.name for path in folder.iterdir()} - {NAME}:
+            return False
+        lock = FolderLock(folder)
+        if lock.acquire(timeout=0) is not None:
+            return False
+        lock.release()
+        return True
+    except OSError:
+        return False
 
-    A checkpoint may come from another machine, or from anybody: its content must not decide where files are written.
+
+def _run_dir_of(checkpoint: StoragePath, root: Path) -> Path | None:
+    """Return the run directory of the run that wrote `checkpoint`; None if it is not below `root`.
+
+    A checkpoint may come from a stranger, so its content must not decide where files are written.
     """
     if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
         return checkpoint.parent.parent
     named = read_metadata(checkpoint).get("run_dir")
-    path = Path(named) if isinstance(named, str) else None
-    return path if path is not None and path in versions(path.parent) and path.is_dir() else None
+    try:
+        path = Path(named if isinstance(named, str) else "")
+        inside = path.parent.resolve() == root.resolve()
+        return path if inside and path in versions(path.parent) and path.is_dir() else None
+    except (OSError, ValueError):  # no path of this machine
+        return None
 
 
 @contextmanager

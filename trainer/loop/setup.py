@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.callback import CallbackList, build_callback_list
-from trainer.checkpoint.storage import StoragePath
+from trainer.checkpoint.disk import replace_notes
+from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import was_requeued
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.collective_check import CollectiveCheck
-from trainer.fault_tolerance.stop import StopCoordinator
+from trainer.fault_tolerance.signals import keep_exit_code
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
 from trainer.loop.agreement import check_loaders, check_module, check_optimizers, check_settings
+from trainer.loop.changes import facts_of_module, facts_of_training, report_changes
 from trainer.loop.checks import check_call
-from trainer.loop.describe import performance_hints, start_line
-from trainer.loop.loaders import close_loaders, make_loaders
-from trainer.loop.manual import ManualOptimizer
-from trainer.loop.resolved_config import ResolvedConfig, step_config, with_module_callbacks
+from trainer.loop.describe import cuda_capability, performance_hints, start_line
+from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import choose_run_dir, find_after_restart, find_checkpoint, locked_folders
-from trainer.loop.teardown import detach, end_with_error, exit_if_stopped, finish
-from trainer.loop.trainable import TrainableParameters
+from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
 from trainer.loop.training_state import (
     check_storable,
+    choose_seed,
     load_training_state,
-    restore_seed,
     restore_training,
     restore_weights,
 )
@@ -42,8 +39,7 @@ from trainer.metrics.state import check_torchmetrics
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
 from trainer.model.compile import start_compiling
 from trainer.module import TrainModule
-from trainer.optimizers import check_parameters, needs_closure, parse_optimizers
-from trainer.profiling import phase_of
+from trainer.optimizers import check_parameters, parse_optimizers
 from trainer.seed import set_deterministic
 from trainer.settings import DEFAULT_MAX_EPOCHS
 
@@ -60,6 +56,7 @@ def start_run(
     datamodule: DataModule | None,
     ckpt_path: str | Path | None,
     adopt: Callable[[Run], object],
+    allow_changes: Collection[str] = (),
 ) -> Iterator[Run]:
     """Set up a stage, yield the complete `Run`, and tear the stage down.
 
@@ -74,30 +71,33 @@ def start_run(
         data: the user's loaders, by stage.
         adopt: called with the run before any user code, to attach the trainer to modules. Returns the first argument
             of hooks.
+        allow_changes: names of `loop.changes.CHANGES`: what may differ from the run that wrote the checkpoint.
     """
-    check_call(config, session.stage, stage, module, data, datamodule, ckpt_path)
+    check_call(config, session.stage, stage, module, data, datamodule, ckpt_path, allow_changes)
     start_processes(config)
     run = Run(config, session, stage, module, datamodule)
     with ExitStack() as cleanup:
-        cleanup.callback(detach, run)
-        session.stage = stage
-        trainer = adopt(run)
-        run.hooks = CallbackList(config.callbacks, trainer, module)
+        cleanup.callback(run.end)
+        caller = adopt(run)
+        run.bind_hooks(caller)
         try:
             join_processes(run, cleanup)
-            connect_callbacks(run, trainer)
+            run.connect_callbacks(caller)
             check_settings(run)
-            listen_for_stops(run, cleanup)
+            cleanup.callback(stop_listening, run)
+            run.listen_for_stops()
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
-            restore_seed(run, checkpoint)
+            run.seed_processes(choose_seed(run, checkpoint))
             prepare_data(run)
             build_module(run, checkpoint, cleanup)
-            cleanup.callback(close_loaders, run)
-            make_loaders(run, data)
+            cleanup.callback(run.loaders.close)
+            run.loaders.make(data)
             check_loaders(run)
             if stage == "fit":
                 build_optimizers(run)
             restore_training(run, checkpoint)
+            report_changes(run, checkpoint, allow_changes)
+            run.numbers.begin()
             watch_the_clock(run, cleanup)
             with torch.autograd.set_detect_anomaly(run.settings.detect_anomaly):
                 yield run
@@ -105,6 +105,7 @@ def start_run(
         except BaseException as error:
             end_with_error(run, error)
             raise
+    run.stop_coordinator.send_again(run.stop_reason)
     exit_if_stopped(run)
 
 
@@ -129,35 +130,25 @@ def join_processes(run: Run, cleanup: ExitStack) -> None:
     cleanup.callback(set_deterministic(run.settings.deterministic, run.settings.benchmark))
 
 
-def connect_callbacks(run: Run, trainer: object) -> None:
-    """Add the module's callbacks, and bind all hooks to the trainer and the module."""
-    run.callbacks = with_module_callbacks(run.config, run.module.configure_callbacks())
-    run.phase = run.metrics.phase = phase_of(run.callbacks)
-    run.hooks = build_callback_list(run.callbacks, trainer, run.module, run.phase)
-    run.saving_hooks = CallbackList(run.checkpoint_callbacks, trainer, run.module, run.phase)
-
-
-def listen_for_stops(run: Run, cleanup: ExitStack) -> None:
-    """Install signal handlers, and listen for stop requests of other processes."""
-    strategy = run.strategy
-    run.stop_coordinator = StopCoordinator(
-        strategy.processes.store, strategy.processes.rank, strategy.processes.world_size
-    )
-    cleanup.callback(run.stop_coordinator.uninstall)
-    # No signal handlers in an evaluation, which has nothing to save.
-    run.stop_coordinator.install(signals=run.stage == "fit")
+def stop_listening(run: Run) -> None:
+    """Restore the former signal handlers; after a stop, keep its exit code whatever signal follows."""
+    if will_exit(run):
+        keep_exit_code()
+    run.stop_coordinator.uninstall()
 
 
 def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStack) -> dict[str, Any] | None:
     """Choose the run directory and lock it; find the checkpoint to start from and read it."""
     strategy, session = run.strategy, run.session
     found = resolve_checkpoint_and_run_dir(run, ckpt_path) if strategy.processes.is_global_zero else None
-    path, session.run_dir = strategy.processes.broadcast_object(found)  # type: ignore[misc]  # rank 0 has them
+    named = None if found is None else [None if one is None else str(one) for one in found]
+    at, run_dir = strategy.processes.broadcast_object(named) or (None, "")
+    path = None if at is None else as_storage_path(at)
+    run.locate(Path(run_dir or ""), path)
     cleanup.enter_context(locked_folders(run))
     writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
     if session.config_text is not None and writes:
-        (session.run_dir / "config.yaml").write_text(session.config_text)
-    run.resumed_from = path
+        replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
     # "last" was verified when it was found.
     verify = ckpt_path != "last"
     return load_training_state(path, verify, strategy.shards_state, strategy.processes) if path is not None else None
@@ -199,13 +190,13 @@ def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack
         module.configure_model()
         check_module(run)
     if training:
+        run.record_facts({"module": facts_of_module(module)})
         check_torchmetrics(module)
     if checkpoint is not None:
         run.hooks.on_load_checkpoint(checkpoint)
     disable_activation_checkpointing(module)
     strategy.setup_module(module, training, run.settings.activation_checkpointing if training else None)
     if run.config.compilation is not None:
-        run.metrics.copies_losses = run.reuses_memory = run.config.compilation.reuses_memory
         trained = (lambda: run.progress.step) if training else None
         cleanup.callback(start_compiling(module, run.config.compilation, trained))
     restore_weights(run, checkpoint)
@@ -215,31 +206,29 @@ def build_optimizers(run: Run) -> None:
     """Get optimizers and schedulers from the module, and pass them to the strategy."""
     module, strategy, settings = run.module, run.strategy, run.settings
     automatic, calls_step = module.automatic_optimization, not module.overrides("lr_scheduler_step")
-    optimizers, run.scheduler_configs = parse_optimizers(
+    optimizers, schedulers = parse_optimizers(
         module.configure_optimizers(), type(module).__name__, automatic, calls_step
     )
     check_parameters(optimizers, module, shared=not automatic)
     if run.checkpoint_callbacks:
-        check_storable(optimizers, run.scheduler_configs)
-    check_optimizers(run, optimizers)
+        check_storable(optimizers, schedulers)
+    check_optimizers(run, optimizers, schedulers)
+    run.record_facts(facts_of_training(run, optimizers, schedulers))
     if settings.max_epochs is None and run.config.max_epochs == DEFAULT_MAX_EPOCHS:
         log.warning("no max_epochs, max_steps or max_time is given: training for %d epochs", DEFAULT_MAX_EPOCHS)
     assert run.train_loader is not None
-    for hint in performance_hints(strategy.device, run.train_loader.pinned, optimizers):
+    capability = cuda_capability(strategy.device)
+    for hint in performance_hints(strategy.device, run.train_loader.pinned, optimizers, strategy.precision, capability):
         log.info("faster: %s", hint)
     steps = step_config(
         settings,
         accumulate_grad_batches=run.session.accumulate_grad_batches,
         micro_batch_size=run.train_loader.batch_size,
-        schedulers=[config.scheduler for config in run.scheduler_configs],
+        schedulers=[config.scheduler for config in schedulers],
         run_dir=None if settings.fast_dev_run else run.session.run_dir,
+        reuses_memory=run.reuses_memory,
     )
-    run.optimizers = strategy.setup_optimizers(optimizers, steps)
-    if strategy.processes.world_size > 1:
-        run.trainable = TrainableParameters(run)
-    run.manual_optimizers = [ManualOptimizer(optimizer, run) for optimizer in run.optimizers]
-    run.clips_gradients = settings.gradient_clip_val is not None or module.overrides("configure_gradient_clipping")
-    run.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in run.optimizers)
+    run.set_up_optimizers(optimizers, schedulers, steps)
     if run.closure_needed and (len(optimizers) > 1 or strategy.processes.world_size > 1 or strategy.scaler is not None):
         raise ConfigError(
             f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "
@@ -251,13 +240,7 @@ def watch_the_clock(run: Run, cleanup: ExitStack) -> None:
     """Start the threads of the watchdog and the deadline."""
     stop, strategy = run.stop_coordinator, run.strategy
     rank, world_size = strategy.processes.rank, strategy.processes.world_size
-    if stop.store is not None:
-        run.collective_check = CollectiveCheck(
-            stop.store,
-            rank,
-            world_size,
-            lambda: (run.trainable.windows if run.trainable else 0) + 10**9 * run.shutting_down,
-        )
+    run.watch_collectives()
     cleanup.callback(run.watchdog.stop)
     limit, steps = run.settings.watchdog_seconds, lambda: run.progress.step
     folder = None if run.settings.fast_dev_run else run.session.run_dir

@@ -4,35 +4,63 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from trainer.callback import print_text
+import torch
+
+from trainer.callback import call_all, print_text
+from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
-from trainer.errors import explain_torch_error
+from trainer.errors import CheckpointError, TrainerError, explain_torch_error
 from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
-from trainer.fault_tolerance.stop import EXIT_RETRY, exit_code
-from trainer.launchers.restarts import restart_safe_exit_code
+from trainer.fault_tolerance.signals import EXIT_RETRY
+from trainer.fault_tolerance.stop import exit_code
+from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 
+_OF_STATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
+"""The errors that an optimizer may raise when it loads the state of another one."""
+
 
 def finish(run: Run) -> None:
     """Call the teardown hooks, print why a training was stopped, and wait for the other processes."""
-    run.watchdog.allow_slow = True
-    call_teardown_hooks(run)
+    run.watchdog.expect_slow_work()
+    if run.stage == "fit":
+        require_saved(run)
+    run.tear_down()
     if run.stage == "fit" and exit_code(run.stop_reason) and run.strategy.processes.is_global_zero:
-        words = (
-            f"stopped after step {run.progress.step}: {run.stop_reason}. "
-            f"To go on, start it again with ckpt_path='last'; it writes into {run.session.run_dir}.\n"
-        )
-        print_text(run.callbacks, words)
-    run.shutting_down = True
-    # When the first process exits, the launcher may end the others in the middle of their teardown.
-    run.strategy.processes.barrier()
-    run.stop_coordinator.done()
+        print_text(run.callbacks, f"stopped after step {run.progress.step}: {run.stop_reason}. {_how_to_go_on(run)}\n")
+    run.shut_down()
+
+
+def _how_to_go_on(run: Run) -> str:
+    if any(callback.last_model_path for callback in run.checkpoint_callbacks):
+        return f"To go on, start it again with ckpt_path='last'; it writes into {run.session.run_dir}."
+    if run.resumed_from is not None:
+        return f"The trainer has saved nothing since {run.resumed_from}: to go on from there, start it again as now."
+    why = "there was no step" if run.progress.step == 0 else "no ModelCheckpoint has written one"
+    return f"There is no checkpoint ({why}): started again, it begins anew."
+
+
+def require_saved(run: Run) -> None:
+    """Raise WriteError if the last weights could not be saved, so that the process does not exit with success.
+
+    For a run that is to be started again (exit code 75) it is only logged: that resumes from the checkpoint before.
+    """
+    problems = [callback.unsaved for callback in run.checkpoint_callbacks]
+    unsaved = "; ".join(problem for problem in problems if problem is not None)
+    if not unsaved:
+        return
+    words = f"training has ended at step {run.progress.step}, and its last weights are NOT SAVED: {unsaved}"
+    if exit_code(run.stop_reason) != EXIT_RETRY or not exit_code_is_free():
+        raise WriteError(words)
+    if run.strategy.processes.is_global_zero:
+        log.error("%s The exit code stays %d: the run that is started again repeats these steps.", words, EXIT_RETRY)
 
 
 def end_with_error(run: Run, error: BaseException) -> None:
@@ -40,10 +68,11 @@ def end_with_error(run: Run, error: BaseException) -> None:
 
     Raises:
         ConfigError: there is advice for torch's error; see `explain_torch_error`.
+        CheckpointError: the state of the optimizer or scheduler came from a checkpoint, and does not fit.
     """
     run.stop_coordinator.failed()
     run.watchdog.stop()
-    explained = explain_torch_error(error)
+    explained = explain_torch_error(error) or _explain_restored_state(run, error)
     if isinstance(error, Exception):
         report_failure(
             run.stop_coordinator.store,
@@ -56,23 +85,30 @@ def end_with_error(run: Run, error: BaseException) -> None:
         limit_exit()
     with exit_in_time("on_exception or teardown") if several else nullcontext():
         with log_secondary_errors("on_exception"):
-            run.hooks.on_exception(error)
-            if run.datamodule is not None:
-                run.datamodule.on_exception(error)
+            of_data = [run.datamodule.on_exception] if run.datamodule is not None else []
+            call_all([run.hooks.on_exception, *of_data], error)
         with log_secondary_errors("teardown"):
-            call_teardown_hooks(run)
+            run.tear_down()
     if explained is not None:
         raise explained from error
 
 
-def call_teardown_hooks(run: Run) -> None:
-    """Call `teardown` of the data module, the callbacks and the module, once."""
-    if run.torn_down:
-        return
-    run.torn_down = True
-    if run.datamodule is not None:
-        run.datamodule.teardown(run.stage)
-    run.hooks.teardown(run.stage)
+def _explain_restored_state(run: Run, error: BaseException) -> CheckpointError | None:
+    """Return a CheckpointError for an error inside torch's optimizers and schedulers whose states were restored."""
+    if run.resumed_from is None or run.stage != "fit" or not isinstance(error, _OF_STATES):
+        return None
+    if isinstance(error, (TrainerError, torch.OutOfMemoryError)):
+        return None
+    places = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(place.startswith("torch.optim") for place in places):
+        return None
+    explained = CheckpointError(
+        f"the optimizer or scheduler cannot go on from the state in {run.resumed_from} "
+        f"({type(error).__name__}: {error}): that is damaged, or does not fit the code. To start anew from its weights "
+        "alone: load_from_checkpoint, and fit without ckpt_path."
+    )
+    explained.__cause__ = error
+    return explained
 
 
 @contextmanager
@@ -84,22 +120,19 @@ def log_secondary_errors(what: str) -> Iterator[None]:
         log.warning("%s failed too, while the run was ending with an error:", what, exc_info=True)
 
 
-def detach(run: Run) -> None:
-    """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
-    run.session.stage, run.collective_check = None, None
-    run.training = run.validating = run.sanity_checking = False
-    run.metrics.end("the run has ended: log inside of fit, validate or test.")
-    run.module.untoggle_optimizer()
-
-
 def exit_if_stopped(run: Run) -> None:
     """Exit with the code of a signal or deadline that stopped the run, except in an interactive session."""
-    code = exit_code(run.stop_reason)
-    if run.stop_reason is None or not code or in_interactive_session():
+    if not will_exit(run):
         return
+    code = exit_code(run.stop_reason)
     if code == EXIT_RETRY and run.strategy.processes.is_global_zero:
         requeue()
     sys.exit(restart_safe_exit_code(code, run.strategy.processes.store))
+
+
+def will_exit(run: Run) -> bool:
+    """Return True if a signal or deadline has stopped the run, and it ends this process."""
+    return run.shutting_down and exit_code(run.stop_reason) != 0 and not in_interactive_session()
 
 
 def in_interactive_session() -> bool:

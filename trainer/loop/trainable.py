@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError
-from trainer.loop.run import Run
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 
@@ -25,19 +28,26 @@ class TrainableParameters:
         self._parameters = list(self._run.module.parameters())
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         self._optimized = self._in_optimizers()
+        self._groups = self._number_of_groups()
 
     def _in_optimizers(self) -> set[int]:
         """Return the identities of the parameters in the optimizers."""
         groups = (group["params"] for optimizer in self._run.optimizers for group in optimizer.param_groups)
         return set(map(id, chain.from_iterable(groups)))
 
-    def _have_changed(self) -> bool:
-        """Whether a parameter was frozen or unfrozen, or is new in an optimizer; takes no names, which cost time.
+    def _number_of_groups(self) -> int:
+        return sum(len(optimizer.param_groups) for optimizer in self._run.optimizers)
 
-        DeepSpeed empties the groups in its steps.
+    def _have_changed(self) -> bool:
+        """Whether a parameter was frozen, unfrozen, or added to or removed from an optimizer.
+
+        Compares without names, which would cost time; not the groups under DeepSpeed, which empties them in its steps.
         """
         flags = [parameter.requires_grad for parameter in self._parameters]
-        return flags != self._flags or not self._in_optimizers() <= self._optimized
+        optimized = self._in_optimizers()
+        if flags != self._flags or self._number_of_groups() != self._groups:
+            return True
+        return optimized != self._optimized and bool(optimized)
 
     def follow(self) -> None:
         """Adapt the strategy if the parameters have changed. Called before the first forward of a window.
@@ -74,6 +84,7 @@ class TrainableParameters:
         now, known = {name: p.requires_grad for name, p in parameters.items()}, set(map(id, self._parameters))
         words = {
             "added": [name for name in now if name not in self._names],
+            "removed": [name for name in self._names if name not in now],
             "replaced": [name for name, p in parameters.items() if name in self._names and id(p) not in known],
             "unfrozen": [name for name, trains in now.items() if trains and self._names.get(name) is False],
             "frozen": [name for name, trains in now.items() if not trains and self._names.get(name)],

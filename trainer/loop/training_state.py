@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,17 +15,21 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint
+from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
+from trainer.checkpoint.optimizer_state import check_shapes, with_dtypes_of
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
+from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.storage import StoragePath
-from trainer.data.transfer import move_to
-from trainer.errors import CheckpointError
+from trainer.data.transfer import map_leaves
+from trainer.errors import CheckpointError, restoring
 from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
+from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.optimizers import SchedulerConfig
 from trainer.progress import Progress
-from trainer.seed import derive_seed, rng_state, seed_everything
+from trainer.seed import rng_state
 from trainer.strategy import synchronize_buffers
 
 log = logging.getLogger("trainer")
@@ -32,27 +37,37 @@ log = logging.getLogger("trainer")
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def training_state(run: Run) -> dict[str, Any]:
+def tensor_state(run: Run) -> dict[str, Any]:
+    """Return weights, buffers and optimizer states; of sharded tensors this process's shards. Collective."""
+    synchronize_buffers(run.strategy)
+    return {
+        "model": run.strategy.module_state(),
+        "optimizers": [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers],
+    }
+
+
+def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any]) -> dict[str, Any]:
     """Return, as data, everything needed to resume a run as if it had never stopped. Collective.
 
-    Of sharded tensors this process's shards. `KINDS` lists the type of each entry; the functions below restore the
-    entries.
+    `KINDS` lists the type of each entry; the functions below restore the entries.
+
+    Args:
+        tensors: what `tensor_state` returned.
+        callbacks: the states of those that write no checkpoints, by key.
     """
     strategy = run.strategy
-    synchronize_buffers(strategy)
     own = {
         "rng": rng_state(strategy.device),
-        "loader": run.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
+        "loader": run.skipping.loader_state or (run.train_loader.state_dict() if run.train_loader else {}),
         "metrics": metrics_state(run.metrics),
         "stop": run.postponed_stop,
     }
     if strategy.processes.world_size > 1:
-        # Unpickling a tensor of an accelerator would make each process use the accelerators of all others.
-        own = move_to(own, _on_cpu)
+        # Here, so that the copies of other processes are on the CPU as well as its own.
+        own = map_leaves(own, _on_cpu)
     per_rank = strategy.processes.all_gather_object(own)
     return {
-        "model": strategy.module_state(),
-        "optimizers": [strategy.optimizer_state(optimizer) for optimizer in run.optimizers],
+        **tensors,
         "schedulers": [config.scheduler.state_dict() for config in run.scheduler_configs],
         "scaler": strategy.scaler.state_dict() if strategy.scaler is not None else {},
         "progress": run.progress.state_dict(),
@@ -65,7 +80,9 @@ def training_state(run: Run) -> dict[str, Any]:
         "scheduler_values": [config.value_step for config in run.scheduler_configs],
         "postponed_stop": next((state["stop"] for state in per_rank if state["stop"] is not None), None),
         "callbacks": {
-            key: state for key, c in callbacks_by_state_key(run.callbacks).items() if (state := c.state_dict())
+            key: state
+            for key, c in callbacks_by_state_key(run.callbacks).items()
+            if (state := callbacks[key] if key in callbacks else c.state_dict())
         },
         "data": run.datamodule.state_dict() if run.datamodule is not None else {},
         "hyperparameters": run.hyperparameters(),
@@ -75,6 +92,7 @@ def training_state(run: Run) -> dict[str, Any]:
         "world_size": strategy.processes.world_size,
         "strategy": strategy.name,
         "precision": strategy.precision.name,
+        "facts": {name: dict(facts) for name, facts in run.facts.items()},
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }
 
@@ -90,28 +108,62 @@ def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig
     serialize([config.scheduler.state_dict() for config in schedulers], "schedulers")
 
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "model": (dict,),
-    "optimizers": (list,),
-    "schedulers": (list,),
-    "scaler": (dict,),
-    "progress": (dict,),
-    "rng": (list,),
-    "loader": (list,),
-    "metrics": (list,),
-    "callback_metrics": (dict,),
-    "callbacks": (dict,),
-    "data": (dict,),
-    "hyperparameters": (dict,),
-    "config": (str, type(None)),
-    "seed": (int,),
-    "run_dir": (str,),
-    "world_size": (int,),
-    "strategy": (str,),
-    "precision": (str,),
-    "versions": (dict,),
+_OPTIONS = {
+    "reduction": REDUCTIONS,
+    "on_step": (bool, None),
+    "on_epoch": (bool, None),
+    "prog_bar": bool,
+    "logger": bool,
+    "metric": (str, None),
 }
-"""The types of the required entries; further entries are allowed."""
+_ENTRY = {
+    "options": _OPTIONS,
+    "epoch": {
+        "reduction": REDUCTIONS,
+        "on_host": (NUMBER, None),
+        "on_device": (torch.Tensor, None),
+        "weight_on_host": NUMBER,
+        "weight_on_device?": (torch.Tensor, None),
+        "pending": torch.Tensor,
+        "pending_weights": [NUMBER],
+    },
+}
+_METRICS = {
+    "train": {str: _ENTRY},
+    "steps?": {str: {"options": _OPTIONS, "values": [[(NUMBER, torch.Tensor)]]}},
+    "hooks": {str: _ENTRY},
+    "names?": [str],
+    "objects": {str: {"updates": Integer(), "state": {str: object}}},
+}
+_MAX_COUNT = 2**53
+KINDS: dict[str, Any] = {
+    "model": dict,
+    "optimizers": [{"kind": str, "state": {str: dict}, "param_groups": [{"params": [str]}]}],
+    "schedulers": [dict],
+    "scaler": dict,
+    "progress": {
+        name: bool if first is False else Integer(first, _MAX_COUNT) for name, first in asdict(Progress()).items()
+    },
+    "global_micro_batch?": (Integer(1), None),
+    "rng": [dict],
+    "loader": [dict],
+    "metrics": [_METRICS],
+    "callback_metrics": {str: NUMBER},
+    "measured?": {str: {"value": NUMBER, "step": Integer(-1), "kind": ("step", "interim", "epoch")}},
+    "scheduler_values?": [(Integer(-1), None)],
+    "postponed_stop?": (str, None),
+    "callbacks": {str: dict},
+    "data": dict,
+    "hyperparameters": {str: dict},
+    "config": (str, None),
+    "seed": Integer(),
+    "run_dir": str,
+    "world_size": Integer(1),
+    "strategy": str,
+    "precision": str,
+    "versions": dict,
+}
+"""The kinds of the entries (see `schema.Kind`), but for contents that their owners check; more entries are allowed."""
 
 PER_PROCESS = ("rng", "loader", "metrics")
 """Entries that are lists with one item per process."""
@@ -137,49 +189,39 @@ def load_training_state(
         CheckpointError: the checkpoint cannot be read, or an entry is missing or of another type.
     """
     checkpoint = open_checkpoint(path, SHARDED_KEYS, verify, peers) if sharded else read_checkpoint(path, verify=verify)
-    problems = []
-    for name, kinds in KINDS.items():
-        if name not in checkpoint:
-            problems.append(f"it has no {name!r}")
-        elif type(checkpoint[name]) not in kinds:
-            problems.append(f"{name!r} is a {type(checkpoint[name]).__name__}")
-    if not problems:
-        problems = _wrong_counters(checkpoint["progress"]) + _wrong_lengths(checkpoint)
-    if problems:
+    problem = wrong(checkpoint, KINDS, "the checkpoint") or _wrong_length(checkpoint)
+    if problem is not None:
         raise CheckpointError(
-            f"{path} is no checkpoint of a training, or one of another version of this package: {'; '.join(problems)}. "
+            f"{path} is not a checkpoint of a training, or is one of another version of this package: {problem}. "
             "For the weights alone: load_from_checkpoint, or trainer checkpoint export."
         )
+    for rank, (rng, loader) in enumerate(zip(checkpoint["rng"], checkpoint["loader"], strict=True)):
+        check_rng_state(rng, f"{path}, 'rng' of rank {rank}")
+        check_torch_states(loader, f"{path}, 'loader' of rank {rank}")
     return checkpoint
 
 
-def restore_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
-    """Seed the run with the seed of the settings, else of the checkpoint, else with a new one for all ranks.
-
-    Each process derives its own random numbers from the seed; the initial weights are equal.
-    """
-    given, session, strategy = run.settings.seed, run.session, run.strategy
-    if given is not None:
-        session.seed = given
-    elif checkpoint is not None:
-        session.seed = checkpoint["seed"]
-    else:
-        session.seed = strategy.processes.broadcast_object(int.from_bytes(os.urandom(4), "little"))
-    if checkpoint is not None and run.stage == "fit" and checkpoint["seed"] != session.seed:
+def choose_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> int:
+    """Return the seed of the settings, else of the checkpoint, else a new one for all ranks. Collective."""
+    seed = run.settings.seed
+    if checkpoint is None:
+        new = int.from_bytes(os.urandom(4), "little")
+        return seed if seed is not None else int(run.strategy.processes.broadcast_object(new))
+    saved = int(checkpoint["seed"])
+    if seed is not None and seed != saved and run.stage == "fit":
         log.warning(
             "the checkpoint was written with seed=%s, this run has seed=%d: the order of the samples changes here",
-            checkpoint["seed"],
-            session.seed,
+            saved,
+            seed,
         )
-    if given is not None and strategy.processes.rank > 0:
-        # Rank 0 continues with the generators that Trainer(seed=...) has seeded, as a single process does.
-        seed_everything(derive_seed(given, strategy.processes.rank))
+    return saved if seed is None else seed
 
 
 def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """Load the checkpoint's weights, if there is a checkpoint. Called after `setup_module`."""
     if checkpoint is not None:
-        run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading)
+        with restoring("the weights"):
+            run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading)
         log.info("restored %s", run.resumed_from)
 
 
@@ -200,25 +242,29 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     _require_same_number("optimizers", checkpoint["optimizers"], run.optimizers)
     _require_same_number("schedulers", checkpoint["schedulers"], run.scheduler_configs)
     for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
-        strategy.load_optimizer_state(optimizer, state)
+        with restoring(f"the state of {type(optimizer).__name__}"):
+            check_shapes(run.module, state)
+            strategy.load_optimizer_state(optimizer, with_dtypes_of(state, checkpoint["model"]))
     for config, state in zip(run.scheduler_configs, checkpoint["schedulers"], strict=True):
-        config.scheduler.load_state_dict(state)
+        _restore_scheduler(config.scheduler, state)
     if strategy.scaler is not None and checkpoint["scaler"]:
-        strategy.scaler.load_state_dict(checkpoint["scaler"])
-    run.progress.load_state_dict(checkpoint["progress"])
+        _require_alike(checkpoint["scaler"], strategy.scaler.state_dict(), "the loss scale")
+        with restoring("the loss scale"):
+            strategy.scaler.load_state_dict(checkpoint["scaler"])
     run.session.callback_metrics.update(checkpoint["callback_metrics"])
     # Checkpoints of earlier versions have none of these three.
-    run.session.measured.update({name: Measured(**one) for name, one in checkpoint.get("measured", {}).items()})
+    with restoring("the monitored values"):
+        run.session.measured.update({name: Measured(**one) for name, one in checkpoint.get("measured", {}).items()})
     for config, step in zip(run.scheduler_configs, checkpoint.get("scheduler_values", ()), strict=False):
         config.value_step = step
-    run.postponed_stop = checkpoint.get("postponed_stop")
-    if run.progress.epoch_ended:
-        run.progress.next_epoch()
+    run.progress.load_state_dict(_cursor(run, checkpoint).state_dict())
     # With another number of processes, a process merges the values of several processes, or of none.
-    load_metrics_state(run.metrics, checkpoint["metrics"][rank :: strategy.processes.world_size], strategy.device)
-    _move_cursor(run, checkpoint["global_micro_batch"])
-    if checkpoint["world_size"] == strategy.processes.world_size:
-        run.rng_to_restore = checkpoint["rng"][rank]
+    with restoring("the logged values"):
+        load_metrics_state(run.metrics, checkpoint["metrics"][rank :: strategy.processes.world_size], strategy.device)
+    same_size = checkpoint["world_size"] == strategy.processes.world_size
+    run.resume(checkpoint["rng"][rank] if same_size else None, checkpoint.get("postponed_stop"))
+    if same_size:
+        check_rng_state(checkpoint["rng"][rank], f"{run.resumed_from}, 'rng' of rank {rank}", strategy.device)
         if run.train_loader and checkpoint["loader"][rank]:
             run.train_loader.load_state_dict(checkpoint["loader"][rank])
     else:
@@ -228,9 +274,28 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
             checkpoint["world_size"],
             strategy.processes.world_size,
         )
-    if run.config.max_epochs is not None and run.progress.epoch >= run.config.max_epochs:
+    last_step = run.settings.max_steps
+    if last_step is not None and -1 < last_step <= run.progress.step:
+        log.warning(
+            "nothing is left to train: the checkpoint has %d steps, and max_steps=%d", run.progress.step, last_step
+        )
+    elif run.config.max_epochs is not None and run.progress.epoch >= run.config.max_epochs:
         log.warning("nothing is left to train: max_epochs=%d are done; raise it to go on", run.config.max_epochs)
     _restore_callbacks(run, checkpoint)
+
+
+def _restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Restore a scheduler, whose `load_state_dict` takes whatever it is given for its attributes."""
+    what = f"the state of {type(scheduler).__name__}"
+    _require_alike(state, scheduler.state_dict(), what, type(scheduler))
+    with restoring(what):
+        scheduler.load_state_dict(state)
+
+
+def _require_alike(saved: Any, current: Any, what: str, reserved: type | None = None) -> None:
+    found = unlike(saved, current, what, reserved)
+    if found is not None:
+        raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another scheduler or scaler")
 
 
 def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
@@ -238,9 +303,11 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
     callbacks = callbacks_by_state_key(run.callbacks)
     for key, callback in callbacks.items():
         if key in checkpoint["callbacks"]:
-            callback.load_state_dict(checkpoint["callbacks"][key])
+            with restoring(f"the state of the callback {key}"):
+                callback.load_state_dict(checkpoint["callbacks"][key])
     if run.datamodule is not None and checkpoint["data"]:
-        run.datamodule.load_state_dict(checkpoint["data"])
+        with restoring("the state of the data module"):
+            run.datamodule.load_state_dict(checkpoint["data"])
     unused = [f"the callback {key}" for key in checkpoint["callbacks"] if key not in callbacks]
     unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
     if unused and run.strategy.processes.is_global_zero and not run.settings.fast_dev_run:
@@ -254,13 +321,29 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-def save_state(run: Run, write: Callable[[dict[str, Any], dict[str, Any]], None], info: Mapping[str, Any]) -> None:
+def save_state(
+    run: Run,
+    write: Callable[[dict[str, Any], dict[str, Any]], None],
+    info: Mapping[str, Any] | Callable[[list[str]], Mapping[str, Any]],
+) -> None:
     """Pass the run's state to `write`; see `Trainer.save_with`. Collective."""
     strategy = run.strategy
     with run.saving_checkpoint():
         if run.stage == "fit":
             run.flush_step()  # a resumed run does not log the step again
-        state = training_state(run)
+        tensors = tensor_state(run)
+        # What the callbacks that write checkpoints keep depends on what is found.
+        writing = [id(callback) for callback in run.checkpoint_callbacks]
+        callbacks = {
+            key: c.state_dict() for key, c in callbacks_by_state_key(run.callbacks).items() if id(c) not in writing
+        }
+        looked_at = {**tensors, "callbacks": callbacks}
+        nonfinite = run.numbers.in_state(looked_at, reported=callable(info))
+        about: dict[str, Any] = {"step": run.progress.step, "epoch": run.progress.epoch, "captured": time.time_ns()}
+        about |= info(nonfinite) if callable(info) else info
+        if nonfinite:
+            about["nonfinite"] = nonfinite
+        state = training_state(run, tensors, callbacks)
         run.hooks.on_save_checkpoint(state)
         if strategy.processes.is_global_zero:
             for logger in run.loggers:
@@ -268,10 +351,11 @@ def save_state(run: Run, write: Callable[[dict[str, Any], dict[str, Any]], None]
         problem = None
         if strategy.processes.is_global_zero or strategy.shards_state:
             try:
-                write(state, {"step": run.progress.step, "epoch": run.progress.epoch, **info})
+                write(state, about)
             except Exception as error:
                 problem = error
         problems = strategy.processes.all_gather_object(problem)
+    problems[strategy.processes.rank] = problem  # with its own class and traceback
     for problem in problems:
         if problem is not None:
             raise problem
@@ -290,16 +374,23 @@ def _global_micro_batch(run: Run) -> int | None:
     return None if size is None else size * run.strategy.processes.world_size
 
 
-def _move_cursor(run: Run, before: int | None) -> None:
-    """Convert the cursor from micro-batches of `before` samples to micro-batches of this run."""
-    loader, now = run.train_loader, _global_micro_batch(run)
+def _cursor(run: Run, checkpoint: Mapping[str, Any]) -> Progress:
+    """Return the counters with which training goes on: in micro-batches of this run, and after an epoch's end.
+
+    A checkpoint counts in micro-batches of the run that wrote it.
+    """
+    progress = Progress()
+    progress.load_state_dict(checkpoint["progress"])
+    if progress.epoch_ended:
+        progress.next_epoch()
+    loader, now, before = run.train_loader, _global_micro_batch(run), checkpoint.get("global_micro_batch")
     if loader is None or before is None or now is None or before == now:
-        return
-    consumed = run.progress.batch * before
+        return progress
+    consumed = progress.batch * before
     if loader.samples_per_epoch is not None and loader.max_length is not None and consumed >= loader.samples_per_epoch:
-        run.progress.batch = loader.max_length
-        return
-    run.progress.batch, again = divmod(consumed, now)
+        progress.batch = loader.max_length
+        return progress
+    progress.batch, again = divmod(consumed, now)
     if again:
         log.warning(
             "the checkpoint lies inside one of this run's batches of %d samples (over all processes): %d samples of "
@@ -307,6 +398,7 @@ def _move_cursor(run: Run, before: int | None) -> None:
             now,
             again,
         )
+    return progress
 
 
 def callbacks_by_state_key(callbacks: list[Callback]) -> dict[str, Callback]:
@@ -329,18 +421,11 @@ def _require_same_number(what: str, saved: list[Any], current: list[Any]) -> Non
         )
 
 
-def _wrong_counters(progress: dict[str, Any]) -> list[str]:
-    return [
-        f"'progress' has no {field.name!r} that is a number"
-        for field in fields(Progress)
-        if type(progress.get(field.name)) not in (int, bool) or progress[field.name] < -1
-    ]
-
-
-def _wrong_lengths(checkpoint: dict[str, Any]) -> list[str]:
+def _wrong_length(checkpoint: dict[str, Any]) -> str | None:
     size = checkpoint["world_size"]
-    return [
+    wrong = (
         f"{name!r} has {len(checkpoint[name])} entries for {size} processes"
         for name in PER_PROCESS
         if len(checkpoint[name]) != size
-    ]
+    )
+    return next(wrong, None)

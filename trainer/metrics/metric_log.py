@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
+from trainer.distributed.sendable import sendable
 from trainer.errors import ConfigError, did_you_mean
 from trainer.metrics.monitor import Kind
-from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host
+from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host, total_of
 from trainer.profiling import LOGGING, Phase, unheard
+
+if TYPE_CHECKING:
+    from trainer.data.loader import Batch
 
 GatherObjects = Callable[[Any], list[Any]]
 
 
+@sendable
 class LogOptions(NamedTuple):
     """The options of a logged name; gathered with its values, because a process may not have logged that name."""
 
@@ -30,6 +36,10 @@ class LogOptions(NamedTuple):
     logger: bool = True
     metric: str | None = None
     """Name of a logged `torchmetrics.Metric` in `named_modules`."""
+
+    def goes_to(self, place: Literal["all", "logger", "progress_bar"]) -> bool:
+        """Return True if the value belongs to `place`."""
+        return place == "all" or (self.logger if place == "logger" else self.prog_bar)
 
 
 @dataclass
@@ -45,6 +55,8 @@ class Entry:
     """The values of the latest window in which the name was logged by step, with their weights."""
     superseded: int = -1
     """The window up to which a value of an epoch or an evaluation replaces the name's values by step."""
+    flushed: int = -1
+    """The last window whose per-step values went to the loggers."""
     epoch: Accumulator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,18 +85,28 @@ class ReducedMetrics:
     logger: dict[str, float] = field(default_factory=dict)
     progress_bar: dict[str, float] = field(default_factory=dict)
     all: dict[str, float] = field(default_factory=dict)
+    results: dict[str, float] = field(default_factory=dict)
+    """All values by their full names: of a name logged by step and epoch only `name_step` and `name_epoch`."""
     kinds: dict[str, Kind] = field(default_factory=dict)
     """The kind of each value in `all`."""
 
     def put(
-        self, name: str, options: LogOptions, value: float, suffix: Literal["step", "epoch"], loader: str = ""
+        self,
+        name: str,
+        options: LogOptions,
+        value: float,
+        suffix: Literal["step", "epoch"],
+        loader: str = "",
+        past: bool = False,
     ) -> None:
+        """Add a value; `past`: it is of an earlier step than the last."""
         full_name = with_suffix(name, suffix, loader) if options.on_step and options.on_epoch else name
-        self.all[full_name] = value
+        self.all[full_name] = self.results[full_name] = value
         self.all[name] = value
-        self.kinds[name] = "epoch" if suffix == "epoch" else "interim" if options.on_epoch else "step"
+        of_step: Kind = "past" if past else "step"
+        self.kinds[name] = "epoch" if suffix == "epoch" else "interim" if options.on_epoch and not past else of_step
         if full_name != name:
-            self.kinds[full_name] = "epoch" if suffix == "epoch" else "step"
+            self.kinds[full_name] = "epoch" if suffix == "epoch" else of_step
         if options.logger:
             self.logger[full_name] = value
         if options.prog_bar:
@@ -119,15 +141,21 @@ class MetricLog:
         self.hook_metrics = MetricScope(batches=False, steps=False)
         self.evaluation_hooks = MetricScope(batches=False, steps=False)
         """The values logged in the hooks at the end of the current evaluation."""
+        self.ending: MetricScope | None = None
+        """The scope of the hooks at the end of an epoch or evaluation, while they run: `latest` has its values."""
         self.watches_losses = True
         self.copies_losses = False
         """True if the memory of a step's tensors is used again in the next step."""
         self.nonfinite_loss: tuple[int, float] | None = None
         """Step and value of the first loss read that is NaN or infinite."""
-        self._losses: list[tuple[int, torch.Tensor]] = []
-        """Losses that were not read yet, with their steps."""
+        self._losses: list[tuple[int, torch.Tensor, Number | None]] = []
+        """Losses that have not been read yet, with their steps and divisors."""
+        self.scaler: torch.amp.GradScaler | None = None
+        """The gradient scaler, whose loss scale is read with the losses."""
+        self.loss_scale: float | None = None
+        """The loss scale as it was last read."""
         self.computed: list[Any] = []
-        """torchmetrics objects that were computed, until `reset_computed`."""
+        """torchmetrics objects whose epoch has ended, until `reset_computed`."""
         self.scope = self.hook_metrics
         """The scope to which `log` adds; see `recording`."""
         self.names: set[str] = set()
@@ -148,35 +176,87 @@ class MetricLog:
         """Return a context in which `log` adds to `scope`."""
         return Recording(self, scope)
 
-    def start_window(self) -> None:
-        """Begin a step, so that `read_step` ignores values logged before."""
+    @contextmanager
+    def in_ending(self, scope: MetricScope | None) -> Iterator[None]:
+        """Have `latest` return the values of `scope` in the block, too; after an error still, for `on_exception`."""
+        self.ending = scope
+        yield
+        self.ending = None
+
+    def begin_evaluation_end(self) -> MetricScope:
+        """Return a new scope for the hooks at the end of an evaluation."""
+        self.evaluation_hooks = MetricScope(batches=False, steps=False)
+        return self.evaluation_hooks
+
+    def start_window(self, first: Batch) -> None:
+        """Begin a step with its first batch, so that values logged before are of an earlier step."""
         self.window += 1
+        self.batch, self.samples = first.data, first.samples
 
     def start_batch(self, batch: Any, samples: int | None) -> None:
-        """Weight values by the samples of this batch from now on; None: the loader does not know their number."""
+        """Weight values by the samples of this batch from now on; None: the loader does not know their number.
+
+        The caller sets `batch` anew when the batch is on the device.
+        """
         self.batch, self.samples = batch, samples
 
-    def watch_loss(self, step: int, loss: torch.Tensor) -> None:
-        """Keep a loss until values are read the next time, to find one that is not finite. Reads nothing by itself."""
-        if self.watches_losses:
+    def watch_loss(self, step: int, loss: torch.Tensor, divisor: Number | None) -> None:
+        """Keep a loss until values are next read, to report one that is not finite. Reads nothing from the device.
+
+        Args:
+            divisor: of the loss; infinite for a batch without items, whose loss is a mean over nothing and is ignored.
+        """
+        # Not `!=` alone, which would read a divisor that is on the device.
+        if self.watches_losses and not (isinstance(divisor, float) and divisor == math.inf):
+            # `data` is the loss without its graph, at half the price of `detach()`, which also tracks later writes.
+            kept = loss.data
             # A view would keep a larger tensor in memory.
-            copies = self.copies_losses or loss._is_view()
-            self._losses.append((step, loss.detach().clone() if copies else loss.detach()))
+            self._losses.append((step, kept.clone() if self.copies_losses or loss._is_view() else kept, divisor))
             if len(self._losses) == 1000:
                 self.read_losses()
 
+    def take_nonfinite_loss(self) -> tuple[int, float] | None:
+        """Return step and value of the first loss read that is not finite, once: losses are not watched any longer."""
+        if self.nonfinite_loss is None or not self.watches_losses:
+            return None
+        self.watches_losses = False
+        return self.nonfinite_loss
+
     def read_losses(self) -> None:
-        """Look for a loss that is not finite."""
-        self._check_losses(to_host([loss for _, loss in self._losses]))
+        """Check the kept losses, and read the loss scale."""
+        self._read([])
 
-    def _check_losses(self, numbers: list[float]) -> None:
-        if self.nonfinite_loss is None and not math.isfinite(sum(numbers)):
-            found = ((step, number) for (step, _), number in zip(self._losses, numbers, strict=True))
-            self.nonfinite_loss = next((one for one in found if not math.isfinite(one[1])), None)
+    def mark_flushed(self) -> None:
+        """Record that the loggers have got the per-step values that `read_step` returned."""
+        for entry in self.train.entries.values():
+            entry.flushed = entry.window
+
+    def _read(self, tensors: list[torch.Tensor]) -> list[float]:
+        """Return tensors as numbers. The same copy to the host brings the sum of the losses and the loss scale."""
+        losses = [loss for _, loss, _ in self._losses]
+        scale = None if self.scaler is None else self.scaler._scale
+        scales = [] if scale is None else [scale]
+        total, *numbers = to_host([total_of(losses), *scales, *tensors])
+        self.loss_scale = numbers.pop(0) if scales else None
+        if self.nonfinite_loss is None and not math.isfinite(total):
+            for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):
+                if not math.isfinite(loss) and not (isinstance(divisor, torch.Tensor) and math.isinf(divisor)):
+                    self.nonfinite_loss = (step, loss)
+                    break
         self._losses.clear()
+        return numbers
 
-    def log(self, name: str, value: Any, options: LogOptions, weight: Number | None = None) -> None:
-        """Record a value; see `TrainModule.log`. `weight`: of the value in a mean; None: the samples of the batch."""
+    def log(self, name: str, value: Any, weight: Number | None = None, *options: Any) -> None:
+        """Record a value; see `TrainModule.log`.
+
+        Args:
+            weight: of the value in a mean; None: the samples of the batch.
+            options: those of `LogOptions`, in their order.
+
+        Raises:
+            ConfigError: the value cannot be logged (a complex or sharded tensor, several elements), or logging is not
+                possible now.
+        """
         scope = self.scope
         if scope.batches and self.samples == 0:
             return
@@ -184,17 +264,25 @@ class MetricLog:
         entry = scope.entries.get(key)
         if entry is None:
             check_name(name, self.disabled_reason)
+            if isinstance(value, torch.Tensor) and value.is_complex():
+                raise ConfigError(f"self.log({name!r}) got a complex number: log value.abs(), or value.real.")
+            if hasattr(value, "full_tensor"):
+                raise ConfigError(
+                    f"self.log({name!r}) got a {type(value).__name__}, of which this process holds a part: log "
+                    "value.full_tensor(), and call that on all processes."
+                )
             metric = value if is_torchmetric(value) else None
-            entry = scope.entries[key] = self._new_entry(scope, key, metric, options)
+            entry = scope.entries[key] = self._new_entry(scope, key, metric, LogOptions(*options))
             self.names.update((name, key))
         if entry.metric is not None and value is entry.metric:
             self._log_metric(entry, value)
             return
-        if isinstance(value, torch.Tensor):
+        given_tensor = is_tensor(value)
+        if given_tensor:
             if value.dim():
                 value = _as_scalar(name, value)
             if value.requires_grad:
-                value = value.detach()
+                value = value.data
         elif not isinstance(value, (int, float)):
             if is_torchmetric(value):  # another object with the same name
                 self._log_metric(entry, value)
@@ -211,7 +299,9 @@ class MetricLog:
                 entry.window = self.window
                 entry.window_values.clear()
             # Copies: a tensor may change before it is read, and may be a view that keeps a larger one in memory.
-            entry.window_values.append((_copied(value), _copied(weight)))
+            entry.window_values.append(
+                (value.clone() if given_tensor else value, weight if type(weight) is int else _copied(weight))
+            )
         if entry.options.on_epoch:
             entry.epoch.add(value, weight)
         if scope.loader:
@@ -224,10 +314,11 @@ class MetricLog:
         if options.reduction not in REDUCTIONS:
             allowed = ", ".join(REDUCTIONS)
             raise ConfigError(f"self.log({key!r}, reduce_fx={options.reduction!r}): allowed are {allowed}.")
+        by_step = scope.steps and (metric is None or metric._forward_cache is not None)
         if on_step is None:
-            on_step = scope.steps and metric is None
+            on_step = by_step
         if on_epoch is None:
-            on_epoch = not scope.steps or metric is not None
+            on_epoch = not by_step
         if not on_step and not on_epoch:
             raise ConfigError(f"self.log({key!r}, on_step=False, on_epoch=False) logs nothing: set one to True.")
         if on_step and not on_epoch and not scope.steps:
@@ -256,7 +347,8 @@ class MetricLog:
         if value is None:
             raise ConfigError(
                 f"self.log({entry.name!r}, on_step=True) needs the value of this batch: call the metric, "
-                f"self.{entry.options.metric}(preds, target), instead of update(); or log it with on_epoch=True only."
+                f"self.{entry.options.metric}(preds, target), instead of update(); or log it with on_epoch=True only. "
+                "A wrapper of torchmetrics that keeps no such value: log what the call returns."
             )
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
@@ -265,49 +357,71 @@ class MetricLog:
 
     def _batch_weight(self) -> int:
         """Return the number of samples of the batch, the first dimension of its tensors."""
-        sizes: set[int] = set()
+        sizes: dict[int, None] = {}
         add_sizes(self.batch, sizes)
-        if len(sizes) == 1:
-            self.samples = sizes.pop()
-        else:
-            self.samples = 1
-            warnings.warn(
-                "the number of samples of a batch is unknown, so every batch has the same weight in means over the "
-                "epoch. Pass batch_size=... to self.log.",
-                stacklevel=4,
+        self.samples = next(iter(sizes), 1)
+        if len(sizes) != 1:
+            found = ", ".join(map(str, sizes))
+            why = (
+                f"the tensors of a batch have several first dimensions ({found}): the first is taken for the number of "
+                "samples, by which means over the epoch are weighted."
+                if sizes
+                else "the number of samples of a batch is unknown, so every batch has the same weight in means over "
+                "the epoch."
             )
+            warnings.warn(f"{why} Pass batch_size=... to self.log.", stacklevel=4)
         return self.samples
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read_step(self) -> ReducedMetrics:
-        """Return the values of the last window, reduced over its micro-batches and over processes."""
-        logged = [e for e in self.train.entries.values() if e.options.on_step and e.window == self.window]
+        """Return the values of the last window, reduced over its micro-batches and over processes.
+
+        With them those of names that were not logged in it, but since the last flush: their kind is "past".
+        """
+        logged = [
+            e
+            for e in self.train.entries.values()
+            if e.options.on_step and (e.window == self.window or e.window > max(e.flushed, e.superseded))
+        ]
         values = ReducedMetrics()
         with self.phase(LOGGING):
             tensors = [n for e in logged for one in e.window_values for n in one if is_tensor(n)]
-            read = to_host([*tensors, *(loss for _, loss in self._losses)])
-            self._check_losses(read[len(tensors) :])
-            numbers = iter(read)
-            local: dict[str, tuple[LogOptions, Accumulator]] = {}
+            numbers = iter(self._read(tensors))
+            local: dict[tuple[str, bool], tuple[LogOptions, Accumulator]] = {}
             for entry in logged:
                 accumulator = Accumulator(entry.options.reduction)
                 for one in entry.window_values:
                     value, weight = (next(numbers) if is_tensor(n) else n for n in one)
                     accumulator.add(value, weight)
-                local[entry.name] = (entry.options, accumulator)
-            for name, (options, value) in self._reduce(local).items():
-                values.put(name, options, value, "step")
+                local[entry.name, entry.window != self.window] = (entry.options, accumulator)
+            reduced = self._reduce(local)
+            for (name, past), (options, value) in reduced.items():
+                if not past or (name, False) not in reduced:  # another process may have logged it in this step
+                    values.put(name, options, value, "step", past=past)
         return values
 
-    def latest(self) -> dict[str, Number]:
-        """Return the latest value of each name logged by step in training, of this process, without reading it."""
+    def latest(self, of: Literal["all", "logger", "progress_bar"] = "all") -> dict[str, Number]:
+        """Return the latest values of this process, without reading them.
+
+        Those logged by step in training; in the hooks at the end of an epoch or an evaluation also those logged there.
+        """
         values: dict[str, Number] = {}
         for name, entry in self.train.entries.items():
-            if entry.window > entry.superseded and entry.window_values:
-                values[name] = entry.window_values[-1][0]
-                if entry.options.on_epoch:
-                    values[with_suffix(name, "step")] = values[name]
+            if entry.window <= entry.superseded or not entry.window_values:
+                continue
+            if entry.options.goes_to(of):
+                full_name = with_suffix(name, "step") if entry.options.on_epoch else name
+                values[full_name] = entry.window_values[-1][0]
+                if of == "all":
+                    values[name] = values[full_name]
+        for name, entry in self.ending.entries.items() if self.ending is not None else ():
+            value = entry.epoch.local_value()
+            if value is not None and entry.options.goes_to(of):
+                full_name = with_suffix(name, "epoch") if entry.options.on_step else name
+                values[full_name] = value
+                if of == "all":
+                    values[name] = value
         return values
 
     def read_epoch(self, scope: MetricScope) -> ReducedMetrics:
@@ -316,11 +430,12 @@ class MetricLog:
         torchmetrics objects are computed; `reset_computed` resets them.
         """
         values = self._read_entries(scope.entries, scope.loader)
+        self.computed += [e.metric for e in scope.entries.values() if e.metric is not None and not e.options.on_epoch]
         scope.entries.clear()
         return values
 
     def reset_computed(self) -> None:
-        """Reset the torchmetrics objects that were computed."""
+        """Reset the torchmetrics objects that were computed, or logged by step only."""
         with torch.inference_mode(False):  # otherwise the state could be updated only in inference mode from now on
             while self.computed:
                 self.computed.pop().reset()
@@ -346,16 +461,20 @@ class MetricLog:
             self.train.entries[name].superseded = self.window
         return values
 
-    def _reduce(self, local: dict[str, tuple[LogOptions, Accumulator]]) -> dict[str, tuple[LogOptions, float]]:
-        """Reduce with one host copy and one gather; every process then does the same arithmetic."""
+    def _reduce(self, local: Mapping[Any, tuple[LogOptions, Accumulator]]) -> dict[Any, tuple[LogOptions, float]]:
+        """Reduce with one host copy and one gather; every process then does the same arithmetic.
+
+        The keys are names, or for values by step pairs of a name and whether the step is an earlier one.
+        """
         numbers = iter(to_host([t for _, accumulator in local.values() for t in accumulator.tensors()]))
         mine = {name: (options, *accumulator.host_value(numbers)) for name, (options, accumulator) in local.items()}
-        combined: dict[str, tuple[LogOptions, float | None, float]] = {}
+        combined: dict[Any, tuple[LogOptions, float | None, float]] = {}
         for theirs in self.all_gather_object(mine):
             for name, (options, value, weight) in theirs.items():
-                if name in combined and value is not None:
+                if name in combined:
                     _, before, weight_before = combined[name]
-                    value = value if before is None else COMBINE_HOST[options.reduction](before, value)
+                    if before is not None:  # a process whose weights are all 0 has no value
+                        value = before if value is None else COMBINE_HOST[options.reduction](before, value)
                     weight += weight_before
                 combined[name] = (options, value, weight)
         return {
@@ -442,21 +561,23 @@ def is_torchmetric(value: Any) -> bool:
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-def add_sizes(batch: Any, sizes: set[int]) -> None:
-    """Add the first dimension of each tensor in `batch` (nested dicts, lists and tuples) to `sizes`."""
+def add_sizes(batch: Any, sizes: dict[int, None]) -> None:
+    """Add the first dimension of each tensor in `batch` (nested dicts, lists, tuples, dataclasses) to `sizes`."""
     if isinstance(batch, (list, tuple)):
         for item in batch:
-            if isinstance(item, torch.Tensor):
-                if item.dim():
-                    sizes.add(item.size(0))
-            else:
+            if not isinstance(item, torch.Tensor):
                 add_sizes(item, sizes)
+            elif shape := item.shape:
+                sizes[shape[0]] = None
     elif isinstance(batch, torch.Tensor):
-        if batch.dim():
-            sizes.add(batch.size(0))
+        if shape := batch.shape:
+            sizes[shape[0]] = None
     elif isinstance(batch, Mapping):
         for item in batch.values():
             add_sizes(item, sizes)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for one in fields(batch):
+            add_sizes(getattr(batch, one.name), sizes)
 
 
 OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight")
@@ -518,7 +639,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def checked_weight(name: str, weight: Any) -> Any:
-    """Return the weight; raise `ConfigError` if it is no number from 0."""
+    """Return the weight; raise `ConfigError` if it is not a number of at least 0."""
     if isinstance(weight, torch.Tensor):
         if weight.numel() == 1:
             return weight

@@ -13,9 +13,14 @@ from trainer.errors import ConfigError
 log = logging.getLogger("trainer")
 
 Mode = Literal["min", "max"]
-Kind = Literal["step", "interim", "epoch"]
-"""Of a single step; of a single step or a part of an epoch, with the mean of the epoch still to come; of a full epoch
-or evaluation."""
+Kind = Literal["step", "past", "interim", "epoch"]
+"""How much of the training a value covers:
+
+- "step": a single step
+- "past": a single step, earlier than the one at which the value is read
+- "interim": a step or part of an epoch, whose mean is still to come
+- "epoch": a full epoch or evaluation
+"""
 
 
 @dataclass(frozen=True)
@@ -28,15 +33,24 @@ class Measured:
     kind: Kind
 
 
-_LARGER_IS_BETTER = {
-    *("acc", "accuracy", "f1", "auc", "auroc", "roc", "ap", "map", "iou", "miou", "dice", "jaccard", "precision"),
-    *("recall", "sensitivity", "specificity", "kappa", "mcc", "ndcg", "mrr", "bleu", "rouge", "psnr", "ssim", "r2"),
-    "reward",
-}
-_SMALLER_IS_BETTER = {
-    *("loss", "error", "err", "perplexity", "ppl", "mae", "mse", "rmse", "nll", "wer", "cer", "fid", "divergence"),
-    *("regret",),
-}
+_LARGER = """
+    acc accs accuracy top f1 f2 fbeta auc auroc auprc aupr logauc roc ap map precision recall sensitivity
+    specificity tpr tnr ppv npv kappa mcc matthews iou miou giou diou ciou union dice jaccard panoptic pq mota hota
+    idf1 pck pckh match correct success
+    r2 rsquared explained corr correlation corrcoef pearson spearman kendall concordance similarity likelihood elbo
+    ndcg dcg mrr hit hits rand nmi ami ari silhouette homogeneity completeness mutual dunn calinski fowlkes
+    bleu sacrebleu rouge meteor chrf cider spice squad em preserved psnr ssim vif quality snr sdr sisnr
+    sisdr signal pesq stoi mos reward rewards return returns win winrate elo sharpe profit pnl
+"""
+"""Words that say that larger is better: of classification, regression and ranking, text, images, sound and games."""
+_SMALLER = """
+    loss losses error errors err errs mae mse rmse msle rmsle mape smape wmape mase l1 l2 huber hinge tweedie
+    residual deviation nll ce bce xent entropy logloss kl kld divergence perplexity ppl bpb bpc bits brier ranked
+    crps ece mce calibration wer cer mer ter wil lost edit edits frechet fid kid mifid lpips hausdorff chamfer hamming
+    minkowski disparity variation mpjpe ade fde epe eer fpr fnr false fallout regret cost penalty
+"""
+_LARGER_IS_BETTER, _SMALLER_IS_BETTER = frozenset(_LARGER.split()), frozenset(_SMALLER.split())
+_OPPOSITE = frozenset(("neg", "negated", "minus"))
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 
@@ -56,25 +70,30 @@ def resolve_mode(mode: Mode | None, monitor: str, owner: str) -> Mode:
     return "min"
 
 
-def tell_mode(monitor: str, owner: str) -> None:
+def log_assumed_mode(monitor: str, owner: str) -> None:
     """Log which values of a monitor without a mode are better, if its name does not say so."""
     if implied_mode(monitor) is None:
         log.warning("%s(monitor=%r): smaller is better; give mode='max' if larger is, or mode='min'.", owner, monitor)
 
 
 def implied_mode(name: str) -> Mode | None:
-    """Return which values are better by a word of the name, such as "loss" or "acc"; None if no word says it."""
+    """Return the mode that a word of the name implies, such as "loss" or "acc"; None if no word does.
+
+    None also for negated names, such as scikit-learn's "neg_mean_squared_error".
+    """
     words = _words(name)
+    if words & _OPPOSITE:
+        return None
     if words & _SMALLER_IS_BETTER:
         return "min"
     return "max" if words & _LARGER_IS_BETTER else None
 
 
 def _words(name: str) -> set[str]:
-    """Return the words of a name in small letters: "val_top5Accuracy" has "val", "top5", "top", "5", "accuracy"."""
+    """Return the words of a name in small letters: "val_top5Acc" has "val", "top5", "top", "acc", ..."""
     parts = re.split(r"[^A-Za-z0-9]+", name)
     words = {*parts, *(part.rstrip("0123456789") for part in parts)}
     for part in parts:
         pieces = _WORD.findall(part)
-        words |= {*pieces, *(a + b for a, b in pairwise(pieces) if b.isdigit())}
+        words |= {*pieces, *(a + b for a, b in pairwise(pieces))}
     return {word.lower() for word in words if word}

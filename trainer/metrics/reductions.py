@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 
@@ -76,9 +77,7 @@ class Accumulator:
         if self.reduction == "mean":
             self._add_weighted(value, weight)
         elif isinstance(value, torch.Tensor):
-            wide = to_float64(value)
-            before = identity_element(wide, self.reduction) if self.on_device is None else self.on_device
-            self.on_device = wide if before is None else _COMBINE[self.reduction](before, wide)
+            self.on_device = _combined(self.on_device, to_float64(value), self.reduction)
         else:
             self.on_host = value if self.on_host is None else COMBINE_HOST[self.reduction](self.on_host, value)
 
@@ -106,12 +105,10 @@ class Accumulator:
 
     def _add_product(self, value: Number, weight: torch.Tensor) -> None:
         wide = to_float64(weight)
-        before = identity_element(wide, "mean") if self.weight_on_device is None else self.weight_on_device
-        self.weight_on_device = wide if before is None else before + wide
+        self.weight_on_device = _combined(self.weight_on_device, wide, "mean")
         product = (to_float64(value) if isinstance(value, torch.Tensor) else value) * wide
         product = torch.where(wide == 0, 0.0, product)  # a mean over nothing is often NaN
-        before = identity_element(product, "mean") if self.on_device is None else self.on_device
-        self.on_device = product if before is None else before + product
+        self.on_device = _combined(self.on_device, product, "mean")
 
     def flush(self) -> None:
         """Add up the pending values."""
@@ -119,11 +116,10 @@ class Accumulator:
         weights = set(pending.weights)
         if len(weights) == 1:
             added = _widened(pending.values()).sum() * weights.pop()
-            self.on_device = added if self.on_device is None else self.on_device + added
+            self.on_device = _combined(self.on_device, added, "mean")
         else:  # without copying the weights to the device, which would synchronize
             for value, weight in zip(pending.tensors(), pending.weights, strict=True):
-                added = to_float64(value) * weight
-                self.on_device = added if self.on_device is None else self.on_device + added
+                self.on_device = _combined(self.on_device, to_float64(value) * weight, "mean")
         pending.weights.clear()
 
     def merge(self, other: Accumulator) -> None:
@@ -134,13 +130,24 @@ class Accumulator:
             on_host = self.on_host
             self.on_host = other.on_host if on_host is None else COMBINE_HOST[self.reduction](on_host, other.on_host)
         if other.on_device is not None:
-            on_device = self.on_device
-            combine = _COMBINE.get(self.reduction, torch.add)
-            self.on_device = other.on_device if on_device is None else combine(on_device, other.on_device)
+            self.on_device = _combined(self.on_device, other.on_device, self.reduction)
         self.weight_on_host += other.weight_on_host
         if other.weight_on_device is not None:
-            weight = self.weight_on_device
-            self.weight_on_device = other.weight_on_device if weight is None else weight + other.weight_on_device
+            self.weight_on_device = _combined(self.weight_on_device, other.weight_on_device, "mean")
+
+    def local_value(self) -> Number | None:
+        """Return the reduction so far, without reading the device; None without a value."""
+        pending = zip(self.pending.tensors(), self.pending.weights, strict=True)
+        tensors = [to_float64(value) * weight for value, weight in pending]
+        tensors += [self.on_device] if self.on_device is not None else []
+        combine = _COMBINE[self.reduction]
+        value: Number | None = reduce(combine, tensors) if tensors else None
+        if self.on_host is not None:
+            on_host = self.on_host
+            value = on_host if value is None else combine(value, torch.full_like(value, on_host))  # type: ignore[arg-type]
+        if self.reduction != "mean" or value is None:
+            return value
+        return value / (self.weight_on_host + (0.0 if self.weight_on_device is None else self.weight_on_device))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors to read; `host_value` takes their numbers in the same order."""
@@ -157,6 +164,12 @@ class Accumulator:
         for pending_weight in self.pending.weights:
             value = (0.0 if value is None else value) + next(read) * pending_weight
         return value, weight
+
+
+def _combined(before: torch.Tensor | None, value: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Return the reduction so far with one more value; the weighted values of a mean are added up."""
+    before = identity_element(value, reduction) if before is None else before
+    return value if before is None else _COMBINE[reduction](before, value)
 
 
 def _stacked(values: list[torch.Tensor]) -> torch.Tensor:
@@ -185,6 +198,7 @@ def identity_element(value: torch.Tensor, reduction: str) -> torch.Tensor | None
 
 _BEGINNINGS = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": torch.add,
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -192,8 +206,8 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 COMBINE_HOST: dict[str, Callable[[float, float], float]] = {
     "mean": lambda a, b: a + b,
     "sum": lambda a, b: a + b,
-    "min": min,
-    "max": max,
+    "min": lambda a, b: math.nan if a != a or b != b else min(a, b),  # Python's go by the order of a NaN
+    "max": lambda a, b: math.nan if a != a or b != b else max(a, b),
 }
 
 
@@ -203,6 +217,17 @@ def as_tensors(values: Mapping[str, Number]) -> dict[str, torch.Tensor]:
         name: value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
         for name, value in values.items()
     }
+
+
+def total_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of one-element tensors, on the device of the first: it is finite only if all of them are."""
+    if not tensors:
+        return torch.zeros(())
+    try:
+        return torch.stack(tensors).sum(dtype=torch.float32)
+    except RuntimeError:  # they are of several shapes, or on several devices
+        first = tensors[0].device
+        return torch.stack([tensor.reshape(()).to(first) for tensor in tensors]).sum(dtype=torch.float32)
 
 
 def to_host(tensors: list[torch.Tensor]) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.metrics.metric_log import Entry, LogOptions, MetricLog, MetricScope, is_torchmetric
 from trainer.metrics.reductions import Accumulator
 
@@ -25,6 +25,7 @@ def metrics_state(metrics: MetricLog) -> dict[str, Any]:
     """
     return {
         "train": _scope_state(metrics.train),
+        "steps": _unflushed(metrics.train),
         "hooks": _scope_state(metrics.hook_metrics),
         "names": sorted(metrics.names),
         "objects": {
@@ -63,6 +64,8 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
         scope.entries.clear()
         for state in states:
             _add_to_scope(scope, state[name], device)
+    for state in states:
+        _add_unflushed(metrics, state.get("steps", {}), device)  # checkpoints of earlier versions have none
     for name, metric in _objects(metrics.module):
         saved = [state["objects"][name] for state in states if name in state["objects"]]
         if saved or metric.update_count:
@@ -83,19 +86,15 @@ def load_metrics_state(metrics: MetricLog, states: Sequence[dict[str, Any]], dev
 @contextmanager
 def preserve_torchmetrics(metrics: MetricLog) -> Iterator[None]:
     """Restore the state of torchmetrics objects on exit."""
-    before = [
-        (metric, {"updates": metric.update_count, "state": {k: _copied(v) for k, v in metric.metric_state.items()}})
-        for _, metric in _objects(metrics.module)
-    ]
+    before = []
+    for _, metric in _objects(metrics.module):
+        copies = {k: v.clone() if isinstance(v, torch.Tensor) else list(v) for k, v in metric.metric_state.items()}
+        before.append((metric, {"updates": metric.update_count, "state": copies}))
     yield
     for metric, state in before:
         metric.reset()
         if state["updates"]:
             _add_to_object(metric, state, first=True)
-
-
-def _copied(state: Any) -> Any:
-    return state.clone() if isinstance(state, torch.Tensor) else list(state)
 
 
 def _scope_state(scope: MetricScope) -> dict[str, Any]:
@@ -104,6 +103,28 @@ def _scope_state(scope: MetricScope) -> dict[str, Any]:
         for name, entry in scope.entries.items()
         if entry.options.on_epoch
     }
+
+
+def _unflushed(train: MetricScope) -> dict[str, Any]:
+    """Return the per-step values that no logger has got yet, with their weights."""
+    return {
+        name: {"options": entry.options._asdict(), "values": [list(one) for one in entry.window_values]}
+        for name, entry in train.entries.items()
+        if entry.window > max(entry.flushed, entry.superseded)
+    }
+
+
+def _add_unflushed(metrics: MetricLog, state: dict[str, Any], device: torch.device) -> None:
+    """Restore what `_unflushed` returned, as values of a step before the next one."""
+    for name, saved in state.items():
+        numbers = [number for one in saved["values"] for number in one if isinstance(number, torch.Tensor)]
+        if any(one.dim() or one.is_complex() for one in numbers) or any(len(one) != 2 for one in saved["values"]):
+            raise CheckpointError("a logged value of the checkpoint is not a number: it is damaged")
+        entry = metrics.train.entries.setdefault(name, Entry(name, LogOptions(**saved["options"])))
+        entry.window, metrics.window = 0, 1
+        for value, weight in saved["values"]:
+            moved = (one.to(device) if isinstance(one, torch.Tensor) else one for one in (value, weight))
+            entry.window_values.append((next(moved), next(moved)))
 
 
 def _epoch_state(epoch: Accumulator) -> dict[str, Any]:
@@ -116,6 +137,9 @@ def _accumulator(state: dict[str, Any], device: torch.device) -> Accumulator:
         key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in state.items()
     }
     values, weights = moved.pop("pending"), moved.pop("pending_weights")
+    single = [moved[name] for name in ("on_device", "weight_on_device") if moved.get(name) is not None]
+    if any(one.dim() or not one.is_floating_point() for one in single) or values.is_complex() or values.dim() != 1:
+        raise CheckpointError("a logged value of the checkpoint is not a number: it is damaged")
     accumulator = Accumulator(**moved)
     if weights:
         accumulator.pending.begin(values)
@@ -148,12 +172,25 @@ def _objects(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _add_to_object(metric: Any, saved: dict[str, Any], first: bool) -> None:
     # The counter has no public setter; torchmetrics restores it in the same way (Metric._restore_cache).
     metric._update_count += saved["updates"]
+    _require_states_of(metric, saved["state"])
     state = {key: _moved(value, metric.device) for key, value in saved["state"].items()}
     if first:
         for key, value in state.items():
             setattr(metric, key, value)
     else:
         metric.merge_state(state)
+
+
+def _require_states_of(metric: Any, saved: dict[str, Any]) -> None:
+    """Raise CheckpointError for states that the metric does not have, or that are not tensors as the metric's are."""
+    current = metric.metric_state
+    for name, value in saved.items():
+        expected = current.get(name)
+        listed = isinstance(value, list) and all(isinstance(one, torch.Tensor) for one in value)
+        if name not in current or not (listed if isinstance(expected, list) else isinstance(value, torch.Tensor)):
+            raise CheckpointError(
+                f"{type(metric).__name__} has no state {name!r} of this kind: the checkpoint is damaged"
+            )
 
 
 def _moved(value: Any, device: torch.device) -> Any:

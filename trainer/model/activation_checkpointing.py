@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from trainer.arguments import raise_if_raising
 from trainer.errors import ConfigError
 from trainer.model.blocks import BlockPolicy, find_blocks
 
@@ -33,7 +34,13 @@ def enable_activation_checkpointing(module: nn.Module, policy: BlockPolicy = "au
         ConfigError: the policy matches nothing. Raised later, in the second training forward of a block, if the block
             changes a buffer each time.
     """
-    blocks = find_blocks(module, policy)
+    try:
+        blocks = find_blocks(module, policy)
+    except ConfigError as error:
+        raise ConfigError(f"activation_checkpointing: {error}") from error.__cause__
+    except Exception as error:
+        raise_if_raising({"activation_checkpointing": policy}, "Trainer", error)
+        raise
     if not blocks:
         raise ConfigError(
             f"activation checkpointing found no blocks in {type(module).__name__}: name their classes, not 'auto'."

@@ -8,9 +8,10 @@ from functools import partial
 
 from torch import nn
 
-from trainer.errors import ConfigError, did_you_mean, raise_problems
+from trainer.arguments import PositiveInt, failed_function
+from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 
-BlockPolicy = str | type | int | Collection[str | type] | Callable[[str, nn.Module], bool]
+BlockPolicy = str | type | PositiveInt | Collection[str | type] | Callable[[str, nn.Module], bool]
 """The choice of blocks: `"auto"`, class names or classes, a minimum number of parameters, or a function of a
 submodule's name and the submodule."""
 
@@ -49,7 +50,11 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
     elif isinstance(policy, (str, type)):
         return _by_class(module, [policy])
     elif callable(policy):
-        found = {name: child for name, child in _submodules(module) if policy(name, child)}
+        try:
+            found = {name: child for name, child in _submodules(module) if policy(name, child)}
+        except Exception as error:
+            words = "True or False for a name and a submodule"
+            raise failed_function("the choice of blocks (policy", words, error) from error
         problem = "the function that chooses the blocks returned False for every submodule with a forward"
     elif isinstance(policy, Collection) and policy and all(isinstance(entry, (str, type)) for entry in policy):
         return _by_class(module, policy)
@@ -142,11 +147,8 @@ def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.
 def _is_a(module: nn.Module, kind: str | type) -> bool:
     if isinstance(kind, type):
         return isinstance(module, kind)
-    return kind in _names_of(type(module))
-
-
-def _names_of(kind: type) -> tuple[str, str]:
-    return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+    cls = type(module)
+    return kind in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _no_such_class(module: nn.Module, kind: str | type) -> str:
@@ -173,9 +175,8 @@ def _classes_in_words(module: nn.Module) -> str:
     if not counts:
         return f"{type(module).__name__} has no submodules with a forward."
     ordered = sorted(counts, key=lambda name: -sizes[name])
-    shown = ", ".join(f"{name} ({counts[name]})" for name in ordered[:20])
-    more = f" and {len(ordered) - 20} more" if len(ordered) > 20 else ""
-    return f"Its classes, with how many there are of each: {shown}{more}."
+    shown = first_of((f"{name} ({counts[name]})" for name in ordered), 20)
+    return f"Its classes, with how many there are of each: {shown}."
 
 
 # -- auto --------------------------------------------------------------------------------------------------------------

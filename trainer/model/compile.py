@@ -176,9 +176,7 @@ def check_toolchain(compilation: Compilation, device_type: str) -> list[str]:
 
 
 def start_compiling(
-    module: nn.Module,
-    compilation: Compilation,
-    steps_done: Callable[[], int] | None = None,
+    module: nn.Module, compilation: Compilation, steps_done: Callable[[], int] | None = None
 ) -> Callable[[], None]:
     """Compile the module, watch for recompilations, and return a function that undoes both.
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from trainer.errors import ConfigError, raise_problems, unknown_name_error
+from trainer.distributed.process_group import TorchProcessGroup
+from trainer.errors import ConfigError, first_of, raise_problems
 
 InitDevice = Literal["cpu", "mixed", "meta"]
 INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
 """Methods without arguments by which modules initialize their parameters; the last one is that of torch's attention."""
 
 Tensors = dict[str, torch.Tensor]
-
-
-def check_init_device(value: str) -> None:
-    """Raise ConfigError for an unknown `init_device`."""
-    if value not in get_args(InitDevice):
-        raise unknown_name_error("init_device", value, get_args(InitDevice))
 
 
 @contextmanager
@@ -34,7 +29,7 @@ def build_context(init_device: InitDevice) -> Iterator[None]:
     Raises:
         ConfigError: `configure_model` does not work on the meta device.
     """
-    if _builds_values(init_device):
+    if init_device == "cpu" or (init_device == "mixed" and dist.get_rank() == 0):
         yield
         return
     try:
@@ -45,10 +40,6 @@ def build_context(init_device: InitDevice) -> Iterator[None]:
             f"init_device={init_device!r}: configure_model cannot be called on the meta device: "
             f"{str(error).splitlines()[0]} Give init_device='cpu'."
         ) from error
-
-
-def _builds_values(init_device: InitDevice) -> bool:
-    return init_device == "cpu" or (init_device == "mixed" and dist.get_rank() == 0)
 
 
 def named_tensors(module: nn.Module) -> Tensors:
@@ -64,11 +55,10 @@ def refuse_meta_tensors(module: nn.Module) -> None:
 
 
 def _without_values(module: nn.Module, names: list[str]) -> str:
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"{type(module).__name__}: {listed}: on the meta device, without values. Build the layers in configure_model, "
-        "without init_empty_weights() or torch.device('meta'). What does not fit into memory: strategies 'fsdp' "
-        "and 'deepspeed_stage_3' with init_device='mixed' (pretrained weights) or 'meta' (new ones)."
+        f"{type(module).__name__}: {first_of(names)}: on the meta device, without values. Build the layers in "
+        "configure_model, without init_empty_weights() or torch.device('meta'). What does not fit into memory: "
+        "strategies 'fsdp' and 'deepspeed_stage_3' with init_device='mixed' (pretrained weights) or 'meta' (new ones)."
     )
 
 
@@ -77,9 +67,9 @@ def initial_values(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Broadcast rank 0's initial values of the tensors that `configure_model` has built. Collective.
 
-    With "cpu" the module is changed in place. Otherwise the full values on `device` are yielded on every process, one
-    tensor at a time, so that a process that keeps only shards never holds more than one full tensor. The module may be
-    sharded before the first value is taken.
+    With "cpu" the module is changed in place; the values travel through `device`, one tensor at a time. Otherwise the
+    full values on `device` are yielded on every process, one tensor at a time, so that a process that keeps only shards
+    never holds more than one full tensor. The module may be sharded before the first value is taken.
 
     Args:
         loaded: names whose values come from a checkpoint; these are left out.
@@ -100,7 +90,7 @@ def initial_values(
     _check_built(module, init_device, absent - given)
     if init_device == "cpu":
         for tensor in wanted.values():
-            _broadcast(tensor.detach())
+            _overwrite(tensor.detach(), torch.device(device))
         return iter(())
     built = {name: tensor.detach() for name, tensor in wanted.items() if name not in absent}
     shapes = {prefix: {n: t.to("meta") for n, t in named_tensors(unit).items()} for prefix, unit in units.items()}
@@ -122,8 +112,8 @@ def initial_values(
 def _check_built(module: nn.Module, init_device: InitDevice, without: set[str]) -> None:
     """Raise ConfigError, on all processes, if a tensor would have no values. Collective."""
     plain = _plain_meta_tensors(module) if init_device != "cpu" else []
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (sorted(without), plain))
+    everyone = TorchProcessGroup(rank=dist.get_rank(), world_size=dist.get_world_size())
+    found = everyone.all_gather_object((sorted(without), plain))
     problems = []
     if names := sorted({name for without, _ in found for name in without}):
         problems.append(
@@ -158,6 +148,16 @@ def _from_rank_0(tensor: torch.Tensor, device: torch.device | str) -> torch.Tens
     value = tensor.to(device) if dist.get_rank() == 0 else torch.empty_like(tensor, device=device)
     _broadcast(value)
     return value
+
+
+def _overwrite(tensor: torch.Tensor, device: torch.device) -> None:
+    """Overwrite a tensor with rank 0's values, sent between devices, which is faster than between hosts. Collective."""
+    if tensor.device.type == device.type or dist.get_world_size() == 1:
+        _broadcast(tensor)
+        return
+    value = _from_rank_0(tensor, device)
+    if dist.get_rank() > 0:
+        tensor.copy_(value)
 
 
 def _broadcast(tensor: torch.Tensor) -> None:

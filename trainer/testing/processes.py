@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# Never inherited: variables for the place of a process in a run, and those that split its lines of output.
+# Never inherited: variables for rank and world size, and those that split its lines of output.
 _DROPPED = (
     "PYTHONUNBUFFERED",
     "RANK",
@@ -282,7 +282,7 @@ def alive(pid: int) -> bool:
 
 
 def clean_environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment with `added`, with one thread, and without its place in a run."""
+    """Return this process's environment with `added`, with one thread, and without the variables of a launcher."""
     env = {
         name: value
         for name, value in os.environ.items()

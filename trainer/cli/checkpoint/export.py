@@ -13,7 +13,7 @@ import torch
 
 from trainer.checkpoint.disk import LocalStorage, atomic_file
 from trainer.checkpoint.format import open_checkpoint
-from trainer.checkpoint.safetensors_io import file_chunks, is_native, size_of
+from trainer.checkpoint.safetensors_io import TensorFile, file_chunks, is_native, size_of
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
@@ -25,7 +25,11 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write the weights that the options select. Returns the exit code."""
+    """Write the weights that the options select; return the exit code.
+
+    Raises:
+        ConfigError: the output exists, or cannot be written in the form that the options ask for.
+    """
     out, most = local_path(options.out), _bytes(options.max_shard_size)
     if most is None and out.is_dir():
         raise ConfigError(
@@ -88,7 +92,7 @@ def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, S
             continue
         short = name[len(prefix) :]
         if not isinstance(value, StoredTensor) or not short:
-            notes.append(f"{name!r} is no tensor with a name, and is left out")
+            notes.append(f"{name!r} is not a tensor with a name, and is left out")
         elif id(value) in first_name and not expand_tied:
             notes.append(f"{name!r} is tied to {first_name[id(value)]!r} and written once; --expand-tied writes both")
         else:
@@ -127,7 +131,7 @@ def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int) -> 
     with storage.atomic_directory(out, replace=out.exists()) as folder:
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            storage.write_file(folder / file, file_chunks(shard))
+            storage.write_file(folder / file, TensorFile(shard))
             total += sum(size_of(weight.dtype, weight.shape) for weight in shard.values())
             place.update(dict.fromkeys(shard, file))
         index = {"metadata": {"total_size": total}, "weight_map": place}

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
-from trainer.checkpoint.disk import MANIFEST_FILE
+from trainer.checkpoint.disk import MANIFEST_FILE, ReadError
 from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
 from trainer.checkpoint.remote import RemotePath
-from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
+from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
 from trainer.loop.run_directory import CHECKPOINTS, versions
 
@@ -43,10 +43,11 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
         CheckpointError: the path does not exist or holds no checkpoint.
     """
     given = as_storage_path(path)
-    if not given.exists():
-        raise CheckpointError(f"there is no {path}{_beside(given)}")
-    if (given / CHECKPOINTS).is_dir():
-        return [given / CHECKPOINTS]
+    with reading(given):
+        if not given.exists():
+            raise CheckpointError(f"there is no {path}{_beside(given)}")
+        if (given / CHECKPOINTS).is_dir():
+            return [given / CHECKPOINTS]
     if checkpoints_in(given) or _half_written(given):
         return [given]
     runs = [] if isinstance(given, RemotePath) else versions(given)
@@ -83,6 +84,8 @@ def look(path: StoragePath, pointers: list[str], contents: bool) -> Found:
     damage = find_damage(path, contents)
     try:
         manifest = read_manifest(path)
+    except ReadError:
+        raise
     except CheckpointError:
         return Found(path, {}, 0, None, pointers, damage)
     size = sum(entry.bytes for entry in manifest.files.values())
@@ -123,7 +126,8 @@ def choose(path: str, wanted: str | None) -> StoragePath:
 
 def leftover_names(folder: StoragePath) -> list[str]:
     """Return the names of temporary folders: of interrupted writes, and of writes in progress."""
-    return [path.name for path in storage_of(folder).leftovers(folder)]
+    with reading(folder):
+        return [path.name for path in storage_of(folder).leftovers(folder)]
 
 
 def written_at(path: StoragePath) -> float | None:
@@ -138,16 +142,14 @@ def written_at(path: StoragePath) -> float | None:
 
 def _half_written(folder: StoragePath) -> list[StoragePath]:
     """Return the folders that hold files of a checkpoint, but no manifest."""
-    if not folder.is_dir():
-        return []
-    return [
-        path
-        for path in folder.iterdir()
-        if not path.name.startswith(".")
-        and path.is_dir()
-        and not is_committed(path)
-        and any(inside.name.endswith(".safetensors") or inside.name == "checkpoint.json" for inside in path.iterdir())
-    ]
+    with reading(folder):
+        inside = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+        folders = [path for path in inside if path.is_dir() and not is_committed(path)]
+        return [path for path in folders if any(_is_of_checkpoint(file.name) for file in path.iterdir())]
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return name.endswith(".safetensors") or name == "checkpoint.json"
 
 
 def _beside(given: StoragePath) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from trainer.cli.columns import in_columns
 from trainer.hyperparameters import is_numpy_number, is_scalar
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ TENSORS_SHOWN = 20
 def table_of(found: list[Found], metrics: list[str]) -> list[str]:
     """Return a table with a line for each checkpoint; the problems of damaged ones follow it."""
     names = metrics or _most_telling(found)
-    head = ["name", "step", "epoch", *names, "size", "written", "", "state"]
+    head = ["name", "step", "epoch", *map(plain, names), "size", "written", "", "state"]
     rows = [head]
     for one in found:
         values = one.info.get("metrics")
@@ -38,23 +39,15 @@ def table_of(found: list[Found], metrics: list[str]) -> list[str]:
                 "damaged" if one.damage else "ok",
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    right = set(range(1, len(head) - 3))
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    problems = [f"  {plain(problem)}" for one in found for problem in one.damage]
-    return [*(f"  {line.rstrip()}" for line in lines), *problems]
+    lines = in_columns(rows, right=range(1, len(head) - 3))
+    return [f"  {line}" for line in [*lines, *(plain(problem) for one in found for problem in one.damage)]]
 
 
 def _most_telling(found: list[Found]) -> list[str]:
     """Return the names of a few metrics for the table, those of validation first."""
-    names = {name for one in found if isinstance(metrics := one.info.get("metrics"), dict) for name in metrics}
-    return sorted(names, key=lambda name: (not str(name).startswith("val"), str(name)))[:METRICS_SHOWN]
+    every = (one.info.get("metrics") for one in found)
+    names = {name for metrics in every if isinstance(metrics, dict) for name in metrics if isinstance(name, str)}
+    return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
 
 
 def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float | None, every: bool) -> Iterator[str]:
@@ -73,18 +66,17 @@ def page_of(path: str, manifest: Manifest, data: dict[str, Any], written: float 
             yield f"{name:<15} {number(counters[name])}"
     for name in ("strategy", "precision", "world_size", "seed", "run_dir"):
         if name in data:
-            yield f"{name.replace('_', ' '):<15} {plain(str(data[name]))}"
+            yield f"{name.replace('_', ' '):<15} {plain(text_of(data[name]))}"
     versions = data.get("versions")
     if isinstance(versions, dict):
-        yield f"versions        {', '.join(plain(f'{name} {value}') for name, value in versions.items())}"
+        yield f"versions        {', '.join(plain(f'{name} {text_of(value)}') for name, value in versions.items())}"
     yield f"size            {size(sum(entry.bytes for entry in manifest.files.values()))}"
     for title, content in (("metrics", manifest.info.get("metrics")), ("hyperparameters", data.get("hyperparameters"))):
         rows = [(plain(name), plain(value)) for name, value in _flat("", content)]
         if rows:
             yield ""
             yield f"{title}:"
-            width = max(len(name) for name, _ in rows)
-            yield from (f"  {name:<{width}}  {value}" for name, value in rows)
+            yield from (f"  {line}" for line in in_columns(rows, right=[]))
     for key, content in data.items():
         tensors = list({info.name: info for info in tensors_in(content)}.values())
         if tensors:
@@ -96,12 +88,10 @@ def _file(key: str, manifest: Manifest, tensors: list[TensorInfo], every: bool) 
     name = f"{key}.safetensors"
     entry = manifest.files.get(name)
     total = entry.bytes if entry is not None else 0
-    yield f"{name}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {size(total)}"
+    yield f"{plain(name)}: {len(tensors)} tensor{'s' * (len(tensors) > 1)}, {size(total)}"
     shown = tensors if every or len(tensors) <= TENSORS_SHOWN + 2 else tensors[:TENSORS_SHOWN]
     rows = [(plain(t.name), str(t.dtype).removeprefix("torch."), str(list(t.shape)), size(bytes_of(t))) for t in shown]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for row in rows:
-        yield f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}"
+    yield from (f"  {line}" for line in in_columns(rows, right=[3]))
     if len(shown) < len(tensors):
         yield f"  ... {len(tensors) - len(shown)} more; --all shows them"
 
@@ -121,7 +111,7 @@ def as_data(found: Found) -> dict[str, Any]:
 def json_ready(value: Any) -> Any:
     """Return data for JSON: keys, nan and infinities as text, tensors as name, dtype and shape."""
     if isinstance(value, dict):
-        return {key if isinstance(key, str) else str(key): json_ready(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else text_of(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [json_ready(item) for item in value]
     if is_numpy_number(value):
@@ -129,7 +119,7 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if is_scalar(value):
-        return value
+        return text_of(value) if type(value) is int and value.bit_length() > 64 else value
     return {"tensor": value.name, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
 
 
@@ -154,7 +144,7 @@ def number(value: object) -> str:
     """Return a cell of a table; empty for None."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    return "" if value is None else plain(str(value))
+    return "" if value is None else plain(text_of(value))
 
 
 def size(count: int) -> str:
@@ -169,7 +159,18 @@ def size(count: int) -> str:
 
 def when(seconds: float | None) -> str:
     """Return a time as text, in this machine's time zone."""
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    try:
+        return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):  # no time of this age
+        return "?"
+
+
+def text_of(value: object) -> str:
+    """Return a value as text; of an integer with too many digits for Python, that it has so many."""
+    try:
+        return str(value)
+    except ValueError:
+        return "(a number of thousands of digits)"
 
 
 def plain(text: str) -> str:
@@ -181,6 +182,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield the dotted names and the values of nested data."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _flat(f"{name}.{key}" if name else str(key), item)
+            yield from _flat(f"{name}.{text_of(key)}" if name else text_of(key), item)
     elif value is not None or name:
-        yield name, f"{value:.6g}" if isinstance(value, float) else str(value)
+        yield name, f"{value:.6g}" if isinstance(value, float) else text_of(value)

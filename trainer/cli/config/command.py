@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Mapping
+from typing import Any
 
-from trainer.cli.config.draft import launch_line
-from trainer.cli.config.wizard import PRESETS, WizardAnswers, ask_all
+from trainer.checkpoint.disk import atomic_file
+from trainer.cli.config.draft import ConfigDraft, launch_line
+from trainer.cli.config.wizard import PRESETS, ask_all
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.settings import local_path
@@ -21,6 +24,7 @@ examples:
   trainer config --from ds_config.json --output zero.yaml
   trainer fit --config run.yaml module.yaml       run.yaml says where and how, module.yaml what to train
 """
+PRESET_LINES = [f"{name:<15}{words}" for name, (words, _) in PRESETS.items()]
 
 
 @reports_errors
@@ -34,12 +38,12 @@ def run(arguments: list[str]) -> int:
 
 
 def _parser() -> CommandParser:
-    presets = "\n".join(f"  {name:<15}{words}" for name, (words, _) in PRESETS.items())
+    presets = "".join(f"  {line}\n" for line in PRESET_LINES)
     parser = CommandParser(
         prog="trainer config",
         usage="trainer config [--preset NAME | --from FILE] [--output FILE] [--force]",
         description="Write a commented configuration for trainer fit. Without --preset and --from it asks.",
-        epilog=f"presets:\n{presets}\n\n{EXAMPLES}",
+        epilog=f"presets:\n{presets}\n{EXAMPLES}",
     )
     parser.add_argument("--preset", metavar="NAME", help="answers that are given in advance, see below")
     parser.add_argument(
@@ -56,7 +60,7 @@ def _parser() -> CommandParser:
 
 def _write(options: argparse.Namespace) -> int:
     if options.list:
-        print("\n".join(f"{name:<15}{words}" for name, (words, _) in PRESETS.items()))
+        print("\n".join(PRESET_LINES))
         return 0
     _check(options)
     file = "run.yaml" if options.output == "-" else options.output
@@ -70,13 +74,14 @@ def _write(options: argparse.Namespace) -> int:
         print(report.text(None if printed else file), end="", file=sys.stderr if printed else sys.stdout)
         return 0
     if options.preset is not None:
-        answers, by = PRESETS[options.preset][1], f"`trainer config --preset {options.preset}`"
+        draft, by = ConfigDraft(), f"`trainer config --preset {options.preset}`"
+        draft.add(PRESETS[options.preset][1])
     else:
-        answers, by = ask_all(), "`trainer config`"
-    start = launch_line(_fit(file), answers.machines, answers.devices)
-    _put(answers.draft().text([f"Written by {by}: where and how to train.", *_how(start)]), options)
+        draft, by = ask_all(), "`trainer config`"
+    start = launch_line(_fit(file), draft.settings.get("num_nodes", 1), draft.settings.get("devices"))
+    _put(draft.text([f"Written by {by}: where and how to train.", *_how(start)]), options)
     if options.output != "-":
-        print(f"\nwritten: {options.output}\n{_next(answers, start, _fit(file))}")
+        print(f"\nwritten: {options.output}\n{_next(draft.settings, start, _fit(file))}")
     return 0
 
 
@@ -108,18 +113,19 @@ def _fit(file: str) -> str:
 def _how(start: str) -> list[str]:
     several = ["The same on each machine, with the name of the first one as HOST:", ""] if "HOST" in start else []
     return [
-        "What is trained stands in another file (module.yaml), or here, with the keys module and data.",
+        "Put the model and its data into another file (module.yaml), or into this one, with the keys module and data.",
         *several,
         "",
         f"    {start}",
     ]
 
 
-def _next(answers: WizardAnswers, start: str, fit: str) -> str:
-    where = "start it on each machine with" if answers.machines > 1 else "use it with"
-    if answers.machine == "tpu":  # the one program for all its cores can be tried there only
+def _next(settings: Mapping[str, Any], start: str, fit: str) -> str:
+    machines = settings.get("num_nodes", 1)
+    where = "start it on each machine with" if machines > 1 else "use it with"
+    if settings.get("accelerator") == "tpu":  # the one program for all its cores can be tried there only
         return f"{where}: {start}\ntry it there:  {fit.replace(' fit ', ' doctor ', 1)}"
-    number = "" if isinstance(answers.devices, int) else f" --world-size {8 * answers.machines}"
+    number = "" if isinstance(settings.get("devices"), int) else f" --world-size {8 * machines}"
     return f"{where}: {start}\ncheck it with: {fit} --dry-run{number}"
 
 
@@ -127,7 +133,6 @@ def _put(text: str, options: argparse.Namespace) -> None:
     if options.output == "-":
         print(text, end="")
         return
-    from trainer.checkpoint.disk import atomic_file
 
     try:
         with atomic_file(local_path(options.output).absolute()) as temporary:

@@ -6,6 +6,8 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.cli.plug_names import precisions, strategies
+
 LAYOUTS = {
     "one": ("strategy: single_device", "one process on one device"),
     "copies": ("strategy: ddp", "every process has the full model; gradients are averaged"),
@@ -16,6 +18,15 @@ LAYOUTS = {
     "tpu": ("strategy: xla", "one program for all TPU cores, by torch_xla"),
 }
 """Layouts of the model over the processes: the line of a configuration, and its meaning."""
+WITHOUT_LAYOUT = {
+    "strategy: deepspeed": "its stages are layouts",
+    "strategy: deepspeed_stage_2_offload": "zero2, with the answer about the memory of the CPU",
+    "strategy: deepspeed_stage_3_offload": "zero3, with the answer about the memory of the CPU",
+    "strategy: xla_fsdp": "for TPUs, where the layout is not asked",
+}
+"""Strategies that are no layout, and why. Any further strategy is one, under its own name."""
+_listed = {line for line, _ in LAYOUTS.values()} | WITHOUT_LAYOUT.keys()
+LAYOUTS |= {name: (line, words) for name, words in strategies().items() if (line := f"strategy: {name}") not in _listed}
 
 
 def strategy_name(layout: str) -> str:
@@ -36,6 +47,7 @@ PRECISIONS = {
     "32-true": "float32 everywhere",
     "bf16-true": "bfloat16 everywhere: half the memory, less exact",
 }
+PRECISIONS |= {name: words for name, words in precisions().items() if name not in PRECISIONS}
 REASONS: dict[str, Any] = {
     "accelerator": MACHINES,
     "devices": {
@@ -85,6 +97,11 @@ class ConfigDraft:
             self.settings[owner] = value
         return f"{name}: {_inline(value)}"
 
+    def add(self, settings: str) -> None:
+        """Add settings that are written as YAML: `strategy: fsdp, strategy.cpu_offload: true`."""
+        for name, value in parse_settings(settings).items():
+            self.set(name, value)
+
     def text(self, head: list[str]) -> str:
         """Return the file's text. `head`: the first lines, written as comments."""
         from trainer.config.files import to_yaml
@@ -102,6 +119,14 @@ class ConfigDraft:
         lines += ["", "  # Often set, too; trainer fit --help lists everything:"]
         lines += [f"  # {line:<32}# {why}" for line, why in hints.items()]
         return "\n".join(lines) + "\n"
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """Return settings by name. `text`: `NAME: VALUE, ...`, as YAML has it inside of braces."""
+    import yaml
+
+    settings: dict[str, Any] = yaml.safe_load(f"{{{text}}}")
+    return settings
 
 
 def launch_line(command: str, machines: int, devices: int | str | None, address: str = "HOST:29500") -> str:

@@ -13,48 +13,43 @@ from trainer.cli.config.report import MigrationReport, flatten, is_off, number, 
 from trainer.settings import local_path
 
 ROWS = read_rows("""
-*=SAGEMAKER             ! SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit
-                          --config ...`
-*=UNREAD                - distributed_type is {kind}, which does not read it
-*=UNSHARDED             - nothing is sharded, with NO_SHARD
-compute_environment     - it is found out at the start: trainer env shows it
 main_training_function  - the configuration names a class (module), not a function
 same_network            - machines meet at --rdzv, wherever they are
 rdzv_backend            - it is always c10d
 debug                   - a collective that not all processes make is always reported
-distributed_type=DEEPSPEED   = strategy: deepspeed_stage_..., see deepspeed_config
-distributed_type=ELSEWHERE   - another key says more
-distributed_type=ONE         = <strategy: single_device>
-distributed_type=SEVERAL     = <strategy: ddp> {line}, as there are several processes
-distributed_type=MULTI_GPU   = <strategy: ddp>
-distributed_type=MULTI_CPU   = <strategy: ddp, accelerator: cpu>
-distributed_type=FSDP        = <strategy: fsdp>
-distributed_type=XLA,TPU     = <strategy: xla, accelerator: tpu>
-distributed_type=MEGATRON_LM ! <strategy: fsdp> no tensor or pipeline parallelism: {line} is written
-distributed_type             ! <strategy: ddp> no strategy for these devices is tested here; {line} is written
+distributed_type=?DEEPSPEED   = strategy: deepspeed_stage_..., see deepspeed_config
+distributed_type=?elsewhere   - another key says more
+distributed_type=?one_process = <strategy: single_device>
+distributed_type=?processes   = <strategy: ddp> {line}, as there are several processes
+distributed_type=?MULTI_GPU   = <strategy: ddp>
+distributed_type=?MULTI_CPU   = <strategy: ddp, accelerator: cpu>
+distributed_type=?FSDP        = <strategy: fsdp>
+distributed_type=?XLA,?TPU    = <strategy: xla, accelerator: tpu>
+distributed_type=?MEGATRON_LM ! <strategy: fsdp> no tensor or pipeline parallelism: {line} is written
+distributed_type              ! <strategy: ddp> no strategy for these devices is tested here; {line} is written
+mixed_precision=?turned_off ! deepspeed_config_file turns {value} off, which counts; Accelerate refuses both
 mixed_precision=FP16    = <precision: 16-mixed> {line}{sums}
 mixed_precision=BF16    = <precision: bf16-mixed> {line}{sums}
 mixed_precision=FP8     ! <precision: bf16-mixed> there is no fp8; {line} is written
 mixed_precision=OFF     = <precision: 32-true>
-mixed_precision=TURNED_OFF ! deepspeed_config_file turns {value} off, which counts; Accelerate refuses both
 mixed_precision         ! allowed are no, fp16, bf16, fp8; precision is left as it is
-fp16=TRUE               = <precision: 16-mixed>
-fp16                    - mixed_precision says it
-num_processes=TPU       - one process drives all TPU cores of a machine
-num_processes=NONE      ! no number from 1; devices is left at auto: one for each GPU
-num_processes=UNEVEN    ! cannot be divided by {machines} machines; devices: {devices} is written
-num_processes=SEVERAL   = devices: {devices} on each machine ({value} is the total of {machines})
+fp16=OFF,?mixed_precision - mixed_precision says it
+fp16                    = <precision: 16-mixed>
+num_processes=?XLA,?TPU - one process drives all TPU cores of a machine
+num_processes=?unknown  ! no number from 1; devices is left at auto: one for each GPU
+num_processes=?uneven   ! cannot be divided by {machines} machines; devices: {devices} is written
+num_processes=?machines = devices: {devices} on each machine ({value} is the total of {machines})
 num_processes           = devices: {devices}
-num_machines=SEVERAL    = <num_nodes: {machines}> {line}, and --nnodes {machines}
+num_machines=?machines  = <num_nodes: {machines}> {line}, and --nnodes {machines}
 num_machines            - one machine is the default
-machine_rank=SEVERAL    > --node-rank {value}, on this machine. It can be left out: the machines are numbered by
+machine_rank=?machines  > --node-rank {value}, on this machine. It can be left out: the machines are numbered by
                           themselves
 machine_rank            - there is one machine
-main_process_ip,main_process_port=SEVERAL > --rdzv {address} | nothing is given
-main_process_ip,main_process_port         - on one machine a free port is found | nothing is given
-gpu_ids=NONE            - the first GPUs of the machine are used, as many as devices says
-gpu_ids=UNEVEN          ! <devices: {ids}> {count} GPUs, {devices} processes; {line} is written
-gpu_ids=CPU             - <devices: {count}> it runs on the CPU
+main_process_ip,main_process_port=?machines > --rdzv {address} | nothing is given
+main_process_ip,main_process_port           - on one machine a free port is found | nothing is given
+gpu_ids=?no_ids         - the first GPUs of the machine are used, as many as devices says
+gpu_ids=?uneven_ids     ! <devices: {ids}> {count} GPUs, {devices} processes; {line} is written
+gpu_ids=?cpu            - <devices: {count}> it runs on the CPU
 gpu_ids                 = <devices: {ids}>
 use_cpu                 = <accelerator: cpu> | GPUs are taken where there are any (accelerator: auto)
 downcast_bf16           ! torch_xla no longer casts by itself; --trainer.precision bf16-true stores and computes in
@@ -67,6 +62,7 @@ tpu_name,tpu_zone,tpu_vm,tpu_use_cluster  > gcloud compute tpus tpu-vm ssh {pod}
 commands,command_file   > run it on the TPU machines before the training, as you do now | nothing is given
 
 [fsdp_config]
+*=?not_fsdp             - distributed_type is {kind}, which does not read it
 sharding_strategy,reshard_after_forward=TRUE,FULL_SHARD,1 - FULL_SHARD is the default: weights are given back after
                                                             the forward
 sharding_strategy,reshard_after_forward=FALSE             = <strategy.reshard_after_forward: false>
@@ -78,13 +74,15 @@ sharding_strategy,reshard_after_forward=HYBRID_SHARD_ZERO2,5 = <strategy.shardin
 sharding_strategy,reshard_after_forward  ! none of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD,
                                            HYBRID_SHARD_ZERO2; FULL_SHARD is written
 activation_checkpointing         = <activation_checkpointing: auto> | it is off
+*=?unsharded                     - nothing is sharded, with NO_SHARD
 offload_params,cpu_offload       = <strategy.cpu_offload: true> | nothing is offloaded, which is the default
 auto_wrap_policy=NO_WRAP         - it would gather all weights at once, and save little: the repeated blocks are
                                    found by themselves
 auto_wrap_policy                 - auto_wrap_policy of the strategy: names, a number, or found by itself | {blocks}
-min_num_params=UNREAD_POLICY     - {policy} does not read it | {blocks}
-min_num_params                   = <strategy.auto_wrap_policy: {integer}> | {blocks}
-transformer_layer_cls_to_wrap,transformer_cls_to_wrap=UNREAD_POLICY - {policy} does not read it | {blocks}
+min_num_params=?not_by_size      - {policy} does not read it | {blocks}
+min_num_params=FROM_1            = <strategy.auto_wrap_policy: {integer}>
+min_num_params                   - {policy} does not read it | {blocks}
+transformer_layer_cls_to_wrap,transformer_cls_to_wrap=?not_by_class - {policy} does not read it | {blocks}
 transformer_layer_cls_to_wrap,transformer_cls_to_wrap = <strategy.auto_wrap_policy: {classes}> | {blocks}
 ignored_modules                  ! nothing can be left out of the sharding; strategy: ddp shards nothing | it is off
 activation_checkpointing_offload ! activations are computed again, not offloaded | it is off
@@ -99,14 +97,15 @@ sync_module_states               - all processes begin with rank 0's values
 limit_all_gathers                - FSDP2 limits them by itself
 
 [deepspeed_config]
+*=?not_deepspeed                     - distributed_type is {kind}, which does not read it
 deepspeed_config_file                = it is read: its keys stand here, too | nothing is given
 zero_stage=0                         = <strategy: ddp>
 zero_stage=1,2,3                     = <strategy: deepspeed_stage_{value}>
 zero_stage                           ! <strategy: deepspeed_stage_2> none of 0, 1, 2, 3; stage 2 is written
 gradient_accumulation_steps=AUTO,NONE - the trainer's own setting says it
 gradient_accumulation_steps=1,1.0    - one batch makes a step, which is the default
-gradient_accumulation_steps=INTEGER  = <accumulate_grad_batches: {integer}>
-gradient_accumulation_steps          ! it has to be a whole number from 1; nothing is written
+gradient_accumulation_steps=FROM_1   = <accumulate_grad_batches: {integer}>
+gradient_accumulation_steps          ! it has to be an integer from 1; nothing is written
 gradient_clipping=AUTO,NONE          - the trainer's own setting says it
 gradient_clipping=POSITIVE           = <gradient_clip_val: {number}>
 gradient_clipping                    ! it has to be a number above 0; nothing is written
@@ -124,29 +123,31 @@ deepspeed_moe_layer_cls_names        ! leaf modules are not set by name: call de
 enable_msamp,msamp_opt_level         ! MS-AMP is not supported; precision: bf16-mixed | it is off
 
 [dynamo_config]
-*=OFF                   - nothing is compiled, which is the default
+*=?not_compiled         - nothing is compiled, which is the default
 *=DEFAULT               - the default
 backend=INDUCTOR        = <compile: {compile}> compile: true
 backend                 = <compile: {compile}> compile.backend: {backend}
+*=OFF                   - the default
 mode                    = <compile: {compile}> compile.mode: {value}
 use_fullgraph           = <compile: {compile}> compile.fullgraph: true
 use_dynamic             = <compile: {compile}> compile.dynamic: true
 use_regional_compilation = <compile: {compile}> compile.blocks: true
 
 [parallelism_config]
-dp_replicate_size,dp_shard_size=HYBRID = <strategy: fsdp, strategy.sharding_strategy: HYBRID_SHARD,
-                                          strategy.device_mesh: {mesh}>
-dp_replicate_size,dp_shard_size=SHARDS = <strategy: fsdp>
-dp_replicate_size,dp_shard_size        - every process has the full model: ddp
-tp_size,cp_size,sp_size=ON ! no tensor, context or sequence parallelism; fsdp with activation_checkpointing needs less
-                             memory
+dp_replicate_size,dp_shard_size=?hybrid = <strategy: fsdp, strategy.sharding_strategy: HYBRID_SHARD,
+                                           strategy.device_mesh: {mesh}>
+dp_replicate_size,dp_shard_size=?shards = <strategy: fsdp>
+dp_replicate_size,dp_shard_size         - every process has the full model: ddp
+tp_size,cp_size,sp_size=FROM_2 ! no tensor, context or sequence parallelism; fsdp with activation_checkpointing needs
+                                 less memory
 *                       - this kind of parallelism is off
 
 [megatron_lm_config]
+*=?not_megatron_lm      - distributed_type is {kind}, which does not read it
 recompute_activations   = <activation_checkpointing: auto> | it is off
 gradient_clipping=POSITIVE = <gradient_clip_val: {number}>
 gradient_clipping       - it is off
-tp_degree,pp_degree=ON  ! no tensor or pipeline parallelism; strategy: fsdp shards the weights
+tp_degree,pp_degree=FROM_2 ! no tensor or pipeline parallelism; strategy: fsdp shards the weights
 tp_degree,pp_degree     - it is off
 num_micro_batches       - of pipeline parallelism; accumulate_grad_batches makes larger steps
 use_distributed_optimizer - fsdp shards the optimizer, too
@@ -160,7 +161,10 @@ sequence_parallelism    - of tensor parallelism
 
 []
 fsdp_config,deepspeed_config,dynamo_config,parallelism_config,megatron_lm_config,fp8_config,mpirun_config !
-    it is no section; nothing was done with it | it is empty
+    it is not a section; ignored | it is empty
+*=?sagemaker            ! SageMaker is not driven from here: let its PyTorch estimator start `torchrun -m trainer fit
+                          --config ...`
+compute_environment     - it is found out at the start: trainer env shows it
 """)
 SECTIONS = {
     **dict.fromkeys(("deepspeed_config", "fp8_config", "mpirun_config"), ""),
@@ -169,10 +173,6 @@ SECTIONS = {
 }
 """Sections, with the prefix of their keys, which has no place in the rows."""
 SUMS = "; gradients are summed in float32 (Accelerate: in this precision, strategy.reduce_dtype)"
-READERS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
-"""Sections that only one distributed_type reads."""
-DEGREES = ("megatron_lm_config.tp_degree", "megatron_lm_config.pp_degree")
-ALSO_UNSHARDED = ("sharding_strategy", "reshard_after_forward", "activation_checkpointing")
 COMPILE = {"mode": "mode", "use_fullgraph": "fullgraph", "use_dynamic": "dynamic", "use_regional_compilation": "blocks"}
 """Arguments of `compile` by key of dynamo_config."""
 
@@ -193,7 +193,7 @@ def from_accelerate(report: MigrationReport, given: Mapping[str, Any]) -> None:
         shown = f"{path.name}: "
         from_deepspeed(report, read_plain(path)[0], shown)
         report.decided = {**report.draft.settings, **{f"strategy.{k}": v for k, v in report.draft.arguments.items()}}
-    report.translate(flat, ROWS, {**_cases_of_keys(report, kind), **_cases_of_files(report, kind)})
+    report.translate(flat, ROWS, _flags(report, kind))
     if kind == "DEEPSPEED":
         if not shown:
             report.draft.settings.setdefault("strategy", strategy_name("zero2"))
@@ -203,13 +203,10 @@ def from_accelerate(report: MigrationReport, given: Mapping[str, Any]) -> None:
 def _read_facts(report: MigrationReport, kind: str) -> None:
     """Read what several keys depend on."""
     given = report.given
-    report.machines = report.number("num_machines", 1)
+    machines, devices = report.number("num_machines", 1), 1 if kind == "NO" else None
     total = number(given.get("num_processes")) or 0
     if total > 0 and kind not in ("XLA", "TPU"):
-        report.devices = max(1, int(total) // report.machines)
-    elif kind == "NO":
-        report.devices = 1
-    report.address = f"{given.get('main_process_ip') or 'HOST'}:{report.number('main_process_port', 29500)}"
+        devices = max(1, int(total) // machines)
     ids = str(given.get("gpu_ids", "")).split(",")
     classes = given.get("fsdp_config.transformer_layer_cls_to_wrap", given.get("fsdp_config.transformer_cls_to_wrap"))
     names = classes if isinstance(classes, list) else [word.strip() for word in str(classes).split(",")]
@@ -221,9 +218,9 @@ def _read_facts(report: MigrationReport, kind: str) -> None:
             options[name] = value if key == "mode" else True
     report.facts = {
         "kind": kind,
-        "machines": report.machines,
-        "devices": report.devices,
-        "address": report.address,
+        "machines": machines,
+        "devices": devices,
+        "address": f"{given.get('main_process_ip') or 'HOST'}:{report.number('main_process_port', 29500)}",
         "ids": [int(word) for word in ids] if all(word.strip().isdecimal() for word in ids) else [],
         "count": len(ids),
         "sums": SUMS if kind == "FSDP" else "",
@@ -237,77 +234,44 @@ def _read_facts(report: MigrationReport, kind: str) -> None:
         "compile": json.dumps(options or True),
         "mesh": [report.number(f"parallelism_config.dp_{name}_size", 1) for name in ("replicate", "shard")],
     }
-    if report.devices is not None and not report.facts["ids"]:
-        report.draft.set("devices", report.devices)
+    if devices is not None and not report.facts["ids"]:
+        report.draft.set("devices", devices)
 
 
-def _cases_of_keys(report: MigrationReport, kind: str) -> dict[str, str]:
-    """Return the cases of keys that are not simply their values."""
-    given, facts, devices = report.given, report.facts, report.devices
-    several = "SEVERAL" if report.machines > 1 else "ONE"
+def _flags(report: MigrationReport, kind: str) -> list[str]:
+    """Return the flags that are up; one of them is the `distributed_type`, in upper case."""
+    given, facts = report.given, report.facts
+    machines, devices = facts["machines"], facts["devices"]
     replicas, shards = facts["mesh"]
-    data_parallel = "COPIES" if shards == 1 else "HYBRID" if replicas > 1 else "SHARDS"
-    by_size, by_class = (
-        "" if facts["policy"] in (f"{name}_BASED_WRAP", "no policy") else "UNREAD_POLICY"
-        for name in ("SIZE", "TRANSFORMER")
-    )
-    cases = {
-        "fp16": "SAID" if is_off(given.get("fp16")) or "mixed_precision" in given else "TRUE",
-        "mixed_precision": "OFF" if is_off(given.get("mixed_precision")) else "",
-        **dict.fromkeys(("num_machines", "machine_rank", "main_process_ip", "main_process_port"), several),
-        "num_processes": several,
-        "gpu_ids": "GPUS" if is_off(given.get("use_cpu")) else "CPU",
-        "fsdp_config.min_num_params": by_size,
-        **dict.fromkeys(("fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.transformer_cls_to_wrap"), by_class),
-        **dict.fromkeys(("parallelism_config.dp_replicate_size", "parallelism_config.dp_shard_size"), data_parallel),
-    }
-    for name in ("parallelism_config.tp_size", "parallelism_config.cp_size", "parallelism_config.sp_size", *DEGREES):
-        cases[name] = "ON" if report.number(name, 1) > 1 else "OFF"
-    if report.number("fsdp_config.min_num_params", 0) < 1:
-        cases["fsdp_config.min_num_params"] = "UNREAD_POLICY"
-    if kind in ("XLA", "TPU"):
-        cases["num_processes"] = "TPU"
-    elif devices is None:
-        cases["num_processes"] = "NONE"
-    elif number(given.get("num_processes")) != devices * report.machines:
-        cases["num_processes"] = "UNEVEN"
-    if not facts["ids"]:
-        cases["gpu_ids"] = "NONE"
-    elif devices not in (None, len(facts["ids"])):
-        cases["gpu_ids"] = "UNEVEN"
     half = str(given.get("mixed_precision")).lower()
-    if half in ("fp16", "bf16") and given.get(f"{half}.enabled") is False:
-        cases["mixed_precision"] = "TURNED_OFF"
-    cases["distributed_type"] = kind
-    if kind == "NO":
-        cases["distributed_type"] = "SEVERAL" if (devices or 1) * report.machines > 1 else "ONE"
-    if kind != "DEEPSPEED" and (shards > 1 or (kind == "FSDP" and _is_unsharded(given))):
-        cases["distributed_type"] = "ELSEWHERE"
-    return cases
-
-
-def _cases_of_files(report: MigrationReport, kind: str) -> dict[str, str]:
-    """Return the cases of keys that have no say in this file."""
-    cases, unsharded = {}, _is_unsharded(report.given)
-    sagemaker = str(report.given.get("compute_environment", "")).endswith("SAGEMAKER")
-    for key, value in report.given.items():
-        section, _, inner = key.partition(".")
-        if inner and READERS.get(section, kind) != kind:
-            cases[key] = "UNREAD"
-        elif section == "fsdp_config" and inner not in ALSO_UNSHARDED and f"{key}=" in ROWS and unsharded:
-            cases[key] = "UNSHARDED"
-        elif section == "dynamo_config" and report.facts["backend"] == "no":
-            cases[key] = "OFF"
-        elif section == "dynamo_config" and inner != "backend" and _is_default(value):
-            cases[key] = "DEFAULT"
-        elif sagemaker and not inner and (key == "compute_environment" or f"{key}=" not in ROWS):
-            cases[key] = "SAGEMAKER"
-    return cases
-
-
-def _is_unsharded(given: Mapping[str, Any]) -> bool:
-    return str(given.get("fsdp_config.sharding_strategy")).upper() in ("NO_SHARD", "3")
+    unsharded = str(given.get("fsdp_config.sharding_strategy")).upper() in ("NO_SHARD", "3")
+    several = (devices or 1) * machines > 1
+    flags = {
+        kind: True,
+        "not_fsdp": kind != "FSDP",
+        "not_deepspeed": kind != "DEEPSPEED",
+        "not_megatron_lm": kind != "MEGATRON_LM",
+        "sagemaker": str(given.get("compute_environment", "")).endswith("SAGEMAKER"),
+        "elsewhere": shards > 1 or (kind == "FSDP" and unsharded),
+        "one_process": kind == "NO" and not several,
+        "processes": kind == "NO" and several,
+        "machines": machines > 1,
+        "unknown": devices is None,
+        "uneven": devices is not None and number(given.get("num_processes")) != devices * machines,
+        "no_ids": not facts["ids"],
+        "uneven_ids": devices not in (None, len(facts["ids"])),
+        "cpu": not is_off(given.get("use_cpu")),
+        "mixed_precision": "mixed_precision" in given,
+        "turned_off": half in ("fp16", "bf16") and given.get(f"{half}.enabled") is False,
+        "unsharded": unsharded,
+        "not_by_size": facts["policy"] not in ("SIZE_BASED_WRAP", "no policy"),
+        "not_by_class": facts["policy"] not in ("TRANSFORMER_BASED_WRAP", "no policy"),
+        "not_compiled": facts["backend"] == "no",
+        "hybrid": replicas > 1 and shards > 1,
+        "shards": shards > 1,
+    }
+    return [name for name, is_up in flags.items() if is_up]
 
 
 def _is_default(value: Any) -> bool:
-    return is_off(value) or value == "default"
+    return is_off(value) or str(value).lower() == "default"

@@ -10,19 +10,28 @@ from trainer.cli.config.draft import strategy_name
 from trainer.cli.config.report import MigrationReport, flatten, read_rows
 
 ROWS = read_rows("""
-*=AUTO                              + "auto": filled in at the start by DeepSpeed's default
-*                                   + DeepSpeed reads it (strategy.config)
-*=OFF                               - it is off
+fp16.enabled=TRUE                   = <precision: 16-mixed>
+bf16.enabled=TRUE                   = <precision: bf16-mixed>
+fp16.enabled,bf16.enabled=AUTO      = as precision of the trainer says
+fp16.enabled,bf16.enabled           - precision of the trainer says which numbers are used
+fp16.*=?fp16_off                    - fp16 is off
+bf16.*=?bf16_off                    - bf16 is off
+
 train_batch_size=AUTO               - it is batch_size of your data x accumulate_grad_batches x processes
-train_batch_size                    @ it is kept, and compared with your data at the start
 train_micro_batch_size_per_gpu=AUTO - it is batch_size of your data
+gradient_accumulation_steps=AUTO    - accumulate_grad_batches of the trainer says it (default: 1)
+gradient_clipping=AUTO              - gradient_clip_val of the trainer says it (default: no clipping)
+zero_optimization.*=AUTO            + "auto": filled in at the start
+optimizer.params.*,scheduler.params.*=AUTO * write the value there
+*=AUTO                              + "auto": filled in at the start by DeepSpeed's default
+*=DISABLED                          - it is off
+
+train_batch_size                    @ it is kept, and compared with your data at the start
 train_micro_batch_size_per_gpu      @ batch_size of your data, {value}, is per process, too; it is kept, and compared
                                       with your data at the start
-gradient_accumulation_steps=AUTO    - accumulate_grad_batches of the trainer says it (default: 1)
 gradient_accumulation_steps=1,1.0   - one batch makes a step, which is the default
-gradient_accumulation_steps=INTEGER = <accumulate_grad_batches: {integer}>
-gradient_accumulation_steps         ! it has to be a whole number from 1; nothing is written
-gradient_clipping=AUTO              - gradient_clip_val of the trainer says it (default: no clipping)
+gradient_accumulation_steps=FROM_1  = <accumulate_grad_batches: {integer}>
+gradient_accumulation_steps         ! it has to be an integer from 1; nothing is written
 gradient_clipping=0,0.0,FALSE,NONE  - gradients are not clipped, which is the default
 gradient_clipping=POSITIVE          = <gradient_clip_val: {number}>
 gradient_clipping                   ! it has to be a number above 0; nothing is written
@@ -46,49 +55,22 @@ wandb                 ! write a Logger of your own for it: a class with log_metr
 stage=0               = <strategy: ddp>
 stage=1,2,3           = <strategy: deepspeed_stage_{value}>
 stage                 ! <strategy: deepspeed_stage_2> none of 0, 1, 2, 3; {line} is written
-*=AUTO                + "auto": filled in at the start
-*                     + DeepSpeed reads it (strategy.config)
 stage3_gather_16bit_weights_on_model_save,stage3_gather_fp16_weights_on_model_save - checkpoints hold the full weights:
                                                                                      trainer checkpoint export
-[zero_optimization.offload_optimizer]
-device=CPU,NVME       = <strategy.offload_optimizer: {lower}>
-device                - nothing is offloaded, which is the default
-nvme_path             = <strategy.nvme_path: {json}>
-*                     + DeepSpeed reads it (strategy.config)
-[zero_optimization.offload_param]
-device=CPU,NVME       = <strategy.offload_parameters: {lower}>
-device                - nothing is offloaded, which is the default
-nvme_path             = <strategy.nvme_path: {json}>
-*                     + DeepSpeed reads it (strategy.config)
+offload_optimizer.device=CPU,NVME   = <strategy.offload_optimizer: {lower}>
+offload_param.device=CPU,NVME       = <strategy.offload_parameters: {lower}>
+offload_optimizer.device,offload_param.device       - nothing is offloaded, which is the default
+offload_optimizer.nvme_path,offload_param.nvme_path = <strategy.nvme_path: {json}>
 
-[fp16]
-enabled=TRUE          = <precision: 16-mixed>
-enabled=AUTO          = as precision of the trainer says
-enabled=OFF,          - precision of the trainer says which numbers are used
-*=OFF                 - fp16 is off
+[]
+optimizer.type        * configure_optimizers: torch.optim.{value}(self.parameters(){arguments})
+scheduler.type        * configure_optimizers: {{"scheduler": {scheduler}, "interval": "step"}}
+optimizer.*,scheduler.* * see above
+optimizer.params.torch_adam,optimizer.params.adam_w_mode * the class says it: torch's Adam or AdamW
+optimizer.params.*,scheduler.params.* * an argument of it
 *                     + DeepSpeed reads it (strategy.config)
-[bf16]
-enabled=TRUE          = <precision: bf16-mixed>
-enabled=AUTO          = as precision of the trainer says
-enabled=OFF,          - precision of the trainer says which numbers are used
-*=OFF                 - bf16 is off
-*                     + DeepSpeed reads it (strategy.config)
-
-[optimizer]
-type                  * configure_optimizers: torch.optim.{value}(self.parameters(){arguments})
-*                     * see above
-[optimizer.params]
-*=AUTO                * write the value there
-torch_adam,adam_w_mode * the class says it: torch's Adam or AdamW
-*                     * an argument of it
-[scheduler]
-type                  * configure_optimizers: {{"scheduler": {scheduler}, "interval": "step"}}
-*                     * see above
-[scheduler.params]
-*=AUTO                * write the value there
-*                     * an argument of it
 """)
-SECTIONS = dict.fromkeys(("bfloat16", *(key.rpartition(".")[0] for key in ROWS if "." in key)), "")
+SECTIONS = dict.fromkeys(("bfloat16", *(key.rpartition(".")[0] for key, _, _ in ROWS if "." in key)), "")
 SCHEDULERS = {
     "WarmupLR": "torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=..., total_iters=WARMUP_STEPS)",
     "WarmupDecayLR": "a LambdaLR that rises, and falls to 0 at trainer.estimated_stepping_batches",
@@ -108,9 +90,8 @@ def from_deepspeed(report: MigrationReport, given: Mapping[str, Any], shown: str
     }
     report.facts["arguments"] = "".join(f", {name}={value!r}" for name, value in said.items())
     report.facts["scheduler"] = SCHEDULERS.get(str(values.get("scheduler.type")), "a scheduler of torch")
-    cases = {key: "OFF" for key, value in values.items() if isinstance(value, dict) and value.get("enabled") is False}
-    cases.update({key: "OFF" for key in values if values.get(f"{key[:4]}.enabled") is False})
-    report.translate(flat, ROWS, cases, shown)
+    flags = [f"{name}_off" for name in ("fp16", "bf16") if values.get(f"{name}.enabled") is False]
+    report.translate(flat, ROWS, flags, shown)
 
 
 def set_strategy(report: MigrationReport, shown: str = "") -> None:

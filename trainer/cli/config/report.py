@@ -1,9 +1,9 @@
-"""Account for each key of another program's configuration, by a table with a row for each key, or each of its cases.
+"""Account for each key of another program's configuration, by a table of rows; the first that fits a key counts.
 
 A row is `KEY[=CASE] MARK <SETTINGS> WORDS | OFF`: one of MARKS; the settings to write, as YAML (`strategy.NAME` is an
 argument of the strategy); the explanation, by default the settings; and that of an empty or false value, for which
-nothing is written. `[SECTION]` stands above the rows of a section, `*` for its other keys. Several keys or cases are
-joined by commas. The case is the value in upper case, INTEGER or POSITIVE for numbers, or what the translator names.
+nothing is written. `[SECTION]` stands above the rows of a section, and `*` for all its keys (without a section: for all
+keys). Several keys or cases are joined by commas. A case is one of `cases_of` a value, or `?FLAG`, a flag of the file.
 {NAME} stands for a fact of the file, {line} for the settings.
 """
 
@@ -13,12 +13,12 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.config.draft import WIDTH, ConfigDraft, launch_line
+from trainer.cli.config.draft import WIDTH, ConfigDraft, launch_line, parse_settings
 from trainer.config.files import foreign_kind, read_tree
 from trainer.config.tree import Diagnostics
 from trainer.errors import did_you_mean
@@ -31,16 +31,20 @@ KEPT = "+@"
 """Marks of keys that DeepSpeed itself reads, from the strategy's `config`."""
 
 
-def read_rows(table: str) -> dict[str, str]:
-    """Return `MARK ...` by `KEY` or `KEY=CASE`, with sections before the keys."""
-    rows, section = {}, ""
+Rows = list[tuple[str, str, str]]
+"""`KEY` with its section, `CASE` (empty: any) and the rest of each row."""
+
+
+def read_rows(table: str) -> Rows:
+    """Return the rows of a table."""
+    rows, section = [], ""
     for line in re.sub(r"\n +", " ", table).strip().splitlines():
         if line.startswith("["):
             section = f"{line[1:-1]}." if len(line) > 2 else ""
         elif line:
             names, row = line.split(maxsplit=1)
             keys, _, cases = names.partition("=")
-            rows.update({f"{section}{key}={case}": row for key in keys.split(",") for case in cases.split(",")})
+            rows += [(section + key, case, row) for key in keys.split(",") for case in cases.split(",")]
     return rows
 
 
@@ -63,42 +67,37 @@ class MigrationReport:
     """Name of the other program's format."""
     given: dict[str, Any] = field(default_factory=dict)
     """Values by key, without the prefixes of sections: `fsdp_config.version`."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What stands for {NAME} in rows."""
+    facts: dict[str, Any] = field(default_factory=lambda: {"machines": 1, "devices": None, "address": "HOST:29500"})
+    """The values for {NAME} in rows. "devices": processes per machine; None: not known."""
     draft: ConfigDraft = field(default_factory=ConfigDraft)
     entries: list[Entry] = field(default_factory=list)
-    machines: int = 1
-    devices: int | None = None
-    """Processes on each machine."""
-    address: str = "HOST:29500"
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """What DeepSpeed itself reads."""
     decided: dict[str, Any] = field(default_factory=dict)
     """Settings of the DeepSpeed JSON that the file names."""
 
     def number(self, key: str, default: float) -> int:
-        """Return a key's value as a whole number; the default if it is no number, 0 or not given."""
+        """Return a key's value as an integer; the default if it is missing, 0 or not a number."""
         return int(number(self.given.get(key)) or default)
 
     def translate(
-        self, flat: Mapping[str, tuple[str, Any]], rows: Mapping[str, str], cases: Mapping[str, str], shown: str = ""
+        self, flat: Mapping[str, tuple[str, Any]], rows: Rows, flags: Collection[str], shown: str = ""
     ) -> None:
         """Account for every key of a file.
 
         Args:
             flat: the result of `flatten`.
-            cases: cases by key, where they are not what the value says.
+            flags: the flags of the file that are up.
             shown: printed before the keys.
         """
         self.given.update({key: value for key, (_, value) in flat.items()})
         for key, (name, value) in flat.items():
             section, _, inner = key.rpartition(".")
-            others = f"{section}.*" if section else "*"
-            named = [cases[key]] if cases.get(key) else _cases(value)
-            places = [f"{one}={case}" for case in named for one in (key, others, "*")] + [f"{key}=", f"{others}="]
-            row = next((rows[place] for place in places if place in rows), None)
+            within = f"{section}." if section else ""
+            cases = {"", *cases_of(value), *(f"?{flag}" for flag in flags)}
+            row = next((row for one, case, row in rows if one in (key, f"{within}*", "*") and case in cases), None)
             if row is None:
-                known = {one.partition("=")[0].rpartition(".")[2] for one in rows if one.startswith(others[:-1])}
+                known = {one.rpartition(".")[2] for one, _, _ in rows if one.startswith(within)}
                 close = did_you_mean(name, [name.removesuffix(inner) + one for one in known])
                 row = f"! no key of accelerate 1.15.{close} Nothing was done with it"
             self.add(shown + name, value, row)
@@ -118,7 +117,7 @@ class MigrationReport:
         facts["number"] = number(value)
         facts["integer"] = int(facts["number"] or 0)
         inner, words = re.fullmatch(r"(?:<(.*?)>\s*)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-        settings = _settings(inner.format_map(facts)) if inner else {}
+        settings = parse_settings((inner or "").format_map(facts))
         problem = self._contradiction(settings)
         if problem:
             kind, words, settings = IMPOSSIBLE, "", {}
@@ -139,7 +138,7 @@ class MigrationReport:
 
     def start(self, command: str) -> str:
         """Return the command that starts the training on these machines."""
-        return launch_line(command, self.machines, self.devices, self.address)
+        return launch_line(command, self.facts["machines"], self.facts["devices"], self.facts["address"])
 
     def text(self, written: str | None) -> str:
         """Return all keys, grouped by kind of translation, and the next command. `written`: the new file, if any."""
@@ -156,17 +155,17 @@ class MigrationReport:
         return "\n".join(lines) + "\n"
 
 
-def _cases(value: Any) -> list[str]:
-    """Return the cases of a value: itself in upper case; of a number also "INTEGER" (from 1) and "POSITIVE"."""
+def cases_of(value: Any) -> list[str]:
+    """Return the cases of a value: itself in upper case, OFF, DISABLED (a section), and those of numbers."""
     size = number(value) or 0
-    return [str(value).upper(), *(["INTEGER"] if size >= 1 else []), *(["POSITIVE"] if size > 0 else [])]
-
-
-def _settings(text: str) -> dict[str, Any]:
-    import yaml
-
-    settings: dict[str, Any] = yaml.safe_load(f"{{{text}}}")
-    return settings
+    others = {
+        "OFF": is_off(value),
+        "DISABLED": isinstance(value, dict) and value.get("enabled") is False,
+        "POSITIVE": size > 0,
+        "FROM_1": size >= 1,
+        "FROM_2": size >= 2,
+    }
+    return [str(value).upper(), *(case for case, holds in others.items() if holds)]
 
 
 def read_plain(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -202,7 +201,7 @@ def is_off(value: Any) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number that may be given as text; None: the value is none."""
+    """Return a value, or the number in a text, as a finite number; None if it is not a finite number."""
     try:
         found = float(value)
     except (TypeError, ValueError):

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from trainer.cli.doctor.results import CheckResult
+from trainer.errors import ConfigError, TrainerError
 
 MEGABYTES = 16
 REPEATS = 3
@@ -80,7 +81,6 @@ def _seconds(collective: Any, device: Any) -> float:
 def collectives(number: int) -> CheckResult:
     """Run `exchange` in `number` new processes, or, when this process was started as one of several, in it."""
     from trainer.distributed.environment import detect_environment
-    from trainer.errors import ConfigError, TrainerError
     from trainer.launchers.notebook import launch
 
     try:

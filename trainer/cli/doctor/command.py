@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, overrides_of, reports_errors
+from trainer.config.tree import Diagnostics
+from trainer.errors import ConfigError
+from trainer.settings import Settings, local_path
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
@@ -37,8 +41,7 @@ def run(arguments: list[str]) -> int:
     results = []
     # stdout holds nothing but the JSON, whatever the user's files print.
     with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
-        given, overrides = _options(arguments)
-        configuration = _configuration(given, overrides)
+        given, configuration = _read(arguments)
         place = detect_environment()
         for result in _checks(given, configuration, arguments, place.local_rank == 0):
             results.append(result)
@@ -69,29 +72,18 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
-    from trainer.config.tree import Diagnostics
-    from trainer.errors import ConfigError
-
+def _read(arguments: list[str]) -> tuple[argparse.Namespace, Configuration | None]:
+    """Return the options and the checked configuration; None: none was given."""
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
     findings.report()
     if given.devices < 1:
         raise ConfigError(f"--devices {given.devices}: give a number of processes from 1.")
-    return given, overrides
-
-
-def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]]) -> Configuration | None:
-    """Return the checked configuration; None: none was given.
-
-    Raises:
-        ConfigError: the configuration has problems, all of which are listed.
-    """
     if not given.config and not overrides:
-        return None
+        return given, None
     from trainer.config.load import load
 
-    return load(given.config, overrides)
+    return given, load(given.config, overrides)
 
 
 def _checks(
@@ -101,7 +93,6 @@ def _checks(
     from trainer.cli.doctor.collectives import collectives
     from trainer.cli.doctor.disk import disk
     from trainer.cli.doctor.machine import machine
-    from trainer.settings import Settings, local_path
 
     if first_here:
         yield from machine()
@@ -114,13 +105,11 @@ def _checks(
 
 def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
     """Run a batch of training and of validation in processes of their own, started by `trainer fit`."""
-    from trainer.config.tree import Diagnostics
-
     findings = Diagnostics()
     overrides, _ = overrides_of(arguments, findings)
     command = [sys.executable, "-m", "trainer", "fit"]
     command += ["--config", *given.config] if given.config else []
-    command += [word for name, node in overrides for word in (f"--{name}={_as_yaml(node)}",)]
+    command += [f"--{name}={json.dumps(node.plain())}" for name, node in overrides]
     command += [f"--trainer.{setting}" for setting in (*ONE_STEP, "enable_progress_bar=false")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout, check=False)
@@ -135,10 +124,3 @@ def _one_step(arguments: list[str], given: argparse.Namespace) -> CheckResult:
     end = f"was killed by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else "failed"
     found = f"trainer fit {end}: {' '.join(errors) or 'it printed nothing'}"
     return CheckResult("FAIL", "one step", found, f"To see all of it: python {typed}")
-
-
-def _as_yaml(node: Any) -> str:
-    """Return a value of the command line as YAML with the same meaning."""
-    import json
-
-    return json.dumps(node.plain())

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.cli.doctor.results import CheckResult, gib
+from trainer.cli.doctor.results import CheckResult, gib, verdict
+from trainer.errors import CheckpointError
 
 ENOUGH_DISK = 10 * 2**30
 SAMPLE = 32 * 2**20
@@ -54,10 +55,9 @@ def _space(root: Path) -> CheckResult:
     kind = file_system(root)
     remote = kind is not None and (kind in NETWORK or kind.startswith("fuse."))
     where = f"{root} ({'a network file system, ' if remote else ''}{kind or 'unknown file system'})"
-    if usage.free < ENOUGH_DISK or usage.free < usage.total / 100:
-        fix = "A checkpoint has about three times the weights' bytes with Adam, and two exist while one is replaced."
-        return CheckResult("WARN", "disk", f"{where}: {gib(usage.free)} are free.", fix)
-    return CheckResult("OK", "disk", f"{where}: {gib(usage.free)} of {gib(usage.total)} are free")
+    few = usage.free < ENOUGH_DISK or usage.free < usage.total / 100
+    fix = "A checkpoint has about three times the weights' bytes with Adam, and two exist while one is replaced."
+    return verdict("WARN", few, "disk", f"{where}: {gib(usage.free)} of {gib(usage.total)} are free", fix)
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
@@ -77,29 +77,25 @@ def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
 
 def _writing(folder: Path) -> Iterator[CheckResult]:
     """Check the bandwidth of writing, the time of a flush, and the clock of the file server."""
-    began = time.perf_counter()
     path = folder / "sample"
-    with path.open("wb") as file:
-        file.write(os.urandom(SAMPLE))
-        file.flush()
-        os.fsync(file.fileno())
-    speed = SAMPLE / (time.perf_counter() - began)
-    began = time.perf_counter()
-    with path.open("ab") as file:
-        file.write(b"1")
-        file.flush()
-        os.fsync(file.fileno())
-    flush = time.perf_counter() - began
+    speed = SAMPLE / _seconds_to_append(path, os.urandom(SAMPLE))
+    flush = _seconds_to_append(path, b"1")
     words = f"{speed / 1e6:,.0f} MB/s with fsync, {1000 * flush:.1f} ms for a small one"
-    if flush > SLOW_SYNC_S:
-        fix = "Checkpoints wait for a dozen of these: write them less often, or elsewhere, or with async_write=True."
-        yield CheckResult("WARN", "writing", f"{words}.", fix)
-    else:
-        yield CheckResult("OK", "writing", words)
+    fix = "Checkpoints wait for a dozen of these: write them less often, or elsewhere, or with async_save=True."
+    yield verdict("WARN", flush > SLOW_SYNC_S, "writing", words, fix)
     skew = path.stat().st_mtime - time.time()
     if abs(skew) > SKEW_S:
         found = f"the files' times differ from this machine's clock by {skew:+.0f} s."
         yield CheckResult("WARN", "clock", found, "Run NTP on both: the newest run is chosen by these times.")
+
+
+def _seconds_to_append(path: Path, data: bytes) -> float:
+    began = time.perf_counter()
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - began
 
 
 def _checkpoint(folder: Path) -> CheckResult:
@@ -108,7 +104,6 @@ def _checkpoint(folder: Path) -> CheckResult:
 
     from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
     from trainer.checkpoint.writing import write_checkpoint
-    from trainer.errors import CheckpointError
 
     state = {"model": {"weight": torch.randn(1024, 2048), "half": torch.randn(512).bfloat16()}}
     path = folder / "checkpoint"

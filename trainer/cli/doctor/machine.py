@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from trainer.cli.doctor.results import CheckResult, gib
+from trainer.cli.doctor.results import CheckResult, gib, verdict
 from trainer.distributed.rendezvous import free_port
+from trainer.errors import install_command
 from trainer.launchers.launcher import usable_cores
 
 EXTRAS = {
-    "tensorboard": ("tensorboard", "logs for TensorBoard"),
-    "torchmetrics": ("metrics", "torchmetrics objects in self.log"),
-    "deepspeed": ("deepspeed", "the strategies deepspeed_stage_1 to 3"),
+    "tensorboard": "logs for TensorBoard",
+    "torchmetrics": "torchmetrics objects in self.log",
+    "deepspeed": "the strategies deepspeed_stage_1 to 3",
 }
-"""Optional packages: the extra that installs each, and its purpose."""
+"""Optional packages and their purpose."""
 ENOUGH_SHM = 2**30
 ENOUGH_FILES = 4096
 ENOUGH_MEMORY = 2 * 2**30
@@ -49,10 +50,9 @@ def _versions() -> Iterator[CheckResult]:
         yield CheckResult("FAIL", "torch", f"{torch} is too old.", "pip install 'torch>=2.9'")
     else:
         yield CheckResult("OK", "torch", torch)
-    for package, (extra, gives) in EXTRAS.items():
-        found = _version(package)
-        install = f'pip install "exact-trainer[{extra}]"'
-        yield CheckResult("OK", package, found or f"not installed, and not needed unless you want {gives}: {install}")
+    for package, gives in EXTRAS.items():
+        missing = f"not installed, and not needed unless you want {gives}: {install_command(package)}"
+        yield CheckResult("OK", package, _version(package) or missing)
 
 
 def _version(package: str) -> str | None:
@@ -65,23 +65,16 @@ def _version(package: str) -> str | None:
 def _compilers() -> Iterator[CheckResult]:
     compiler = os.environ.get("CXX", "g++")
     path = shutil.which(compiler.split()[0]) or shutil.which("c++") or shutil.which("clang++")
-    if path is None:
-        yield CheckResult(
-            "WARN",
-            "compiler",
-            f"no {compiler}: compile= does not work on the CPU, nor what DeepSpeed compiles (CPUAdam, nvme).",
-            "apt install g++, or set CXX.",
-        )
-    else:
-        yield CheckResult("OK", "compiler", path)
+    missing = f"no {compiler}: compile= does not work on the CPU, nor what DeepSpeed compiles (CPUAdam, nvme)"
+    yield verdict("WARN", path is None, "compiler", path or missing, "apt install g++, or set CXX.")
     ninja = shutil.which("ninja", path=os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)]))
-    if ninja is None and _version("deepspeed") is not None:
+    needed = _version("deepspeed") is not None
+    if ninja is not None:
+        hidden = needed and shutil.which("ninja") is None
+        found = f"{ninja} is not on the PATH" if hidden else ninja
+        yield verdict("WARN", hidden, "ninja", found, f"export PATH={Path(ninja).parent}:$PATH")
+    elif needed:
         yield CheckResult("WARN", "ninja", "is missing: DeepSpeed cannot compile its operators.", "pip install ninja")
-    elif ninja is not None and shutil.which("ninja") is None and _version("deepspeed") is not None:
-        folder = Path(ninja).parent
-        yield CheckResult("WARN", "ninja", f"{ninja} is not on the PATH.", f"export PATH={folder}:$PATH")
-    elif ninja is not None:
-        yield CheckResult("OK", "ninja", ninja)
 
 
 def devices() -> Iterator[CheckResult]:
@@ -100,13 +93,11 @@ def devices() -> Iterator[CheckResult]:
             newest = max((int(name) for name in architectures if name.isdigit()), default=0)
             if newest and int(capability) // 10 > newest // 10:
                 fix = f"This torch is built for {', '.join(sorted(architectures))}: install a newer one."
-                yield CheckResult(
-                    "FAIL", subject, f"{words}; compute capability {capability} is unknown to torch.", fix
-                )
-            elif free < total / 2:
-                yield CheckResult("WARN", subject, f"{words}.", "Somebody else uses it: nvidia-smi shows who.")
+                found = f"{words}; compute capability {capability} is unknown to torch."
+                yield CheckResult("FAIL", subject, found, fix)
             else:
-                yield CheckResult("OK", subject, words)
+                used = "Somebody else uses it: nvidia-smi shows who."
+                yield verdict("WARN", free < total / 2, subject, words, used)
     elif there and built:
         fix = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES; a driver that is too old for this torch is the usual cause."
         yield CheckResult("FAIL", "devices", f"there is a GPU, but torch (built for {built}) sees none.", fix)
@@ -126,10 +117,7 @@ def _memory() -> Iterator[CheckResult]:
         yield CheckResult("OK", "cpu", f"{cores} cores for this process")
         return
     words = f"{cores} cores for this process, {gib(free)} of memory are free"
-    if free < ENOUGH_MEMORY:
-        yield CheckResult("WARN", "memory", f"{words}.", "Each process needs about 1 GiB for torch alone.")
-    else:
-        yield CheckResult("OK", "memory", words)
+    yield verdict("WARN", free < ENOUGH_MEMORY, "memory", words, "Each process needs about 1 GiB for torch alone.")
 
 
 def _available_memory() -> int | None:
@@ -150,27 +138,25 @@ def _limits() -> Iterator[CheckResult]:
     shm = Path("/dev/shm")
     if shm.is_dir():
         free = shutil.disk_usage(shm).free
-        if free < ENOUGH_SHM:
-            yield CheckResult(
-                "WARN",
-                "/dev/shm",
-                f"{gib(free)} are free: DataLoader workers hand batches over in it; when it is full, 'Bus error'.",
-                "Start the container with --shm-size=8g or --ipc=host.",
-            )
-        else:
-            yield CheckResult("OK", "/dev/shm", f"{gib(free)} are free for DataLoader workers")
+        few = free < ENOUGH_SHM
+        use = (
+            ": DataLoader workers hand batches over in it; when it is full, 'Bus error'"
+            if few
+            else " for DataLoader workers"
+        )
+        fix = "Start the container with --shm-size=8g or --ipc=host."
+        yield verdict("WARN", few, "/dev/shm", f"{gib(free)} are free{use}", fix)
     try:
         import resource
     except ImportError:  # Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
-    if not unlimited and soft < ENOUGH_FILES:
-        allowed = "65536" if hard == resource.RLIM_INFINITY else str(min(hard, 65536))
-        found = f"{soft} at once: many DataLoader workers may need more ('Too many open files')."
-        yield CheckResult("WARN", "open files", found, f"ulimit -n {allowed}")
-    else:
-        yield CheckResult("OK", "open files", "no limit" if unlimited else f"{soft} at once")
+    few = soft < ENOUGH_FILES and not unlimited
+    allowed = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    found = "no limit" if unlimited else f"{soft} at once"
+    found += ": many DataLoader workers may need more ('Too many open files')" if few else ""
+    yield verdict("WARN", few, "open files", found, f"ulimit -n {allowed}")
 
 
 def _network() -> Iterator[CheckResult]:
@@ -202,8 +188,6 @@ def _clock() -> CheckResult:
     # The clock cannot be earlier than the installation of Python.
     built = Path(os.__file__).stat().st_mtime
     text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
-    if now < built - 86400:
-        return CheckResult(
-            "WARN", "clock", f"it says {text}, which is before this Python was installed.", "Set it: NTP."
-        )
-    return CheckResult("OK", "clock", text)
+    wrong = now < built - 86400
+    found = f"it says {text}, which is before this Python was installed" if wrong else text
+    return verdict("WARN", wrong, "clock", found, "Set it: NTP.")

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.estimate.report import Subject, as_data, report, zero_report
+from trainer.arguments import whole_number
+from trainer.cli.estimate.report import NEEDED, Subject, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, reports_errors
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.memory import (
     MemoryLayout,
     ModelSize,
     Setup,
-    Transformer,
     Weight,
     activations,
     estimate_memory,
@@ -27,7 +28,6 @@ from trainer.model.memory import (
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
-    from trainer.config.tree import Diagnostics
 
 EXAMPLES = """\
   trainer estimate --params 7e9 --devices 8                   every strategy, on 8 processes
@@ -47,8 +47,6 @@ def run(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> str:
-    from trainer.config.tree import Diagnostics
-
     findings = Diagnostics()
     given, overrides = _parser().parse_with_overrides(arguments, findings)
     if bool(given.config or overrides) == (given.params is not None):
@@ -72,9 +70,7 @@ def _report(arguments: list[str]) -> str:
     for devices in given.devices:
         setup = Setup(devices * given.num_nodes, numbers, devices, given.accumulate, **options)
         tables[devices] = {label: estimate_memory(layout, subject.size, setup) for label, layout in layouts.items()}
-    transformer = None
-    if {"layers", "hidden", "sequence", "batch"} <= subject.shape.keys():
-        transformer = Transformer(**subject.shape, checkpointing=given.checkpointing)
+    transformer = subject.transformer(given.checkpointing)
     kept = None if transformer is None else activations(transformer, numbers)
     if given.json:
         return json.dumps(as_data(subject, given, tables, kept), indent=2) + "\n"
@@ -128,15 +124,16 @@ def _number(text: str) -> int:
         number = float(match[1]) * 10 ** {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}[match[2].lower()] if match else 0
     except ValueError:
         number = 0
-    if number < 1:
+    if not 1 <= number < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: write 7e9, 7B or 350M")
     return round(number)
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    number = whole_number(text)
+    if not number:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1")
-    return int(text)
+    return number
 
 
 def _complete(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
@@ -175,8 +172,7 @@ def _layouts(
 
 def _shape(given: argparse.Namespace) -> dict[str, int]:
     """Return the sizes of a transformer from the command line."""
-    named = {name: getattr(given, name) for name in ("layers", "hidden", "sequence", "batch")}
-    return {name: value for name, value in named.items() if value is not None}
+    return {name: value for name in NEEDED if (value := getattr(given, name)) is not None}
 
 
 def _of_number(given: argparse.Namespace) -> Subject:
@@ -198,7 +194,6 @@ def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], 
     if given.trainable is not None:
         raise ConfigError("--trainable goes with --params; a configuration's module says itself what is frozen.")
     from trainer.config.load import load
-    from trainer.config.tree import COMMAND_LINE, Node
 
     if given.precision is not None:
         overrides.append(("trainer.precision", Node(given.precision, COMMAND_LINE)))

@@ -6,8 +6,11 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trainer.cli.columns import in_columns
 from trainer.model.memory import Memory, ModelSize, Transformer, zero_table
 
+NEEDED = ("layers", "hidden", "sequence", "batch")
+"""What has to be known of a transformer for an estimate of its activations."""
 COLUMNS = ("weights", "gradients", "masters", "optimizer", "device", "temporary", "host")
 LEGEND = """\
 weights: parameters and buffers. masters: float32 copies of weights in low precision. device: all that is held there
@@ -30,6 +33,10 @@ class Subject:
     shape: dict[str, Any] = field(default_factory=dict)
     """Arguments of `Transformer`, as far as they are known."""
     notes: list[str] = field(default_factory=list)
+
+    def transformer(self, checkpointing: bool) -> Transformer | None:
+        """Return the sizes for an estimate of the activations; None if one of them is not known."""
+        return Transformer(**self.shape, checkpointing=checkpointing) if self.shape.keys() >= {*NEEDED} else None
 
 
 def _description(subject: Subject) -> str:
@@ -75,12 +82,8 @@ def _table(title: str, rows: dict[str, Memory], configured: str | None) -> list[
         texts = {name: f"{value / size:,.2f}" for name, value in row.items()}
         texts |= {name: f"({texts[name]})" for name in rows[label].offloaded}
         cells.append([f"{'*' if label == configured else ' '} {label}", *texts.values()])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
-    return [f"{lines[0]}  {unit}", *lines[1:]]
+    head, *lines = in_columns(cells, right=range(1, len(cells[0])))
+    return [f"{head}  {unit}", *lines]
 
 
 def _unit(largest: int) -> tuple[str, int]:
@@ -93,7 +96,7 @@ def _unit(largest: int) -> tuple[str, int]:
 
 def _activation_lines(subject: Subject, model: Transformer | None, kept: int | None) -> list[str]:
     if model is None or kept is None:
-        missing = [f"--{n}" for n in ("layers", "hidden", "sequence", "batch") if n not in subject.shape]
+        missing = [f"--{name}" for name in NEEDED if name not in subject.shape]
         return [f"activations are not counted; of a transformer they can be estimated: give {' '.join(missing)}."]
     unit, size = _unit(kept)
     recomputed = ", activation checkpointing of every layer" if model.checkpointing else ""

@@ -14,10 +14,33 @@ from trainer import Callback, ConfigError, DataModule, Trainer, TrainModule
 from trainer.callback import HOOKS
 from trainer.callbacks import LambdaCallback
 from trainer.loop.checks import DATAMODULE_METHODS, MODULE_HOOKS
-from trainer.optional_methods import METHODS
+from trainer.model.optional_methods import METHODS
 
 NEEDED = ("training_step", "configure_optimizers")
-OPTIONAL = [name for name in (*METHODS, *MODULE_HOOKS) if name not in NEEDED]
+# Written down here: names taken from the package would follow its mistakes.
+STEPS_AND_SETTINGS = (
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "configure_model",
+    "configure_callbacks",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "num_items",
+)
+OF_DATA = (
+    "prepare_data",
+    "setup",
+    "teardown",
+    "transfer_batch_to_device",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+)
+STATE = ("state_dict", "load_state_dict")
+HOOKS_OF_A_MODULE = [name for name in vars(TrainModule) if name.startswith("on_")]
+OPTIONAL = [*STEPS_AND_SETTINGS, *OF_DATA, "train_dataloader", *HOOKS_OF_A_MODULE]
+HOOKS_OF_DATA = ("on_before_batch_transfer", "on_after_batch_transfer", "on_exception")
 
 
 def wrong(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,6 +100,11 @@ def test_a_method_of_a_module_that_is_none_is_not_defined(place: str, name: str)
     torch.testing.assert_close(run_all(module), expected, rtol=0, atol=0)
 
 
+def test_every_method_that_is_called_is_tried() -> None:
+    assert sorted([*OPTIONAL, *NEEDED]) == sorted({*METHODS, *MODULE_HOOKS})
+    assert sorted([*OF_DATA, "train_dataloader", *STATE, *HOOKS_OF_DATA]) == sorted(DATAMODULE_METHODS)
+
+
 @pytest.mark.parametrize("name", NEEDED)
 def test_what_a_fit_needs_cannot_be_none(name: str) -> None:
     module = Toy()
@@ -94,7 +122,7 @@ class Data(DataModule):
         return loader(1)
 
 
-@pytest.mark.parametrize("name", [name for name in DATAMODULE_METHODS if name != "train_dataloader"])
+@pytest.mark.parametrize("name", [*OF_DATA, *STATE, *HOOKS_OF_DATA])
 @pytest.mark.parametrize("place", ["class", "object"])
 def test_a_method_of_a_data_module_that_is_none_is_not_defined(name: str, place: str) -> None:
     expected = run_all(Forward(), type("Data", (Data,), {name: getattr(DataModule, name)})())

@@ -1,0 +1,82 @@
+"""Signals before and after the handlers of a run, and the third SIGTERM to a step that hangs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.helpers.processes import run_python, start_python
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals as on Linux and macOS")
+
+TRAINING = """
+import os, signal, sys, threading, time
+from tests.helpers.toy import Toy, loader, quiet
+
+class Slow(Toy):
+    def training_step(self, batch, batch_idx):
+        print("step", flush=True)
+        if "hung" in sys.argv:
+            lock = threading.Lock()
+            with lock:
+                lock.acquire()
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+trainer = quiet(max_epochs=1000, devices=2 if "two" in sys.argv else 1)
+print("made", flush=True)
+if "before" in sys.argv:
+    time.sleep(3600)
+if "after" in sys.argv:
+    quiet(max_steps=1).fit(Slow(), loader())
+    os.kill(os.getpid(), signal.SIGUSR1)
+try:
+    trainer.fit(Slow(), loader())
+finally:
+    time.sleep(1)  # what a script still does
+"""
+
+
+def test_a_second_sigusr1_does_not_change_the_exit_code() -> None:
+    running = start_python(TRAINING)
+    running.wait_for("step")
+    while running.process.poll() is None:
+        running.send(signal.SIGUSR1)
+        time.sleep(0.02)
+    running.wait().check(75)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_sigusr1_outside_of_a_run(when: str) -> None:
+    running = start_python(TRAINING, when)
+    running.wait_for("made")
+    if when == "before":
+        running.send(signal.SIGUSR1)
+    running.wait().check(75)
+
+
+def test_sigusr1_from_the_first_line_of_the_command() -> None:
+    script = """
+import os, signal
+import trainer.cli.main
+from trainer.__main__ import main
+trainer.cli.main.main = lambda arguments: os.kill(os.getpid(), signal.SIGUSR1)
+main()
+"""
+    run_python(script).check(75)
+
+
+@pytest.mark.parametrize("number", ["one", "two"])
+def test_the_third_sigterm_ends_a_hung_step_with_its_stacks(number: str) -> None:
+    running = start_python(TRAINING, "hung", number)
+    running.wait_for("step", count=2 if number == "two" else 1)
+    for _ in range(3):
+        assert running.process.poll() is None
+        running.send(signal.SIGTERM)
+        time.sleep(0.3)  # signals that come together are one
+    error = running.wait(60).check(143).stderr
+    assert "the third SIGTERM ends this process in the middle of a step" in error
+    assert "in training_step" in error

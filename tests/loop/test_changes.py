@@ -1,0 +1,326 @@
+"""A resumed run says what has changed since its checkpoint was written, and refuses what would spoil an epoch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, LinearLR, SequentialLR, StepLR
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from tests.helpers.processes import run_distributed
+from tests.helpers.toy import quiet
+from trainer import ConfigError, TrainModule
+from trainer.callbacks import ModelCheckpoint
+
+
+class Net(TrainModule):
+    def __init__(self, lr: float = 0.1, dropout: float = 0.1, frozen: bool = False, step_size: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Dropout(dropout))
+        self.last = nn.Linear(4, 1)
+        self.first.requires_grad_(not frozen)
+        self.lr, self.step_size = lr, step_size
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.last(self.first(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, self.step_size)]
+
+
+class Backwards(Sampler[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size - 1, -1, -1))
+
+
+def data(samples: int = 64) -> TensorDataset:
+    return TensorDataset(torch.zeros(samples, 4), torch.zeros(samples, 1))
+
+
+def fit(folder: Path, steps: int, loader: Any, module: Any = None, **options: Any) -> int:
+    """Train on; return the steps."""
+    call = {name: options.pop(name) for name in ("ckpt_path", "allow_changes") if name in options}
+    checkpoints: Any = [
+        ModelCheckpoint(every_n_train_steps=1, dirpath=folder, save_top_k=-1, filename="{step}"),
+        ModelCheckpoint(every_n_epochs=1, dirpath=folder, save_top_k=-1, filename="{epoch}"),
+    ]
+    trainer = quiet(
+        max_steps=steps, default_root_dir=folder, callbacks=checkpoints, enable_checkpointing=True, **options
+    )
+    trainer.fit(module or Net(), loader, **call)
+    return trainer.global_step
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return checkpoints of 20 steps, 16 of them in the first epoch."""
+    folder = tmp_path_factory.mktemp("written")
+    fit(folder, 20, DataLoader(data(), 4, shuffle=True))
+    return folder
+
+
+LOADERS: dict[str, tuple[Any, list[str]]] = {
+    "fewer": (lambda: DataLoader(data(48), 4, shuffle=True), ["dataset: TensorDataset, 64 samples then, .* 48 sa"]),
+    "more": (lambda: DataLoader(data(80), 4, shuffle=True), ["dataset: TensorDataset, 64 samples then, .* 80 sa"]),
+    "in order": (lambda: DataLoader(data(), 4), ["shuffle: shuffled then, in order now"]),
+    "sampler": (
+        lambda: DataLoader(data(), 4, sampler=Backwards(64)),
+        ["sampler: each sample once then, Backwards, 64 samples now"],
+    ),
+    "replacement": (
+        lambda: DataLoader(data(), 4, sampler=RandomSampler(data(), replacement=True)),
+        ["sampler: each sample once then, RandomSampler, 64 samples now"],
+    ),
+    "list": (lambda: [tuple(data(4).tensors)] * 16, ["loader: DataLoader, split by the trainer then, list now"]),
+    "both": (lambda: DataLoader(data(48), 4), ["dataset: ", "shuffle: "]),
+}
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_other_data_are_refused_within_an_epoch_and_told_at_its_end(
+    case: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, lines = LOADERS[case]
+    with pytest.raises(ConfigError, match=r"in the middle of an epoch \(after batch 8 of epoch 0\)") as error:
+        fit(tmp_path, 22, make(), ckpt_path=written / "step=8")
+    for line in lines:
+        assert error.match(line)
+    names = str(error.value).split("allow_changes=")[1].split("]")[0]
+    allowed = [name.strip("'") for name in names.removeprefix("[").split(", ")]
+    with caplog.at_level(logging.WARNING, "trainer"):
+        assert fit(tmp_path, 10, make(), ckpt_path=written / "step=8", allow_changes=allowed) == 10
+        assert "dataset" not in caplog.text
+        assert fit(tmp_path, 18, make(), ckpt_path=written / "epoch=0") == 18
+    assert caplog.text.count("was written:") == 1
+    assert f"changed since {written / 'epoch=0'} was written:" in caplog.text
+
+
+def test_what_is_no_change_is_not_told(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "trainer"):
+        for name in ("step=1", "step=8", "epoch=0", "step=20"):
+            fit(tmp_path, 22, DataLoader(data(), 4, shuffle=True), ckpt_path=written / name)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "name", "line"),
+    [
+        ({"lr": 0.2}, {}, "optimizers", "SGD, lr: 0.1 then, 0.2 now (the checkpoint's is used)"),
+        ({"step_size": 5}, {}, "schedulers", "StepLR, step_size: 3 then, 5 now (the checkpoint's is used)"),
+        ({"dropout": 0.3}, {}, "module", "first.1: Dropout(p=0.1, inplace=False) then, Dropout(p=0.3, inplace=F"),
+        ({"frozen": True}, {}, "module", "first.0.weight, frozen: none then, yes now"),
+        ({}, {"accumulate_grad_batches": 2}, "settings", "accumulate_grad_batches: 1 then, 2 now"),
+        ({}, {"limit_train_batches": 12}, "settings", "limit_train_batches: 1.0 then, 12 now"),
+        ({}, {"seed_per_sample": True}, "settings", "seed_per_sample: False then, True now"),
+        ({}, {"precision": "bf16-mixed"}, "settings", "precision: 32-true then, bf16-mixed now"),
+    ],
+    ids=["lr", "schedule", "dropout", "frozen", "window", "limit", "seeds", "precision"],
+)
+def test_other_changes_are_told_in_one_message(
+    module: Any, settings: Any, name: str, line: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resume(**more: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "trainer"):
+            loader = DataLoader(data(), 4, shuffle=True)
+            fit(tmp_path, 10, loader, Net(**module), ckpt_path=written / "step=8", **settings, **more)
+        return caplog.text
+
+    text = resume()
+    assert f"{name}: {line}" in text
+    assert text.count("was written:") == 1
+    assert f"fit(..., allow_changes=['{name}']) silences this warning" in text
+    assert resume(allow_changes=[name]) == ""
+
+
+def test_a_batch_of_another_size_is_told_and_goes_on(
+    written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "trainer"):
+        fit(tmp_path, 10, DataLoader(data(), 8, shuffle=True), ckpt_path=written / "step=8")
+    assert "batch_size: 4 over all processes then, 8 over all processes now" in caplog.text
+
+
+def test_nothing_left_is_told(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "trainer"):
+        assert fit(tmp_path, 6, DataLoader(data(), 4, shuffle=True), ckpt_path=written / "step=8") == 8
+    assert [r.message for r in caplog.records] == [
+        "nothing is left to train: the checkpoint has 8 steps, and max_steps=6"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["data"], r"allow_changes=\['data'\]: give names out of dataset, loader.* Did you mean 'dataset'"),
+        ("dataset", "allow_changes='dataset': give a list of names"),
+        ([3], r"allow_changes=\[3\]: give names out of dataset"),
+        (True, "allow_changes=True: give a list of names"),
+    ],
+    ids=["unknown", "text", "number", "flag"],
+)
+def test_names_that_are_none_are_refused(given: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fit(tmp_path, 1, DataLoader(data(), 4), allow_changes=given)
+
+
+def resume_on_two(written: str, folder: str) -> list[str]:
+    said = []
+    for size, samples in ((2, 64), (2, 48)):
+        loader = DataLoader(data(samples), size, shuffle=True)
+        try:
+            trainer = quiet(max_steps=10, default_root_dir=folder, devices=2, strategy="ddp")
+            trainer.fit(Net(), loader, ckpt_path=f"{written}/step=8")
+            said.append("done")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_another_number_of_processes_is_no_change(written: Path, tmp_path: Path) -> None:
+    for done, refused in run_distributed(resume_on_two, 2, str(written), str(tmp_path)):
+        assert done == "done"
+        assert "dataset: TensorDataset, 64 samples then, TensorDataset, 48 samples now" in refused
+
+
+# -- what one looks at to see a change ---------------------------------------------------------------------------------
+
+
+class Given(Sampler[int]):
+    """Gives indices that it was made with."""
+
+    def __init__(self, order: Any) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(data())
+
+
+def loader_of(kind: str, other: bool) -> Any:
+    if kind == "indices":
+        return DataLoader(Subset(data(128), range(64 * other, 64 + 64 * other)), 4, shuffle=True)
+    if kind == "parts":
+        sizes = (16, 48) if other else (32, 32)
+        return DataLoader(ConcatDataset([data(size) for size in sizes]), 4, shuffle=True)
+    if kind == "weights":
+        return DataLoader(data(), 4, sampler=WeightedRandomSampler([1.0 + other * one for one in range(64)], 64))
+    if kind == "order":
+        return DataLoader(data(), 4, sampler=Given([*range(63, -1, -1)] if other else [*range(64)]))
+    return DataLoader(Stream(), 2 if other else 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("indices", "dataset: indices: 64 numbers "),
+        ("parts", "dataset: indices: 2 numbers "),
+        ("weights", "sampler: weights: 64 numbers "),
+        ("order", "sampler: order: 64 numbers "),
+        ("stream", "batch_size: 4 on each process then, 2 on each process now"),
+    ],
+)
+def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
+    kind: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path, 3, loader_of(kind, False))
+    with caplog.at_level(logging.WARNING, "trainer"):
+        fit(tmp_path, 4, loader_of(kind, False), ckpt_path=tmp_path / "step=3")
+    assert caplog.text == ""
+    with pytest.raises(ConfigError, match="in the middle of an epoch") as error:
+        fit(tmp_path, 5, loader_of(kind, True), ckpt_path=tmp_path / "step=3")
+    assert words in str(error.value)
+
+
+class Scheduled(Net):
+    """A net with a schedule of the test's choice."""
+
+    def __init__(self, schedule: Any) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"interval": "step", **self.schedule(optimizer)}]
+
+
+def two_stages(last: int) -> Any:
+    def schedule(optimizer: Any) -> Any:
+        stages = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, T_max=last)]
+        return {"scheduler": SequentialLR(optimizer, stages, milestones=[2])}
+
+    return schedule
+
+
+def warm_up(steps: int) -> Any:
+    return lambda optimizer: {"scheduler": LambdaLR(optimizer, lambda step: min(1.0, step / steps))}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        (two_stages(9), two_stages(8), "CosineAnnealingLR.T_max: 9 then, 8 now (the checkpoint's is used)\n"),
+        (
+            warm_up(9),
+            warm_up(8),
+            "{steps: 9}]] then, [warm_up.<locals>.<lambda>.<locals>.<lambda>[1.0, {steps: 8}]] now\n",
+        ),
+        (
+            lambda optimizer: {"scheduler": StepLR(optimizer, 3), "frequency": 2},
+            lambda optimizer: {"scheduler": StepLR(optimizer, 3), "frequency": 1},
+            "StepLR, frequency: 2 then, 1 now\n",
+        ),
+    ],
+    ids=["inside", "function", "frequency"],
+)
+def test_what_is_in_a_schedule_is_compared_and_what_is_used_is_true(
+    then: Any, now: Any, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def resume(schedule: Any, **more: Any) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "trainer"):
+            fit(tmp_path, 5, DataLoader(data(), 4), Scheduled(schedule), ckpt_path=tmp_path / "step=3", **more)
+        return caplog.text.replace("'", "").replace("checkpoints", "checkpoint's")
+
+    fit(tmp_path, 3, DataLoader(data(), 4), Scheduled(then))
+    assert resume(then) == ""
+    assert words in resume(now)
+    assert resume(now, allow_changes=["schedulers"]) == ""
+
+
+def test_a_scheduler_of_another_kind_cannot_take_the_state_of_the_former(tmp_path: Path) -> None:
+    fit(tmp_path, 3, DataLoader(data(), 4), Scheduled(lambda optimizer: {"scheduler": StepLR(optimizer, 3)}))
+    other = Scheduled(lambda optimizer: {"scheduler": ExponentialLR(optimizer, 0.5)})
+    with pytest.raises(
+        ConfigError, match=r"the states of \[StepLR\], but configure_optimizers returned \[ExponentialLR\]"
+    ):
+        fit(tmp_path, 5, DataLoader(data(), 4), other, ckpt_path=tmp_path / "step=3")

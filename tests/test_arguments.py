@@ -1,0 +1,275 @@
+"""Constructors of strategies and callbacks refuse values that do not fit their annotations."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+import trainer.callbacks
+from tests.helpers.drawn_values import raising
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import ConfigError, Trainer
+from trainer.arguments import PositiveFloat, PositiveInt, fits, in_words, whole_number
+from trainer.callback import Callback
+from trainer.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    ModelCheckpoint,
+    PredictionWriter,
+    SimpleProfiler,
+    StragglerMonitor,
+    ThroughputMonitor,
+)
+from trainer.settings import ARGUMENTS
+from trainer.strategies import STRATEGIES, DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from trainer.strategy import Strategy
+
+CALLBACKS = {
+    name: kind
+    for name, kind in vars(trainer.callbacks).items()
+    if isinstance(kind, type) and issubclass(kind, Callback) and kind is not Callback
+}
+NEEDED = {"monitor": "loss", "scheduling": {0: 2}}
+ODD: tuple[Any, ...] = (-1, -0.5, math.nan, "x", True, None, [], {}, object(), 10**20, b"a", ("a",), 1j, math.inf)
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *CALLBACKS])
+def test_every_argument_takes_what_its_annotation_says_or_refuses_it_in_words(name: str) -> None:
+    kind: Any = {**STRATEGIES, **CALLBACKS}[name]
+    parameters = {
+        key: p
+        for key, p in list(inspect.signature(kind.__init__).parameters.items())[1:]
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    needed = {key: NEEDED[key] for key, p in parameters.items() if p.default is p.empty}
+    for key, parameter in parameters.items():
+        for value in ODD:
+            try:
+                kind(**{**needed, key: value})
+            except ConfigError:
+                continue
+            words = str(parameter.annotation)
+            assert not (isinstance(value, bool) and "bool" not in words and words != "Any"), (key, value)
+            assert not (isinstance(value, str) and words == "bool"), (key, value)
+            assert not (isinstance(value, float) and math.isnan(value) and words != "Any"), (key, value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: DDPStrategy(comm_hook=-0.5),
+            r"DDPStrategy\(comm_hook=-0.5\): give 'fp16_compress', .* a function or None",
+        ),  # type: ignore[arg-type]
+        (lambda: DDPStrategy(static_graph="no"), r"static_graph='no'\): give True or False"),  # type: ignore[arg-type]
+        (
+            lambda: DDPStrategy(bucket_cap_mb=-25),
+            r"bucket_cap_mb=-25\): give a number above 0 up to 1,000,000,000 or None",
+        ),
+        (lambda: DDPStrategy(timeout_seconds=0), r"timeout_seconds=0\): give a number above 0"),
+        (lambda: DDPStrategy(timeout_seconds=math.inf), r"timeout_seconds=inf\): give a number above 0"),
+        (lambda: FSDPStrategy(cpu_offload=1), r"cpu_offload=1\): give True or False"),  # type: ignore[arg-type]
+        (
+            lambda: FSDPStrategy(device_mesh=(2, "2")),
+            r"device_mesh=\(2, '2'\)\): give a list \(an integer, an integer\) or None",
+        ),  # type: ignore[arg-type]
+        (lambda: FSDPStrategy(auto_wrap_policy=-1), r"auto_wrap_policy=-1\): give .*an integer from 1"),
+        (lambda: FSDPStrategy(auto_wrap_policy=True), r"auto_wrap_policy=True\): give "),
+        (lambda: FSDPStrategy(reshard_after_forward=-2), r"reshard_after_forward=-2\): give .*an integer from 2"),
+        (lambda: DeepSpeedStrategy(cpu_adam="yes"), r"cpu_adam='yes'\): give True or False"),  # type: ignore[arg-type]
+        (lambda: CSVLogger(flush_seconds=-1), r"CSVLogger\(flush_seconds=-1\): give a number from 0"),
+        (lambda: EarlyStopping("loss", min_delta="0.1"), "min_delta='0.1'"),  # type: ignore[arg-type]
+        (lambda: PredictionWriter(max_shard_size=0), r"max_shard_size=0\): give an integer from 1"),
+        (lambda: ThroughputMonitor(items_per_batch=-3), "items_per_batch=-3"),
+        (lambda: ModelCheckpoint(verbose="yes"), "verbose='yes'"),  # type: ignore[arg-type]
+        (lambda: ModelCheckpoint(monitor=""), "monitor=''"),
+        (lambda: ModelCheckpoint(filename="x" * 240), "a name of 240 bytes is too long"),
+        (lambda: ModelCheckpoint(filename="{epoch:0300d}"), "bytes is too long"),
+        (lambda: ModelCheckpoint(filename="{epoch:99999999999999999999d}"), "cannot be written as"),
+        (lambda: ModelCheckpoint(filename="a\0b"), "no file can have this name"),
+        (lambda: ModelCheckpoint(filename="a\nb"), "no file can have this name"),
+        (lambda: ModelCheckpoint(filename=".hidden"), "does not begin with"),
+        (lambda: ModelCheckpoint(filename="  "), "does not begin with"),
+        (lambda: ModelCheckpoint(dirpath="a/" + "b" * 300), "no folder can have this name"),
+        (lambda: ModelCheckpoint(dirpath="a\0"), "no folder can have this name"),
+    ],
+)
+def test_the_message_says_what_to_give(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "bad", "words"),
+    [
+        (int | None, [3, None], [3.0, True, "3"], "an integer or None"),
+        (float, [3, 0.5, math.inf], [math.nan, True, "3", None, 1j], "a number"),
+        (Literal["a", 1], ["a", 1], ["b", True, 1.0], "'a' or 1"),
+        (list[int], [[1, 2], (), []], [[1.5], "ab", 3], "a list of integers"),
+        (tuple[int, int], [(1, 2), [1, 2]], [(1,), (1, 2, 3), "ab"], "a list (an integer, an integer)"),
+        (tuple[int, ...], [(1, 2, 3), ()], [("a",)], "a list of integers"),
+        (Mapping[str, int], [{"a": 1}, {}], [{"a": "b"}, {1: 1}, []], "a dict of texts to integers"),
+        (str | Path, ["a", Path("a")], [b"a", 3], "text or a path"),
+        (Callable[..., Any] | None, [len, None], ["len"], "a function or None"),
+        (type[Strategy], [DDPStrategy], ["ddp"], "a class (Strategy)"),
+        (PositiveFloat, [0.1, 3], [0, -1, 1.1e9, math.nan, "1"], "a number above 0 up to 1,000,000,000"),
+        (PositiveInt, [1, 2], [0, 1.0, True, 2**31], "an integer from 1 up to 2,147,483,647"),
+        (Any, [None, object()], [], "anything"),
+    ],
+    ids=[
+        "int",
+        "float",
+        "choices",
+        "list",
+        "pair",
+        "tuple",
+        "dict",
+        "path",
+        "function",
+        "class",
+        "above",
+        "count",
+        "any",
+    ],
+)
+def test_annotations(annotation: Any, good: list[Any], bad: list[Any], words: str) -> None:
+    assert all(fits(value, annotation) for value in good)
+    assert [value for value in bad if fits(value, annotation)] == []
+    assert in_words(annotation) == words
+
+
+def test_subclasses_of_users_take_what_they_like() -> None:
+    class Mine(DDPStrategy):
+        def __init__(self, extra: int) -> None:
+            super().__init__(timeout_seconds=5)
+            self.extra = extra
+
+    assert Mine("text").extra == "text"  # type: ignore[arg-type, comparison-overlap]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'monitor'"):
+        EarlyStopping()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        ("__repr__",),
+        ("__eq__", "__hash__"),
+        ("__bool__",),
+        ("__class__",),
+        ("__repr__", "__str__", "__eq__", "__bool__", "__len__", "__iter__", "__hash__"),
+    ],
+    ids=" ".join,
+)
+def test_objects_that_raise_when_they_are_looked_at_are_refused_in_words(methods: tuple[str, ...]) -> None:
+    for value in (raising(*methods), [raising(*methods)], {"x": raising(*methods)}):
+        for name in ARGUMENTS:
+            with contextlib.suppress(ConfigError):
+                Trainer(**{"accelerator": "cpu", name: value})
+        for kind in (*STRATEGIES.values(), *CALLBACKS.values()):
+            parameters = list(inspect.signature(kind.__init__).parameters.items())[1:]
+            needed = {key: NEEDED[key] for key, p in parameters if p.default is p.empty and key in NEEDED}
+            for key, parameter in parameters:
+                if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    with contextlib.suppress(ConfigError):
+                        kind(**{**needed, key: value})
+
+
+def test_messages_stay_short() -> None:
+    for given in ({"precision": "x" * 100_000}, {"max_steps": list(range(100_000))}, {"x" * 100_000: 1}):
+        with pytest.raises(ConfigError) as raised:
+            Trainer(**given)  # type: ignore[arg-type]
+        assert 20 < len(str(raised.value)) < 3000
+    with pytest.raises(ConfigError, match="and 70 more") as raised:
+        Trainer(**{f"argument_{number}": 1 for number in range(100)})  # type: ignore[arg-type]
+    assert len(raised.value.problems) == 100
+
+
+@pytest.mark.parametrize(("text", "number"), [("12", 12), ("", None), ("-1", None), ("1.5", None), ("9" * 5000, None)])
+def test_whole_numbers_of_texts(text: str, number: int | None) -> None:
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"deterministic": 1}, "deterministic=1: give"),
+        ({"max_steps": 2**63}, "max_steps=9223372036854775808: give an integer"),
+        ({"limit_train_batches": 2**63}, "limit_train_batches=9223372036854775808: give a number of batches"),
+        ({"max_time": 10**400}, "max_time"),
+        ({"deadline_margin": 10**400}, "deadline_margin"),
+        ({"devices": 2**31}, "no machine has more than 4096"),
+        ({"devices": "9" * 5000}, "no machine has more than 4096"),
+        ({"default_root_dir": "s3:/"}, "give a folder of this machine"),
+        ({"default_root_dir": "\ud800"}, "no file system has such a name"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_values_that_no_run_can_have_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        Trainer(**{"accelerator": "cpu", **given})
+
+
+def test_numbers_of_other_packages_are_numbers() -> None:
+    assert type(EarlyStopping("loss", patience=np.int64(2)).patience) is int  # type: ignore[arg-type]
+    assert DDPStrategy(timeout_seconds=np.float32(0.5)).timeout.total_seconds() == 0.5  # type: ignore[arg-type]
+    assert DDPStrategy(timeout_seconds=Fraction(1, 2)).timeout.total_seconds() == 0.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ModelCheckpoint(asynchronous=True), "'asynchronous'. It is called 'async_save' now."),  # type: ignore[call-arg]
+        (lambda: EarlyStopping("val_loss", patiense=3), "'patiense'. Did you mean 'patience'?"),  # type: ignore[call-arg]
+        (lambda: EarlyStopping(patiense=3), "unexpected keyword argument 'patiense'. Did you mean"),  # type: ignore[call-arg]
+        (lambda: CSVLogger(save_dri="logs"), "'save_dri'. Did you mean 'save_dir'?"),  # type: ignore[call-arg]
+    ],
+    ids=["renamed", "misspelt", "and-one-missing", "logger"],
+)
+def test_an_unknown_argument_is_named_with_the_fix(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(words)):
+        make()
+
+
+def not_a_clock() -> Any:
+    return "now"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SimpleProfiler(clock=not_a_clock), "SimpleProfiler(clock=...) returned a str"),
+        (lambda: SimpleProfiler(clock=len), "SimpleProfiler(clock=...) raised TypeError"),  # type: ignore[arg-type]
+        (lambda: StragglerMonitor(clock=not_a_clock), "StragglerMonitor(clock=...) returned a str"),
+        (lambda: DDPStrategy(comm_hook=print), "give a function (state, bucket) -> Future"),
+        (lambda: DDPStrategy(comm_hook=int), "give a function (state, bucket) -> Future"),
+    ],
+    ids=["profiler", "profiler-raises", "straggler", "print", "class"],
+)
+def test_functions_that_cannot_be_what_they_are_given_for(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("callback", "words"),
+    [
+        (lambda: ThroughputMonitor(items_per_batch=len, flops_per_sample=int), "flops_per_sample=...) raised"),  # type: ignore[arg-type]
+        (lambda: ThroughputMonitor(items_per_batch=int), "items_per_batch=...) raised"),  # type: ignore[arg-type]
+        (lambda: CSVLogger(save_dir="/dev/null/x"), "CSVLogger(save_dir=...): the folder '/dev/null/x"),
+    ],
+    ids=["flops", "items", "folder"],
+)
+def test_what_is_seen_in_the_run_is_told_in_words(callback: Callable[[], Callback], words: str) -> None:
+    given = callback()
+    more: Any = {"logger": given} if isinstance(given, CSVLogger) else {"callbacks": given}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        quiet(max_steps=2, log_every_n_steps=1, **more).fit(Toy(), loader(2))

@@ -1,0 +1,332 @@
+"""Check the arguments of constructors against their annotations, and describe annotations in words.
+
+Configuration files are checked by pydantic. It is not used here, because it takes 0.1 s to import, and either refuses
+numpy's numbers and tuples in place of lists, or converts "3" to 3.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import math
+import numbers
+import operator
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from trainer.errors import ConfigError, TrainerError, did_you_mean, raise_problems
+
+LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
+MAPPINGS = (dict, Mapping, MutableMapping)
+
+
+_COMPARISONS = {"from": operator.ge, "above": operator.gt, "up to": operator.le}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound of a number, for use in `Annotated`."""
+
+    comparison: Literal["from", "above", "up to"]
+    number: float
+
+    def holds(self, value: Any) -> bool:
+        """Return True if a number respects the bound."""
+        return bool(_COMPARISONS[self.comparison](value, self.number))
+
+    def __str__(self) -> str:
+        return f"{self.comparison} {self.number:,}"
+
+
+PositiveInt = Annotated[int, Limit("from", 1), Limit("up to", 2**31 - 1)]
+NonNegativeInt = Annotated[int, Limit("from", 0), Limit("up to", 2**31 - 1)]
+PositiveFloat = Annotated[float, Limit("above", 0), Limit("up to", 10**9)]
+NonNegativeFloat = Annotated[float, Limit("from", 0)]
+
+
+def whole_number(text: str) -> int | None:
+    """Return the integer that a text of at most 18 decimal digits stands for; None for any other text."""
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
+
+
+def check_constructor(cls: type) -> None:
+    """Wrap the class's own `__init__` to raise one ConfigError for all arguments that do not fit their annotations.
+
+    The body of `__init__` may rely on the types of its arguments; numpy's numbers arrive as Python's.
+    """
+    init: Any = vars(cls).get("__init__")
+    if init is None:
+        return
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            given = signature.bind(self, *args, **options).arguments
+        except TypeError:
+            known = list(signature.parameters)[1:]
+            unknown = next((name for name in options if name not in known), None)
+            if unknown is not None:
+                hint = did_you_mean(unknown, known)
+                raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {unknown!r}.{hint}") from None
+            init(self, *args, **options)  # raises Python's own error
+            raise
+        try:
+            raise_problems(_problems(cls, init, signature, given), f"{cls.__name__}'s arguments")
+            init(self, *map(_python_number, args), **{name: _python_number(one) for name, one in options.items()})
+        except TrainerError:
+            raise
+        except Exception as error:
+            raise_if_raising({name: given[name] for name in list(given)[1:]}, cls.__name__, error)
+            raise
+
+    cls.__init__ = checked  # type: ignore[misc]
+
+
+def _python_number(value: Any) -> Any:
+    """Return numpy's numbers and fractions as int or float; other values unchanged."""
+    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
+
+
+def _problems(cls: type, init: Any, signature: inspect.Signature, given: dict[str, Any]) -> list[str]:
+    hints = hints_of(init, cls)
+    fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [
+        f"{cls.__name__}({name}={value!r}): give {in_words(hints[name])}.{_suggestion(value, hints[name])}"
+        for name, value in list(given.items())[1:]
+        if name in hints and signature.parameters[name].kind not in fixed and not fits(value, hints[name])
+    ]
+
+
+def _suggestion(value: Any, annotation: Any) -> str:
+    literals = [option for option in options_of(annotation) if get_origin(option) is Literal]
+    choices = [choice for option in literals for choice in get_args(option) if isinstance(choice, str)]
+    return did_you_mean(value, choices) if isinstance(value, str) else ""
+
+
+def failed_function(argument: str, returns: str, error: Exception) -> ConfigError:
+    """Return the error for a user's function that raised `error`.
+
+    Args:
+        argument: the beginning of the call that gave the function, such as "Timer(clock".
+        returns: the words for the values that the function has to return.
+    """
+    words = f"{argument}=...) raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    found = ConfigError(f"{words}. Give a function that returns {returns}.")
+    found.__cause__ = error
+    return found
+
+
+def check_clock(argument: str, clock: Callable[[], float]) -> None:
+    """Raise a ConfigError if a function does not return a number."""
+    try:
+        now: object = clock()
+    except Exception as error:
+        raise failed_function(argument, "seconds", error) from error
+    if not fits(now, float):
+        raise ConfigError(f"{argument}=...) returned a {type(now).__name__}: give a function that returns seconds.")
+
+
+def raise_if_raising(given: Mapping[str, Any], whose: str, error: Exception) -> None:
+    """Raise a ConfigError if a check failed with `error` because an argument's own methods raise such an error.
+
+    Args:
+        given: the arguments by name.
+        whose: the name of the class or function that got them, for the message.
+    """
+    problems = [
+        f"{whose}({name}=...): a {type(value).__name__} that cannot be checked, because its repr, bool, hash, len or "
+        f"== raises {type(reason).__name__}: {' '.join(str(reason).split())[:200]}. Give a value of the annotated type."
+        for name, value in given.items()
+        if type(reason := _raised_by(value)) is type(error)
+    ]
+    if problems:
+        raise ConfigError(problems[0], problems) from error
+
+
+def _raised_by(value: Any, depth: int = 0) -> Exception | None:
+    """Return the error that `repr`, `bool`, `hash`, `len` or `==` raises for a value or one inside it, or None."""
+    looks: tuple[Callable[[Any], object], ...] = (repr, bool, hash, len, lambda one: bool(one == ""))
+    for look in (*looks, lambda one: isinstance(one, Collection)):
+        try:
+            look(value)
+        except Exception as error:
+            if not (isinstance(error, TypeError) and look in (hash, len)):  # unhashable, or without a length
+                return error
+    inside = [*value, *value.values()] if type(value) is dict else value if type(value) in (list, tuple, set) else ()
+    found = (_raised_by(one, depth + 1) for one in list(inside)[:100] if depth < 3)
+    return next((error for error in found if error is not None), None)
+
+
+@functools.cache
+def hints_of(init: Any, cls: type) -> dict[str, Any]:
+    """Return the evaluated annotations of a constructor by argument; `Any` for one that cannot be evaluated."""
+    try:
+        return get_type_hints(init, include_extras=True)
+    except Exception:  # a name known to type checkers only: take the annotations one by one
+        hints = {}
+        names = _Names({**vars(builtins), **vars(sys.modules[cls.__module__]), cls.__name__: cls})
+        for name, annotation in getattr(init, "__annotations__", {}).items():
+            try:
+                hints[name] = eval(annotation, {}, names) if isinstance(annotation, str) else annotation
+            except Exception:
+                hints[name] = Any
+        return hints
+
+
+class _Names(dict[str, Any]):
+    """A namespace in which every unknown name is `Any`."""
+
+    def __missing__(self, name: str) -> Any:
+        return Any
+
+
+def options_of(annotation: Any, limits: bool = False) -> list[Any]:
+    """Return the members of a union, or the annotation itself; aliases are resolved.
+
+    Args:
+        limits: keep `Annotated` members as they are, for their limits.
+    """
+    if type(annotation).__name__ == "TypeAliasType":  # `type X = ...`
+        return options_of(annotation.__value__, limits)
+    if get_origin(annotation) is Annotated and not limits:
+        return options_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [option for member in get_args(annotation) for option in options_of(member, limits)]
+    return [annotation]
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Whether a value is of an annotation's type. NaN and bools do not fit numbers; everything fits an unknown type."""
+    return any(_fits(value, option) for option in options_of(annotation, limits=True))
+
+
+def _fits(value: Any, option: Any) -> bool:
+    origin, arguments = get_origin(option), get_args(option)
+    if not arguments:  # typing.List is list
+        origin, option = None, origin or option
+    if origin is Annotated:
+        return fits(value, arguments[0]) and all(one.holds(value) for one in arguments[1:] if isinstance(one, Limit))
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in arguments)
+    if option is Any:
+        return True
+    if option in (None, NoneType):
+        return value is None
+    if option is bool:
+        return isinstance(value, bool) or type(value).__name__ == "bool_"
+    if option is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if option is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and _is_float(value)
+    if origin is tuple and ... not in arguments:
+        return _is_list(value) and len(value) == len(arguments) and all(map(fits, value, arguments))
+    if origin in LISTS:
+        return _is_list(value) and all(fits(one, arguments[0]) for one in value)
+    if origin in MAPPINGS:
+        return isinstance(value, Mapping) and all(
+            fits(key, arguments[0]) and fits(one, arguments[1]) for key, one in value.items()
+        )
+    if option is Callable or origin is Callable:
+        return callable(value)
+    if origin is type:
+        return isinstance(value, type)
+    return isinstance(value, option) if isinstance(option, type) and origin is None else True
+
+
+def _is_float(value: Any) -> bool:
+    """Whether a number can be converted to a float that is not NaN."""
+    try:
+        return not math.isnan(value)
+    except OverflowError:
+        return False
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset, range))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words for the types of annotations, in Python or in a configuration file."""
+
+    types: Mapping[Any, str]
+    literal: Callable[[Any], str]
+    """Return a value of a Literal as a user types it."""
+    others: Callable[[Any], str]
+    """Return the words for a type that is not in `types`."""
+
+
+PYTHON = Words(
+    {
+        int: "an integer",
+        float: "a number",
+        bool: "True or False",
+        str: "text",
+        NoneType: "None",
+        Any: "anything",
+        Path: "a path",
+        type: "a class",
+        Callable: "a function",
+        **dict.fromkeys(LISTS, "a list"),
+        **dict.fromkeys(MAPPINGS, "a dict"),
+    },
+    repr,
+    lambda option: f"a {getattr(option, '__name__', option)}",
+)
+_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+
+
+def in_words(annotation: Any, words: Words = PYTHON) -> str:
+    """Return a description of the values that an annotation allows, such as "an integer from 1 or None"."""
+    options = [word for option in options_of(annotation, limits=True) for word in _words_for(option, words)]
+    if words.types[int] in options and words.types[float] in options:
+        options.remove(words.types[int])
+    unique = list(dict.fromkeys(options))
+    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
+
+
+def _words_for(option: Any, words: Words) -> list[str]:
+    origin, arguments = get_origin(option), get_args(option)
+    if option is bool:
+        return words.types[bool].split(" or ")
+    if origin is Literal:
+        return [words.literal(choice) for choice in arguments]
+    if origin is Annotated:
+        limits = [
+            str(one) if isinstance(one, Limit) else f"({one})" for one in arguments[1:] if isinstance(one, (Limit, str))
+        ]
+        return [" ".join([in_words(arguments[0], words), *limits])]
+    return [_word(option, origin, arguments, words)]
+
+
+def _word(option: Any, origin: Any, arguments: tuple[Any, ...], words: Words) -> str:
+    if origin is tuple and arguments and ... not in arguments:
+        return f"a list ({', '.join(in_words(argument, words) for argument in arguments)})"
+    name = words.types.get(origin or option)
+    if origin in LISTS and arguments:
+        return f"{name} of {_plural(arguments[0], words)}"
+    if origin in MAPPINGS and arguments:
+        return f"{name} of {_plural(arguments[0], words)} to {_plural(arguments[1], words)}"
+    if origin is type and arguments:
+        bases = [getattr(base, "__name__", str(base)) for base in options_of(arguments[0])]
+        return f"{name} ({', '.join(bases)})"
+    return name or words.others(option)
+
+
+def _plural(annotation: Any, words: Words) -> str:
+    return _PLURALS.get(annotation) or in_words(annotation, words).removeprefix("a ").removeprefix("an ")

@@ -1,0 +1,73 @@
+"""Find the tensors of a state that are not finite, with one sum per tensor and one read per device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.shards import Shard
+
+_SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""The dtypes that torch can sum on every device; others, such as float8, are converted first."""
+
+
+def floating_tensors(state: Any, prefix: str, shards_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point and complex tensors of a state by name; of a sharded one the local shard.
+
+    Args:
+        state: nested dicts, lists and tuples.
+        prefix: name of `state`, with which the names begin.
+        shards_only: skip the replicated tensors, which another process writes.
+    """
+    if isinstance(state, Shard):
+        state = state.local
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from floating_tensors(value, f"{prefix}.{key}" if prefix else str(key), shards_only)
+        return
+    elif isinstance(state, (list, tuple)):
+        for number, value in enumerate(state):
+            yield from floating_tensors(value, f"{prefix}.{number}", shards_only)
+        return
+    elif shards_only:
+        return
+    if isinstance(state, torch.Tensor) and (state.is_floating_point() or state.is_complex()) and not state.is_meta:
+        yield prefix, state.detach()
+
+
+@torch.no_grad()
+def not_finite(tensors: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of the tensors with an element that is NaN or infinite.
+
+    A sum over a tensor with such an element is not finite. A sum may also overflow, so the tensors whose sums are not
+    finite are then checked element by element.
+    """
+    named = dict(tensors)
+    by_device: dict[torch.device, list[str]] = {}
+    for name, tensor in named.items():
+        by_device.setdefault(tensor.device, []).append(name)
+    suspects = []
+    for names in by_device.values():
+        sums = torch.stack([_sum(named[name]) for name in names]).tolist()
+        suspects += [name for name, number in zip(names, sums, strict=True) if not math.isfinite(number)]
+    return [name for name in suspects if not bool(torch.isfinite(_summable(named[name])).all())]
+
+
+@torch.no_grad()
+def number_of_nans(tensor: torch.Tensor) -> int:
+    """Return the number of elements that are NaN."""
+    return int(torch.isnan(_summable(tensor)).sum())
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = _summable(tensor)
+    return tensor.sum(dtype=None if tensor.dtype is torch.float64 else torch.float32).float()
+
+
+def _summable(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.dtype in _SUMMED else tensor.float()

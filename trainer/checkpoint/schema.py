@@ -1,0 +1,133 @@
+"""Check the types of values from a checkpoint, which anybody may have written, before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.errors import CheckpointError
+
+_MAX = 2**63
+
+
+@dataclass(frozen=True)
+class Integer:
+    """An integer from `least` to `most`."""
+
+    least: int = 0
+    most: int = _MAX - 1
+
+
+NUMBER = object()
+"""A number that fits a float."""
+
+Kind = Any
+"""Describes the values that are allowed. One of:
+
+- a type, an `Integer`, or `NUMBER`
+- a value, such as None or "mean": this value only
+- a tuple of kinds: any of them
+- `[kind]`: a list with items of a kind
+- `{str: kind}`: a dict from str to values of a kind
+- `{"name": kind, "other?": kind}`: a dict with these keys, of which those with "?" may be missing; others are allowed
+"""
+
+
+def require(value: object, kind: Kind, where: str) -> None:
+    """Raise CheckpointError if a value is not of a kind; the message begins with `where`, the name of the value."""
+    found = wrong(value, kind, where)
+    if found is not None:
+        raise CheckpointError(f"{found}: the checkpoint is damaged, or of another version of this package")
+
+
+def wrong(value: Any, kind: Kind, where: str) -> str | None:
+    """Return a message for the first part of a value that is not of its kind; None if all fit."""
+    if isinstance(kind, tuple):
+        return None if any(wrong(value, one, where) is None for one in kind) else _seen(value, where)
+    if isinstance(kind, list) and isinstance(value, list):
+        return _first(wrong(one, kind[0], f"{where}[{number}]") for number, one in enumerate(value))
+    if isinstance(kind, dict) and str in kind:
+        if not isinstance(value, dict) or not all(_is_text(key) for key in value):
+            return _seen(value, where)
+        return _first(wrong(one, kind[str], f"{where}[{key!r:.100}]") for key, one in value.items())
+    if isinstance(kind, dict) and isinstance(value, dict):
+        missing = next((name for name in kind if not name.endswith("?") and name not in value), None)
+        if missing is not None:
+            return f"{where} has no {missing!r}"
+        there = ((name.removesuffix("?"), one) for name, one in kind.items() if name.removesuffix("?") in value)
+        return _first(wrong(value[name], one, f"{where}[{name!r}]") for name, one in there)
+    return None if _fits(value, kind) else _seen(value, where)
+
+
+def _fits(value: Any, kind: Kind) -> bool:
+    """Return True if a value is of a kind, which is neither a tuple nor a list or dict of kinds."""
+    if isinstance(kind, Integer):
+        return type(value) is int and kind.least <= value <= kind.most
+    if kind is NUMBER:
+        return type(value) is float or (type(value) is int and abs(value) < _MAX)
+    if kind is str:
+        return _is_text(value)
+    if isinstance(kind, type):
+        return isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
+    return type(value) is type(kind) and not isinstance(kind, (list, dict)) and bool(value == kind)
+
+
+def _is_text(value: Any) -> bool:
+    """Return True for a str that can be encoded, which one with a lone surrogate cannot."""
+    try:
+        return type(value) is str and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _first(found: Iterator[str | None]) -> str | None:
+    return next((one for one in found if one is not None), None)
+
+
+def _seen(value: Any, where: str) -> str:
+    plain = value is None or (isinstance(value, (bool, float)) or (type(value) is int and abs(value) < _MAX))
+    return f"{where} is {value if plain else f'of type {type(value).__name__}'}"
+
+
+def unlike(saved: Any, current: Any, where: str, reserved: type | None = None) -> str | None:
+    """Return a message for the first part of a saved value whose type differs from the current one; None if all fit.
+
+    All numbers are of one type here, including numpy's and tensors of one element. A current value of None fits
+    anything, and a saved None fits a bool. Of dicts only the keys that both have are compared.
+
+    Args:
+        where: the name of the value, for the message.
+        reserved: the class whose instance takes the keys as attributes; new keys may not be attributes of the class.
+    """
+    if current is None or (saved is None and isinstance(current, bool)):
+        return None
+    if isinstance(current, bool):
+        return None if isinstance(saved, bool) else _seen(saved, where)
+    if isinstance(current, (int, float)) or _is_number(current):
+        return None if _fits(saved, NUMBER) or _is_number(saved) else _seen(saved, where)
+    if isinstance(current, dict):
+        if not isinstance(saved, dict):
+            return _seen(saved, where)
+        if reserved is not None:
+            taken = next((key for key in saved if key not in current and hasattr(reserved, str(key))), None)
+            if taken is not None:
+                return f"{where} has a {taken!r:.100}"
+        both = (key for key in current if key in saved)
+        return _first(unlike(saved[key], current[key], f"{where}[{key!r:.100}]", reserved) for key in both)
+    if isinstance(current, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or (isinstance(current, tuple) and len(saved) != len(current)):
+            return _seen(saved, where)
+        kinds = current if isinstance(current, tuple) else [next(iter(current), None)] * len(saved)
+        pairs = enumerate(zip(saved, kinds, strict=True))
+        return _first(unlike(one, kind, f"{where}[{number}]", reserved) for number, (one, kind) in pairs)
+    return None if isinstance(saved, type(current)) else _seen(saved, where)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()

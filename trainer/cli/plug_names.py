@@ -1,0 +1,55 @@
+"""Names of the precisions and strategies, read from the source: importing their tables takes seconds, for torch."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def precisions() -> dict[str, str]:
+    """Return the precisions of `trainer.precision.PRECISIONS`, with their dtypes in words."""
+    found = {}
+    for node in ast.walk(_source("trainer.precision")):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) != "Precision":
+            continue
+        given = [*zip(("name", "weights", "autocast", "loss_scaling"), node.args, strict=False)]
+        given += [(str(keyword.arg), keyword.value) for keyword in node.keywords]
+        values = {name: ast.unparse(value).removeprefix("torch.") for name, value in given}
+        words = f"weights in {values['weights']}"
+        if values.get("autocast", "None") != "None":
+            words += f", the forward in {values['autocast']} where it suffices"
+        found[str(ast.literal_eval(values["name"]))] = words
+    return found
+
+
+@cache
+def strategies() -> dict[str, str]:
+    """Return the strategies of `trainer.strategies.STRATEGIES`, with the first sentences of their docstrings."""
+    found = {}
+    for node in _source("trainer.strategies").body:
+        if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("trainer.strategies."):
+            continue
+        exported = {alias.name for alias in node.names}
+        for kind in _source(str(node.module)).body:
+            if isinstance(kind, ast.ClassDef) and kind.name in exported and (name := _name_of(kind)) is not None:
+                found[name] = (ast.get_docstring(kind) or "").partition("\n\n")[0].replace("\n", " ").rstrip(".")
+    return found
+
+
+def _name_of(kind: ast.ClassDef) -> str | None:
+    """Return the value of the class attribute `name`."""
+    for node in kind.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Constant):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if "name" in map(ast.unparse, targets):
+                return str(node.value.value)
+    return None
+
+
+@cache
+def _source(module: str) -> ast.Module:
+    path = Path(__file__).parent.parent.parent.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))

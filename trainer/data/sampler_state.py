@@ -1,0 +1,159 @@
+"""Find, seed, save and restore the state inside a user's sampler: random generators and plain attributes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from trainer.hyperparameters import NUMPY_NUMBERS, SCALARS, is_numpy_number, is_scalar
+
+_MAX_DEPTH, _MAX_ITEMS, _MAX_NUMBERS = 5, 1000, 100_000
+_OPAQUE = (torch.Tensor, np.ndarray, nn.Module, Dataset, type, ModuleType, *SCALARS)
+
+
+class OwnGenerator:
+    """One interface for the random generators of torch, numpy and Python."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def seed(self, seed: int) -> None:
+        """Seed the generator with a number from 0 to 2**64 - 1."""
+        own = self.generator
+        if isinstance(own, torch.Generator):
+            own.manual_seed(seed >> 1)
+        elif isinstance(own, np.random.Generator):
+            own.bit_generator.state = type(own.bit_generator)(seed).state
+        elif isinstance(own, np.random.RandomState):
+            own.seed(seed & 0xFFFFFFFF)
+        else:
+            own.seed(seed)
+
+    def get_state(self) -> Any:
+        """Return the generator's state, for `set_state`."""
+        own = self.generator
+        if isinstance(own, np.random.Generator):
+            return own.bit_generator.state
+        return own.getstate() if isinstance(own, random.Random) else own.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Restore a state that `get_state` returned."""
+        own = self.generator
+        if isinstance(own, np.random.Generator):
+            own.bit_generator.state = state
+        elif isinstance(own, random.Random):
+            own.setstate(state)
+        else:
+            own.set_state(state)
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def own_generators(sampler: Any) -> list[OwnGenerator]:
+    """Return the generators in a sampler's attributes, up to five levels deep, and in globals that its methods use.
+
+    The default generators of torch, numpy and `random` are left out, and so are generators of a dataset.
+    """
+    known = {id(torch.default_generator), id(getattr(np.random.mtrand, "_rand", None)), id(getattr(random, "_inst", 0))}
+    found = [one for one in _walk(sampler, 0, set()) if isinstance(one, _GENERATORS) and id(one) not in known]
+    return [OwnGenerator(one) for one in found]
+
+
+def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """Yield the random generators inside a value, each once."""
+    if id(value) in seen or depth > _MAX_DEPTH or isinstance(value, _OPAQUE):
+        return
+    seen.add(id(value))
+    if isinstance(value, _GENERATORS):
+        yield value
+        return
+    if isinstance(value, dict):
+        inside = [*value.values()] if len(value) <= _MAX_ITEMS else []
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = [*value] if len(value) <= _MAX_ITEMS else []
+    elif isinstance(value, CellType):
+        inside = [value.cell_contents] if is_filled(value) else []
+    elif isinstance(value, FunctionType):
+        names = [name for name in value.__code__.co_names if name in value.__globals__]
+        inside = [value.__globals__[name] for name in names if isinstance(value.__globals__[name], _GENERATORS)]
+        inside += [*(value.__closure__ or ()), *(value.__defaults__ or ())]
+    elif isinstance(value, MethodType):
+        inside = [value.__func__, value.__self__]
+    elif isinstance(value, partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    else:
+        inside = [*attributes(value).values()]
+        for kind in type(value).__mro__:
+            if not kind.__module__.startswith(("torch.", "builtins", "typing", "abc")):
+                inside += vars(kind).values()
+    for one in inside:
+        yield from _walk(one, depth + 1, seen)
+
+
+def is_filled(cell: CellType) -> bool:
+    """Whether a cell of a closure has a value: it has none until the name is assigned."""
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, including those in `__slots__`."""
+    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def plain_attributes(sampler: Any) -> dict[str, Any]:
+    """Return copies of the attributes that are numbers, texts, or lists and arrays of up to 100,000 numbers.
+
+    Each copy is in a tuple of one, as `_copy` returns it.
+    """
+    return {name: copy for name, value in attributes(sampler).items() if (copy := _copy(value)) is not None}
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of a plain value, in a tuple of one because None is a plain value; None for other values."""
+    if is_scalar(value) or is_numpy_number(value):
+        return (value,)
+    if type(value) is torch.Tensor:
+        return (value.clone(),) if value.numel() <= _MAX_NUMBERS and value.layout == torch.strided else None
+    if type(value) is np.ndarray:
+        return (value.copy(),) if value.size <= _MAX_NUMBERS and value.dtype.name in NUMPY_NUMBERS else None
+    if type(value) is list and len(value) <= _MAX_NUMBERS and all(map(is_scalar, value)):
+        return (list(value),)
+    return None
+
+
+def changed_attributes(before: dict[str, Any], sampler: Any) -> dict[str, Any]:
+    """Return the plain attributes that differ from those in `before`, an earlier result of `plain_attributes`."""
+    now = plain_attributes(sampler)
+    return {name: one[0] for name, one in now.items() if name not in before or not _equal(before[name][0], one[0])}
+
+
+def set_attributes(sampler: Any, values: dict[str, Any]) -> None:
+    """Set attributes that `changed_attributes` returned; names of methods and properties are skipped."""
+    for name, value in values.items():
+        if _copy(value) is not None and not hasattr(type(sampler), name):
+            setattr(sampler, name, value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (torch.Tensor, np.ndarray)):
+        return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
+    return bool(one == other)

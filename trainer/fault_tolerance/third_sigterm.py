@@ -1,0 +1,83 @@
+"""End a process that hangs in a step at the third SIGTERM, and print the stacks of its threads."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import threading
+import time
+
+from trainer.fault_tolerance.signals import in_main_thread, install_wakeup_fd, restore_wakeup_fd
+
+SIGTERMS = 3
+"""The number of SIGTERMs that end a process at once; the first one asks it to stop after the step."""
+_SAME_S = 0.1
+"""Seconds within which several SIGTERMs count as one, because launcher and cluster may both pass it on."""
+_WORDS = "the third SIGTERM ends this process in the middle of a step, without a checkpoint. The stacks of its threads:"
+
+
+class SigtermCount:
+    """Counts the SIGTERMs of one run; the last one ends the process with exit code 143."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._count = 0
+        self._last = -1.0
+
+    def add(self) -> None:
+        """Count one SIGTERM. May be called in any thread, and in a signal handler."""
+        now = time.monotonic()
+        if now - self._last < _SAME_S:
+            return
+        self._last = now
+        self._count += 1
+        if self._count == SIGTERMS:
+            # Not through sys.stderr: the interrupted code may hold its lock.
+            os.write(2, f"rank {self._rank}: {_WORDS}\n".encode())
+            faulthandler.dump_traceback(file=2)
+            os._exit(128 + signal.SIGTERM)
+
+
+class SigtermWatch:
+    """Counts SIGTERMs in a thread, for the case that the main thread hangs in a call of C code.
+
+    Python runs its signal handlers in the main thread only, and only between two instructions of Python.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._count = SigtermCount(rank)
+        self._pid = os.getpid()
+        self._write: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. Call it in the main thread; does nothing if other code uses the wakeup descriptor."""
+        read, write = socket.socketpair()
+        write.setblocking(False)
+        if not install_wakeup_fd(write.fileno()):
+            read.close()
+            write.close()
+            return
+        self._write = write
+        self._thread = threading.Thread(target=self._listen, args=(read,), name="third-sigterm", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Does nothing the second time, and in a forked process."""
+        if self._write is None or self._thread is None or self._pid != os.getpid():
+            return
+        if in_main_thread():
+            restore_wakeup_fd()
+        self._write.shutdown(socket.SHUT_RDWR)  # which ends the thread, though a child may have a copy of the socket
+        self._write.close()
+        self._thread.join()
+        self._write = self._thread = None
+
+    def _listen(self, read: socket.socket) -> None:
+        with read:
+            while numbers := read.recv(64):
+                for number in numbers:
+                    if number == signal.SIGTERM:
+                        self._count.add()

@@ -1,0 +1,238 @@
+"""Compare a resumed run with the one that wrote its checkpoint, and report what has changed."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer import __version__
+from trainer.data.loader import BatchLoader
+from trainer.errors import ConfigError, did_you_mean
+from trainer.loop.agreement import as_text, layer_in_words, optimizer_facts
+from trainer.module import TrainModule
+from trainer.optimizers import SchedulerConfig
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
+
+log = logging.getLogger("trainer")
+
+CHANGES = {
+    "dataset": "the samples of the training dataset",
+    "loader": "the kind of the training loader",
+    "sampler": "the sampler of the training loader",
+    "shuffle": "the order of the samples",
+    "batch_size": "the samples of a batch, over all processes",
+    "drop_last": "what happens to the last, shorter batch",
+    "optimizers": "the optimizers' options",
+    "schedulers": "the schedulers' options",
+    "module": "the layers, and which parameters are frozen",
+    "settings": "arguments of the Trainer that change a step",
+    "versions": "torch, Python and this package",
+}
+"""The names that `fit(..., allow_changes=[...])` takes, with their meaning."""
+
+_BREAK_AN_EPOCH = ("dataset", "loader", "sampler", "shuffle")
+"""Changes that give the rest of an epoch other samples than those that are still unused."""
+
+_OF_LOADERS = (*_BREAK_AN_EPOCH, "batch_size", "drop_last")
+
+_SETTINGS = (
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "overfit_batches",
+    "seed_per_sample",
+)
+_LEFT_OUT = frozenset({"parameters", "initial_lr", "base_lrs", "last_epoch", "optimizer"})
+"""Options that derive from others, that change while training, or that are compared where they are restored."""
+_OF_THE_CODE = (" lr_lambdas", " lr_lambda", ".lr_lambdas", ", interval", ", frequency", ", monitor")
+"""Suffixes of the options that a checkpoint does not restore: the code's values are used."""
+_MOST_LINES, _MOST_CHARACTERS = 12, 100
+
+Facts = dict[str, dict[str, str]]
+"""Descriptions that are equal if nothing has changed: by the names of `CHANGES`, then by option or layer."""
+
+
+def allowed_problems(allow_changes: Any) -> list[str]:
+    """Return a message for each problem of the argument `allow_changes` of `fit`."""
+    if isinstance(allow_changes, (list, tuple, set, frozenset)):
+        wrong = [name for name in allow_changes if not isinstance(name, str) or name not in CHANGES]
+        hints = "".join(did_you_mean(str(name), CHANGES) for name in wrong[:1])
+        return [f"allow_changes={wrong}: give names out of {', '.join(CHANGES)}.{hints}"] if wrong else []
+    return [f"allow_changes={allow_changes!r}: give a list of names, such as ['dataset']."]
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def facts_of_module(module: TrainModule) -> dict[str, str]:
+    """Return the layers with their options, and the frozen parameters. Call it before a strategy wraps the module."""
+    layers = {name or type(module).__name__: layer_in_words(layer) for name, layer in module.named_modules()}
+    frozen = {f"{name}, frozen": "yes" for name, p in module.named_parameters() if not p.requires_grad}
+    return layers | frozen
+
+
+def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> Facts:
+    """Return the facts of data, optimizers and settings, before anything is restored from a checkpoint.
+
+    Args:
+        optimizers: the user's, before the strategy prepares them.
+    """
+    assert run.train_loader is not None
+    kinds = {type(config.scheduler).__name__ for config in schedulers}
+    of_optimizers: dict[str, str] = {}
+    of_schedulers: dict[str, str] = {}
+    for name, value in optimizer_facts(run.module, optimizers, schedulers):
+        owner, _, option = name.rpartition(", ")
+        own_name = option.rpartition(".")[2]  # of a scheduler inside of another
+        if own_name not in _LEFT_OUT and not own_name.startswith("_"):
+            is_scheduler = name == "schedulers" or owner.split(" number ")[0] in kinds
+            (of_schedulers if is_scheduler else of_optimizers)[name] = as_text(value)
+    return {
+        **_facts_of_data(run.train_loader, run.strategy.processes.world_size),
+        "optimizers": of_optimizers,
+        "schedulers": of_schedulers,
+        "settings": {
+            **{name: as_text(getattr(run.settings, name)) for name in _SETTINGS},
+            "precision": run.strategy.precision.name,
+        },
+        "versions": {
+            "torch": str(torch.__version__),
+            "Python": platform.python_version(),
+            "exact-trainer": __version__,
+        },
+    }
+
+
+def _facts_of_data(loader: BatchLoader, world_size: int) -> Facts:
+    numbers = loader.numbers()
+    return {name: {"": words, **numbers.get(name, {})} for name, words in loader.identity(world_size).items()}
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Collection[str]) -> None:
+    """Compare the run with the checkpoint from which it was restored; log one warning with all changes. Collective.
+
+    Without "facts" in the checkpoint, as in those of earlier versions, nothing is compared.
+
+    Raises:
+        ConfigError: samples would be used twice in an epoch, or never; or a scheduler is of another class. The names
+            in `allowed` are exempt.
+    """
+    saved = None if checkpoint is None else checkpoint.get("facts")
+    if run.stage != "fit" or not isinstance(saved, dict):
+        return
+    assert checkpoint is not None
+    same_size = checkpoint["world_size"] == run.strategy.processes.world_size
+    assert run.train_loader is not None
+    # Only now: attributes that the sampler had changed are restored, so they are equal.
+    now = {**run.facts, **_facts_of_data(run.train_loader, run.strategy.processes.world_size)}
+    changed = {name: lines for name, lines in _changed(now, saved, same_size).items() if name not in allowed}
+    problem = None
+    if run.strategy.processes.is_global_zero:
+        breaking = (*_BREAK_AN_EPOCH, *(("batch_size",) if _counts_batches(now) else ()))
+        broken = [name for name in breaking if name in changed] if run.progress.batch > 0 else []
+        listed = [f"{name}: {line}" for name, lines in changed.items() for line in lines]
+        shown = "\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])])
+        if broken:
+            problem = (
+                f"this run differs from the one that wrote {run.resumed_from}, in the middle of an epoch (after batch "
+                f"{run.progress.batch} of epoch {run.progress.epoch}), so that samples would be used twice in it, or "
+                f"not at all:\n  {shown}\nGive the same data, or resume from the end of an epoch. To continue "
+                f"anyway: fit(..., allow_changes={broken}), or in a configuration allow_changes: [{', '.join(broken)}]."
+            )
+        elif kinds := _replaced_schedulers(changed, now, saved):
+            problem = (
+                f"the checkpoint {run.resumed_from} holds the states of {kinds[0]}, but configure_optimizers returned "
+                f"{kinds[1]}, whose options they would replace. Use the same schedulers to resume, or "
+                "load_from_checkpoint to start a new training from these weights. To continue anyway: "
+                "fit(..., allow_changes=['schedulers'])."
+            )
+        elif changed:
+            log.warning(
+                "changed since %s was written:\n  %s\nIf that is intended, fit(..., allow_changes=%s) silences this "
+                "warning.",
+                run.resumed_from,
+                shown,
+                list(changed),
+            )
+    problem = run.strategy.processes.broadcast_object(problem)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _changed(now: Mapping[str, Mapping[str, str]], saved: Mapping[str, Any], same_size: bool) -> dict[str, list[str]]:
+    """Return a line for each difference, by the names of `CHANGES`.
+
+    Args:
+        same_size: the world size is that of the checkpoint; otherwise facts that depend on it are not compared.
+    """
+    found: dict[str, list[str]] = {}
+    for name in CHANGES:
+        before, here = saved.get(name), now.get(name, {})
+        if not isinstance(before, dict) or (not same_size and name in _OF_LOADERS and _is_per_process(before, here)):
+            continue
+        facts: Collection[str] = {**before, **here}
+        if name in (*_OF_LOADERS, "settings"):
+            # A fact that only one of them has was restored, or is missing in checkpoints of earlier versions.
+            facts = [
+                fact for fact in facts if fact in before and fact in here and (same_size or not _is_number(name, fact))
+            ]
+        lines = [
+            f"{f'{fact}: ' if fact else ''}{_short(before.get(fact))} then, {_short(here.get(fact))} now"
+            + _restored_remark(name, fact)
+            for fact in facts
+            if before.get(fact) != here.get(fact)
+        ]
+        if lines:
+            found[name] = lines
+    if "loader" in found:  # the other differences of the data follow from this one
+        return {name: lines for name, lines in found.items() if name == "loader" or name not in _OF_LOADERS}
+    return found
+
+
+def _replaced_schedulers(
+    changed: Collection[str], now: Mapping[str, Mapping[str, str]], saved: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """Return the schedulers' classes in the checkpoint and in this run, if they differ and that is not allowed."""
+    if "schedulers" not in changed:
+        return None
+    then, here = str(saved["schedulers"].get("schedulers")), now["schedulers"]["schedulers"]
+    return (then, here) if then != here else None
+
+
+def _is_number(name: str, fact: str) -> bool:
+    """Whether a fact is a number in a sampler or dataset, which may depend on the world size."""
+    return name in _OF_LOADERS and fact != ""
+
+
+def _restored_remark(name: str, fact: str) -> str:
+    """Return the remark on a fact that is restored from the checkpoint, whatever the code sets."""
+    restored = name in ("optimizers", "schedulers") and not fact.endswith(_OF_THE_CODE)
+    return " (the checkpoint's is used)" if restored else ""
+
+
+def _counts_batches(now: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether the position in the data is a number of batches, not of samples, so that their size has to stay."""
+    return "on each process" in now.get("batch_size", {}).get("", "")
+
+
+def _is_per_process(before: Mapping[str, str], here: Mapping[str, str]) -> bool:
+    """Whether one of these facts is of each process alone, and so depends on the world size."""
+    return any("on each process" in str(facts.get("")) for facts in (before, here))
+
+
+def _short(text: object) -> str:
+    if text is None:
+        return "none"
+    words = str(text)
+    return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]}..."

@@ -1,0 +1,207 @@
+"""Detect losses, learning rates, loss scales, weights and states that are not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from trainer.checkpoint.finite import floating_tensors, not_finite, number_of_nans
+from trainer.errors import ConfigError, first_of
+
+if TYPE_CHECKING:
+    from trainer.loop.run import Run
+
+log = logging.getLogger("trainer")
+
+_SMALL_SCALE, _LEAST_SCALE = 1.0, 2.0**-64
+"""Loss scales below which the run warns, and fails: after 17 and after 80 overflows in a row."""
+_MOST_NAMES = 20
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A number that is not finite, or a loss scale that tends to zero."""
+
+    kind: Literal["loss", "learning rate", "loss scale", "state", "evaluation"]
+    step: int
+    rank: int
+    value: float = math.nan
+    names: tuple[str, ...] = ()
+    """The tensors of a state, or the values of an evaluation."""
+
+
+class NumberWatch:
+    """Collects numbers of a run that are not finite, and logs the first one of each kind.
+
+    Reads nothing from a device itself: losses and the loss scale come with the logged values, and names of tensors
+    from `StateWatch`, which checks a state when it is saved.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.found: list[NonFinite] = []
+        """On this process the first one of each kind; for \"state\" one per checkpoint, the same on all processes."""
+        self._run = run
+        self._gradients_seen = False
+        self._first_step = 0
+        """The step at which the run begins."""
+        self._state: StateWatch | None = None
+
+    def begin(self) -> None:
+        """Look at the weights with which training begins. Called when they are restored."""
+        run = self._run
+        self._first_step = run.progress.step
+        if run.stage == "fit" and not run.settings.fast_dev_run:
+            self._state = StateWatch(run)
+
+    def after_reading(self) -> None:
+        """Check losses, loss scale and learning rates, and once the gradients. Call it after values were read.
+
+        Raises:
+            ConfigError: the loss scale has become so small that no step can update the weights.
+        """
+        run = self._run
+        metrics, step, rank = run.metrics, run.progress.step, run.strategy.processes.rank
+        loss = metrics.take_nonfinite_loss()
+        if loss is not None:
+            self._report_loss(NonFinite("loss", loss[0], rank, loss[1]))
+        if metrics.loss_scale is not None and metrics.loss_scale < _SMALL_SCALE:
+            self._report_scale(NonFinite("loss scale", step, rank, metrics.loss_scale))
+        if run.training and not self._knows("learning rate"):
+            rates = [group.get("lr") for optimizer in run.optimizers for group in optimizer.param_groups]
+            wrong = next((rate for rate in rates if isinstance(rate, float) and not math.isfinite(rate)), None)
+            if wrong is not None:
+                self._report_rate(NonFinite("learning rate", step, rank, wrong))
+        if run.training and step > self._first_step and not self._gradients_seen and not run.skipping.whole_step:
+            self._gradients_seen = True
+            self._look_for_gradients()
+
+    def in_validation(self, values: Mapping[str, float]) -> None:
+        """Check the values of a validation within training, reduced over all processes; report each name once."""
+        progress, processes = self._run.progress, self._run.strategy.processes
+        reported = {name for one in self.found if one.kind == "evaluation" for name in one.names}
+        wrong = {name: value for name, value in values.items() if not math.isfinite(value) and name not in reported}
+        if not wrong:
+            return
+        name, value = next(iter(wrong.items()))
+        self.found.append(NonFinite("evaluation", progress.step, processes.rank, value, tuple(wrong)))
+        if processes.is_global_zero:
+            others = f", as well as {first_of([*wrong][1:])}" if len(wrong) > 1 else ""
+            log.warning("%s is %s in the validation after step %d%s", name, value, progress.step, others)
+
+    def in_state(self, state: dict[str, Any], reported: bool) -> list[str]:
+        """Look at a state that is being saved; return what is not finite. Collective; see `StateWatch.look`.
+
+        Args:
+            reported: the caller logs it.
+        """
+        names = [] if self._state is None else self._state.look(state)
+        if names:
+            self._report_state(names, reported)
+        return names
+
+    def _report_state(self, names: list[str], reported: bool) -> None:
+        progress, processes = self._run.progress, self._run.strategy.processes
+        self.found.append(NonFinite("state", progress.step, processes.rank, names=tuple(names)))
+        if not reported and processes.is_global_zero:
+            log.warning("step %d: the saved state is not finite (%s)", progress.step, first_of(names))
+
+    def _knows(self, kind: str) -> bool:
+        return any(one.kind == kind for one in self.found)
+
+    def _report_loss(self, found: NonFinite) -> None:
+        self.found.append(found)
+        log.warning(
+            "the loss of step %d is %s on rank %d; the run continues. Check the batch and the learning rate: a lower "
+            "lr or gradient_clip_val often helps. Trainer(detect_anomaly=True) ends the run at such a step. (If all "
+            "targets of a batch are ignored, the loss is a mean over nothing: define num_items in the module.)",
+            found.step,
+            found.value,
+            found.rank,
+        )
+
+    def _report_scale(self, found: NonFinite) -> None:
+        words = (
+            f"the loss scale of {self._run.strategy.precision.name!r} has fallen to {found.value:.3g} by step "
+            f"{found.step}: gradients overflow in every step, and such steps change no weight."
+        )
+        advice = "Check the loss and the batch for infinities, or use precision='bf16-mixed' or '32-true'."
+        if found.value < _LEAST_SCALE:
+            raise ConfigError(f"{words} {advice}")
+        if not self._knows("loss scale"):
+            self.found.append(found)
+            log.warning("%s %s", words, advice)
+
+    def _report_rate(self, found: NonFinite) -> None:
+        self.found.append(found)
+        log.warning(
+            "the learning rate is %s at step %d, which makes the weights NaN: check the scheduler",
+            found.value,
+            found.step,
+        )
+
+    def _look_for_gradients(self) -> None:
+        """Warn if no parameter of the optimizers has a gradient."""
+        run = self._run
+        trained = [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
+        inside = {id(parameter) for parameter in run.module.parameters()}
+        # DeepSpeed's optimizers hold flat parameters of their own, whose gradients are never None.
+        if not run.module.automatic_optimization or any(p.grad is not None or id(p) not in inside for p in trained):
+            return
+        log.warning(
+            "after step %d no parameter of the optimizers has a gradient: the loss depends on none of them, so nothing "
+            "is trained. Compute the loss from the module's outputs, outside of torch.no_grad().",
+            run.progress.step,
+        )
+
+
+class StateWatch:
+    """Finds tensors of weights, optimizers and callbacks that are not finite, except those that were not finite when
+    training began.
+
+    Also excepted is a buffer that is registered while training, such as a mask of -inf made in the first forward. In
+    the excepted tensors further NaNs are reported, but not further infinities, because masks may grow.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        state: dict[str, Any] = {"model": run.strategy.module_state()}
+        self._known = {name for name, _ in self._own(state)}
+        if run.resumed_from is not None:
+            state["optimizers"] = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
+        tensors = dict(self._own(state))
+        self._left_out = {name: number_of_nans(tensors[name]) for name in not_finite(iter(tensors.items()))}
+        """The excepted tensors, with the number of their NaNs when they were first seen."""
+        weights = [f"model.{name}" for name, _ in run.module.named_parameters()]
+        if wrong := [name.removeprefix("model.") for name in weights if name in self._left_out]:
+            log.warning("weights that are not finite at the start of training: %s", first_of(wrong))
+
+    def look(self, state: dict[str, Any]) -> list[str]:
+        """Return the names of the tensors that are not finite on some process, at most 20 per process. Collective.
+
+        Args:
+            state: with the entries "model", "optimizers" and "callbacks".
+        """
+        tensors = dict(self._own(state))
+        wrong = not_finite(iter(tensors.items()))
+        buffers = {f"model.{name}" for name, _ in self._run.module.named_buffers()}
+        for name in wrong:
+            if name not in self._known and name in buffers:
+                self._left_out[name] = 0
+            elif name not in self._known and name.startswith("callbacks."):
+                self._left_out[name] = number_of_nans(tensors[name])  # a callback may write nan for "no value yet"
+        self._known |= tensors.keys()
+        left_out = self._left_out
+        own = [name for name in wrong if name not in left_out or number_of_nans(tensors[name]) > left_out[name]]
+        names = self._run.strategy.processes.all_gather_object(own[:_MOST_NAMES])
+        return list(dict.fromkeys(name for of_one in names for name in of_one))
+
+    def _own(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors, by name, that this process writes into a checkpoint."""
+        others = not self._run.strategy.processes.is_global_zero
+        for key in ("model", "optimizers", "callbacks"):
+            yield from floating_tensors(state.get(key), key, shards_only=others)
