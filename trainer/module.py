@@ -18,7 +18,7 @@ from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.schema import require
 from trainer.errors import ConfigError, restoring
 from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
-from trainer.metrics.metric_log import reject_unknown_options
+from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
 from trainer.model.weights import MapLocation, load_weights, read_map_location

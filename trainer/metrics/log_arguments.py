@@ -1,0 +1,81 @@
+"""Check the arguments of `self.log`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trainer.errors import ConfigError, did_you_mean
+
+OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight")
+
+LIGHTNING_EQUIVALENTS = {
+    "sync_dist": "Leave it out: values are always reduced over all processes.",
+    "sync_dist_group": "Leave it out: values are always reduced over all processes.",
+    "rank_zero_only": "Leave it out, and log on every process: loggers are only on rank 0 anyway.",
+    "reduction": "It is called reduce_fx: 'mean', 'sum', 'min' or 'max'.",
+    "add_dataloader_idx": "Leave it out: with several loaders a name is 'name/loader', and 'name' is over all of them.",
+    "metric_attribute": "Leave it out: the metric is found among the module's attributes.",
+    "enable_graph": "Leave it out: values are logged without their graph.",
+}
+"""Options of other trainers and of earlier versions -> advice."""
+
+
+def reject_unknown_options(options: Iterable[str]) -> None:
+    """Raise `ConfigError` for options that `self.log` does not have."""
+    for option in options:
+        hint = LIGHTNING_EQUIVALENTS.get(option) or did_you_mean(option, OPTIONS).strip()
+        raise ConfigError(f"self.log has no option {option!r}. {hint} Options: {', '.join(OPTIONS)}.")
+
+
+RESERVED_NAMES = ("step", "epoch")
+"""Names of the trainer's own values, which every logger has."""
+
+
+def check_name(name: Any, disabled_reason: str | None) -> None:
+    """Raise `ConfigError` if `name` is not a string or one of `RESERVED_NAMES`, or if there is a `disabled_reason`."""
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"self.log got a {type(name).__name__} as the name: write self.log('loss', value), the name first."
+        )
+    if disabled_reason is not None:
+        raise ConfigError(f"self.log({name!r}): {disabled_reason}")
+    if name in RESERVED_NAMES:
+        raise ConfigError(
+            f"self.log({name!r}): loggers, filenames and monitor= know {name!r} as the trainer's count of {name}s. "
+            f"Leave the call out, or give the value another name, such as 'my_{name}'."
+        )
+
+
+def as_number(name: str, value: Any) -> float:
+    """Return a numpy scalar or the like as a float.
+
+    Raises:
+        ConfigError: `value` is not a number.
+    """
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    raise ConfigError(
+        f"self.log({name!r}) got {kind}: give a number, a tensor with one element, or a torchmetrics.Metric object; "
+        "for a dict of values or a MetricCollection use self.log_dict."
+    )
+
+
+def checked_weight(name: str, weight: Any) -> Any:
+    """Return the weight; raise `ConfigError` if it is not a number of at least 0."""
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() == 1:
+            return weight
+        raise ConfigError(
+            f"self.log({name!r}): batch_size or weight is a tensor of shape {tuple(weight.shape)}; give one number, "
+            "for example len(batch)."
+        )
+    if not isinstance(weight, (int, float)) or weight < 0:
+        raise ConfigError(f"self.log({name!r}): batch_size or weight is {weight!r}; give a number from 0.")
+    return weight
