@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 import math
 import re
@@ -18,7 +19,7 @@ import trainer.callbacks
 from tests.helpers.drawn_values import raising
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Trainer
-from trainer.arguments import PositiveFloat, PositiveInt, fits, in_words, whole_number
+from trainer.arguments import PositiveFloat, PositiveInt, fits, in_words, whole_number, with_python_numbers
 from trainer.callback import Callback
 from trainer.callbacks import (
     CSVLogger,
@@ -273,3 +274,83 @@ def test_what_is_seen_in_the_run_is_told_in_words(callback: Callable[[], Callbac
     more: Any = {"logger": given} if isinstance(given, CSVLogger) else {"callbacks": given}
     with pytest.raises(ConfigError, match=re.escape(words)):
         quiet(max_steps=2, log_every_n_steps=1, **more).fit(Toy(), loader(2))
+
+
+class Level(enum.IntEnum):
+    TWO = 2
+
+
+NUMBERS: tuple[tuple[Any, Any], ...] = (
+    (2, np.int64(2)),
+    (16, np.uint8(16)),
+    (0, np.int32(0)),
+    (-1, np.int8(-1)),
+    (2, Level.TWO),
+    (0.5, np.float64(0.5)),
+    (0.5, np.float32(0.5)),
+    (0.5, Fraction(1, 2)),
+    (1.0, np.float64(1)),
+    (math.nan, np.float64("nan")),
+    (math.inf, np.float32("inf")),
+    (True, np.True_),
+    (False, np.False_),
+    ([0], [np.int64(0)]),
+    (("x", 2), ("x", np.int64(2))),
+    ({0: 2}, {np.int64(0): np.int64(2)}),
+    ({"hours": 0.5}, {"hours": np.float64(0.5)}),
+    ({"options": {"max": 2}}, {"options": {"max": np.int64(2)}}),
+)
+"""A value with Python's numbers, and the same with numbers of other classes."""
+
+
+def types_in(value: Any) -> Any:
+    """Return the type of a value, with those of the items of a list, tuple or dict."""
+    if type(value) in (list, tuple):
+        return type(value), [types_in(item) for item in value]
+    return (dict, types_in([*value.items()])) if type(value) is dict else type(value)
+
+
+def stored(make: Callable[[], object]) -> Any:
+    """Return the attributes of the object with their types; None: the arguments were refused."""
+    try:
+        made = make()
+    except ConfigError:
+        return None
+    plain = (bool, int, float, list, tuple, dict, np.generic, Fraction)
+    clock = "_last_time"  # of a ModelCheckpoint
+    attributes = vars(made.settings if isinstance(made, Trainer) else made)
+    return {
+        name: (repr(value), types_in(value))
+        for name, value in attributes.items()
+        if isinstance(value, plain) and name != clock
+    }
+
+
+@pytest.mark.parametrize("name", ["Trainer", *STRATEGIES, *CALLBACKS])
+def test_numbers_of_other_classes_are_taken_as_python_s_are(name: str) -> None:
+    kind: Any = {"Trainer": Trainer, **STRATEGIES, **CALLBACKS}[name]
+    parameters = {
+        key: p
+        for key, p in list(inspect.signature(kind.__init__).parameters.items())[1:]
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    needed = {key: NEEDED[key] for key, p in parameters.items() if p.default is p.empty}
+    for key in parameters:
+        for value, same in NUMBERS:
+            expected = stored(lambda key=key, value=value: kind(**{**needed, key: value}))  # type: ignore[misc]
+            assert stored(lambda key=key, same=same: kind(**{**needed, key: same})) == expected, (key, same)  # type: ignore[misc]
+
+
+def test_an_argument_without_such_numbers_stays_the_same_object() -> None:
+    given = [0, ["a", {"b": (1, 2.0)}], None]
+    assert with_python_numbers(given) is given
+    given.append(given)
+    assert with_python_numbers(given) is given
+
+
+def test_the_window_takes_a_number_of_numpy_while_training_too() -> None:
+    trainer = quiet()
+    trainer.accumulate_grad_batches = np.int64(3)  # type: ignore[assignment]
+    assert type(trainer.accumulate_grad_batches) is int
+    with pytest.raises(ConfigError, match="give an integer from 1"):
+        trainer.accumulate_grad_batches = np.float64(2.0)  # type: ignore[assignment]

@@ -58,7 +58,8 @@ def whole_number(text: str) -> int | None:
 def check_constructor(cls: type) -> None:
     """Wrap the class's own `__init__` to raise one ConfigError for all arguments that do not fit their annotations.
 
-    The body of `__init__` may rely on the types of its arguments; numpy's numbers arrive as Python's.
+    The body of `__init__` may rely on the types of its arguments; numbers of other classes, such as numpy's, arrive as
+    Python's.
     """
     init: Any = vars(cls).get("__init__")
     if init is None:
@@ -67,6 +68,7 @@ def check_constructor(cls: type) -> None:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
+        args, options = with_python_numbers(args), with_python_numbers(options)
         try:
             given = signature.bind(self, *args, **options).arguments
         except TypeError:
@@ -79,7 +81,7 @@ def check_constructor(cls: type) -> None:
             raise
         try:
             raise_problems(_problems(cls, init, signature, given), f"{cls.__name__}'s arguments")
-            init(self, *map(_python_number, args), **{name: _python_number(one) for name, one in options.items()})
+            init(self, *args, **options)
         except TrainerError:
             raise
         except Exception as error:
@@ -89,11 +91,33 @@ def check_constructor(cls: type) -> None:
     cls.__init__ = checked  # type: ignore[misc]
 
 
-def _python_number(value: Any) -> Any:
-    """Return numpy's numbers and fractions as int or float; other values unchanged."""
-    if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
+def with_python_numbers(value: Any, depth: int = 3) -> Any:
+    """Return numpy's numbers, fractions and members of enumerations of integers as int, float or bool.
+
+    Also those inside lists, tuples and dicts, of which copies are returned then, down to `depth`. Other values are
+    returned unchanged.
+    """
+    kind = type(value)
+    if kind in (bool, int, float):
+        return value
+    if kind in (list, tuple, dict) and depth > 0:
+        items = [item for pair in value.items() for item in pair] if kind is dict else value
+        plain = [with_python_numbers(item, depth - 1) for item in items]
+        if all(map(operator.is_, plain, items)):
+            return value
+        return dict(zip(plain[::2], plain[1::2], strict=True)) if kind is dict else kind(plain)
+    if _is_numpy_bool(value):
+        return bool(value)
+    if issubclass(kind, numbers.Real):
+        try:
+            return int(value) if issubclass(kind, numbers.Integral) else float(value)
+        except Exception:  # a fraction above the largest float, or a class of the user's own: refused by the checks
+            return value
     return value
+
+
+def _is_numpy_bool(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")  # bool_ before numpy 2
 
 
 def _problems(cls: type, init: Any, signature: inspect.Signature, given: dict[str, Any]) -> list[str]:
@@ -225,7 +249,7 @@ def _fits(value: Any, option: Any) -> bool:
     if option in (None, NoneType):
         return value is None
     if option is bool:
-        return isinstance(value, bool) or type(value).__name__ == "bool_"
+        return isinstance(value, bool) or _is_numpy_bool(value)
     if option is int:
         return isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if option is float:

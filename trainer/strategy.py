@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from trainer.arguments import check_constructor
+from trainer.arguments import check_constructor, with_python_numbers
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard, materialize
 from trainer.data.transfer import make_transfer, map_leaves
@@ -130,7 +130,7 @@ class Strategy:
                 cls.__name__,
             )
         strategy = super().__new__(cls)
-        strategy._arguments = {**dict(zip([*known][1:], args, strict=False)), **options}
+        strategy._arguments = with_python_numbers({**dict(zip([*known][1:], args, strict=False)), **options})
         return strategy
 
     # -- checks before the processes start -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Never
 
+from trainer.arguments import with_python_numbers
 from trainer.callback import Callback, CallbackList, Checkpoint, Logger, print_text
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.storage import as_storage_path
@@ -110,7 +111,7 @@ class Trainer:
         **unknown: Never,
     ) -> None:
         arguments = locals()
-        settings = Settings(**{name: arguments[name] for name in ARGUMENTS})
+        settings = Settings(**with_python_numbers({name: arguments[name] for name in ARGUMENTS}))
         self.config = checked_config(settings, wrong_names(positional, unknown))
         self.settings = settings
         self._session = Session(settings)
@@ -800,11 +801,12 @@ class Trainer:
 
     @accumulate_grad_batches.setter
     def accumulate_grad_batches(self, micro_batches: int) -> None:
-        if type(micro_batches) is not int or micro_batches < 1:
+        window = with_python_numbers(micro_batches)
+        if type(window) is not int or window < 1:
             raise ConfigError(f"accumulate_grad_batches = {shown(micro_batches)}: give an integer from 1.")
-        self._session.accumulate_grad_batches = micro_batches
+        self._session.accumulate_grad_batches = window
         if self.stage is None:
-            self._session.configured_window = micro_batches
+            self._session.configured_window = window
 
     @property
     def num_training_batches(self) -> int | None:
