@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.arguments import NonNegativeFloat
+from trainer.arguments import NonNegativeFloat, local_path, make_folder
 from trainer.callback import Logger
 from trainer.checkpoint.disk import (
     NotRegularError,
@@ -23,7 +23,6 @@ from trainer.checkpoint.disk import (
 )
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
-from trainer.settings import local_path, make_folder
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from trainer.arguments import PositiveInt
+from trainer.arguments import PositiveInt, local_path, make_folder
 from trainer.callback import Callback
 from trainer.checkpoint.disk import atomic_file, refuse_link
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
-from trainer.settings import local_path, make_folder
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

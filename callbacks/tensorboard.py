@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.arguments import NonNegativeFloat
+from trainer.arguments import NonNegativeFloat, local_path, make_folder
 from trainer.callback import Logger
 from trainer.checkpoint.disk import without_links
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError, MissingPackageError
-from trainer.settings import local_path, make_folder
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

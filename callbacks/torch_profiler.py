@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.profiler import record_function
 from torch.profiler import profile, schedule
 
-from trainer.arguments import NonNegativeInt, PositiveInt
+from trainer.arguments import NonNegativeInt, PositiveInt, local_path, make_folder
 from trainer.callback import Callback
 from trainer.checkpoint.disk import atomic_file, reason, refuse_link, replace_file
-from trainer.settings import local_path, make_folder
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

@@ -14,6 +14,7 @@ import pytest
 from tests.helpers.examples import restored_imports
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
+from trainer.arguments import local_path
 from trainer.callbacks import (
     CSVLogger,
     LambdaCallback,
@@ -27,7 +28,6 @@ from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.storage import as_storage_path
 from trainer.cli.main import main
-from trainer.settings import local_path
 from trainer.strategies.deepspeed.config import read_config
 from trainer.testing import compare_runs
 

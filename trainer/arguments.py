@@ -1,4 +1,4 @@
-"""Check the arguments of constructors against their annotations, and describe annotations in words.
+"""Check the arguments of constructors against their annotations, describe annotations in words, and read paths.
 
 Configuration files are checked by pydantic. It is not used here, because it takes 0.1 s to import, and either refuses
 numpy's numbers and tuples in place of lists, or converts "3" to 3.
@@ -12,6 +12,7 @@ import inspect
 import math
 import numbers
 import operator
+import os
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
@@ -354,3 +355,46 @@ def _word(option: Any, origin: Any, arguments: tuple[Any, ...], words: Words) ->
 
 def _plural(annotation: Any, words: Words) -> str:
     return _PLURALS.get(annotation) or in_words(annotation, words).removeprefix("a ").removeprefix("an ")
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def local_path(path: str | Path) -> Path:
+    """Return a user's path of this machine; `~` and `~user` at its start are home folders.
+
+    Raises:
+        ConfigError: the value is not a path, no file system has such a path, or there is no such user.
+    """
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
+        raise ConfigError(f"{path!r}: give a path of this machine as text, such as 'runs/first'.")
+    expanded = os.path.expanduser(path)
+    try:
+        os.fsencode(expanded)
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"{str(path)[:60]!r}: no file system has such a name, a character of it cannot be written."
+        ) from None
+    if len(os.fsencode(expanded)) > 4095 or any(len(os.fsencode(part)) > 255 for part in Path(expanded).parts):
+        raise ConfigError(
+            f"{str(path)[:60]!r}...: the path is too long. It may have 4095 bytes, and 255 between two slashes."
+        )
+    if expanded.startswith("~"):
+        raise ConfigError(
+            f"{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the path in "
+            f"full; for a name that begins with ~ in the current folder, ./{expanded}."
+        )
+    # The path of "./~x" must not be taken for a home folder when it is looked at again.
+    return Path(expanded).absolute() if str(Path(expanded)).startswith("~") else Path(expanded)
+
+
+def make_folder(folder: Path, argument: str) -> None:
+    """Make a folder and those above it; `argument`: the one that names it.
+
+    Raises:
+        ConfigError: there is a file in its place, or the file system refuses.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{argument}: the folder {str(folder)!r} cannot be made: {error.strerror}.") from error

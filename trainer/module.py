@@ -26,7 +26,6 @@ from trainer.seed import isolated_rng
 
 if TYPE_CHECKING:
     from trainer.callback import Callback, Logger
-    from trainer.loop.manual import ManualOptimizer
     from trainer.trainer import Trainer
 
 Reduction = Literal["mean", "sum", "min", "max"]
@@ -218,7 +217,7 @@ class TrainModule(OptionalMethods, nn.Module):
 
         Each has `step`, `zero_grad`, `toggle_model`, and all attributes of the wrapped torch optimizer.
         """
-        wrapped: list[ManualOptimizer] = self.trainer.manual_optimizers
+        wrapped = self.trainer.manual_optimizers
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def lr_schedulers(self) -> Any:
@@ -233,8 +232,11 @@ class TrainModule(OptionalMethods, nn.Module):
         """
         self.trainer.manual_backward(loss)
 
-    def toggle_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> None:
-        """Disable gradients of the other optimizers' parameters, until `untoggle_optimizer`."""
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Disable gradients of the other optimizers' parameters, until `untoggle_optimizer`.
+
+        `optimizer`: as `optimizers` returns it, or torch's.
+        """
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for wrapped in self.trainer.manual_optimizers:
             for group in wrapped.param_groups:
@@ -242,14 +244,14 @@ class TrainModule(OptionalMethods, nn.Module):
                     self._requires_grad.setdefault(parameter, parameter.requires_grad)
                     parameter.requires_grad = self._requires_grad[parameter] and id(parameter) in mine
 
-    def untoggle_optimizer(self, optimizer: ManualOptimizer | Optimizer | None = None) -> None:
+    def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:
         """Undo `toggle_optimizer`."""
         for parameter, requires_grad in self._requires_grad.items():
             parameter.requires_grad = requires_grad
         self._requires_grad.clear()
 
     @contextmanager
-    def toggled_optimizer(self, optimizer: ManualOptimizer | Optimizer) -> Iterator[None]:
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
         """Call `toggle_optimizer`, and `untoggle_optimizer` on exit."""
         self.toggle_optimizer(optimizer)
         try:
@@ -275,7 +277,7 @@ class TrainModule(OptionalMethods, nn.Module):
 
     def clip_gradients(
         self,
-        optimizer: Optimizer | ManualOptimizer,
+        optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> torch.Tensor | None:

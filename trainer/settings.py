@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -13,6 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainer.arguments import local_path
 from trainer.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -360,49 +360,6 @@ def is_finite_number(value: object) -> bool:
     """Whether a value is a number that is neither nan nor infinite; True and False are not numbers."""
     # An integer may be larger than any float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-# -- folders -----------------------------------------------------------------------------------------------------------
-
-
-def local_path(path: str | Path) -> Path:
-    """Return a user's path of this machine; `~` and `~user` at its start are home folders.
-
-    Raises:
-        ConfigError: the value is not a path, no file system has such a path, or there is no such user.
-    """
-    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
-        raise ConfigError(f"{path!r}: give a path of this machine as text, such as 'runs/first'.")
-    expanded = os.path.expanduser(path)
-    try:
-        os.fsencode(expanded)
-    except UnicodeEncodeError:
-        raise ConfigError(
-            f"{str(path)[:60]!r}: no file system has such a name, a character of it cannot be written."
-        ) from None
-    if len(os.fsencode(expanded)) > 4095 or any(len(os.fsencode(part)) > 255 for part in Path(expanded).parts):
-        raise ConfigError(
-            f"{str(path)[:60]!r}...: the path is too long. It may have 4095 bytes, and 255 between two slashes."
-        )
-    if expanded.startswith("~"):
-        raise ConfigError(
-            f"{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the path in "
-            f"full; for a name that begins with ~ in the current folder, ./{expanded}."
-        )
-    # The path of "./~x" must not be taken for a home folder when it is looked at again.
-    return Path(expanded).absolute() if str(Path(expanded)).startswith("~") else Path(expanded)
-
-
-def make_folder(folder: Path, argument: str) -> None:
-    """Make a folder and those above it; `argument`: the one that names it.
-
-    Raises:
-        ConfigError: there is a file in its place, or the file system refuses.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{argument}: the folder {str(folder)!r} cannot be made: {error.strerror}.") from error
 
 
 # -- times -------------------------------------------------------------------------------------------------------------

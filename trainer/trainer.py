@@ -30,7 +30,7 @@ from trainer.loop.accumulation import StepOutputs, checked_loss, even_window, lo
 from trainer.loop.agreement import compare
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
-from trainer.loop.manual import ManualOptimizer
+from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.run import Run, Session
 from trainer.loop.setup import start_run
@@ -117,11 +117,14 @@ class Trainer:
         self._session = Session(settings)
         end_by_sigusr1_with_retry()
         self._run: Run | None = None
+        self._manual: ManualOptimization | None = None
         if settings.seed is not None:
             seed_everything(settings.seed)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("config", "_session", "_run")}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("config", "_session", "_run", "_manual")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -311,6 +314,7 @@ class Trainer:
     def adopt(self, run: Run) -> Trainer:
         """Attach the trainer to `run`, its module and its data module; return the first argument of its hooks."""
         self._run, self._session, self.config = run, run.session, run.config
+        self._manual = ManualOptimization(run)
         run.module.attach(self)
         if run.datamodule is not None:
             run.datamodule.attach(self)
@@ -389,9 +393,9 @@ class Trainer:
             repeated: a closure runs the same step again; the batches have been announced before.
         """
         module, hooks, strategy, metrics, skipping = run.module, run.hooks, run.strategy, run.metrics, run.skipping
-        metrics.start_window(window[0])
+        metrics.start_window(window[0].data, window[0].samples)
         if not module.automatic_optimization:
-            return run.manual.training_step(window)
+            return self._manual_optimization.training_step(window)
         for optimizer in run.optimizers:
             hooks.on_before_zero_grad(optimizer)
             zero_grad_fast(optimizer)
@@ -408,7 +412,7 @@ class Trainer:
                 if skipping.may_end_epochs and skipping.ends_epoch(position):
                     return None, None, []
             if position == 0 and run.trainable is not None:
-                run.trainable.follow()
+                run.trainable.follow(metrics.window)
             with strategy.gradient_sync(last=position == last):
                 outputs = run.forward("training_step", data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
@@ -426,7 +430,7 @@ class Trainer:
                     if run.closure_needed:
                         losses.append(loss.detach())
                     del loss
-            outputs = outputs_for_hooks(run, outputs)
+            outputs = outputs_for_hooks(hooks, outputs)
             if position < last:
                 if run.reuses_memory:
                     copy_gradients(module.parameters())
@@ -486,7 +490,7 @@ class Trainer:
         if progress.batch == 0 and self.max_epochs is None:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
         if not run.module.automatic_optimization:
-            run.manual.check_epoch()
+            self._manual_optimization.check_epoch()
         if self._epoch_validates() and progress.validated_step != progress.step:
             validate_during_fit(run)
         if run.module.automatic_optimization:
@@ -511,7 +515,7 @@ class Trainer:
 
     def _end_training(self, run: Run) -> None:
         run.metrics.read_losses()
-        run.numbers.after_reading()
+        run.check_numbers()
         run.take_last_stop()
         for_good = run.in_epoch and not exit_code(run.stop_reason)
         if for_good:
@@ -615,7 +619,7 @@ class Trainer:
 
     def manual_backward(self, loss: torch.Tensor) -> None:
         """Run backward in manual optimization; see `TrainModule.manual_backward`."""
-        self.run.manual.backward(loss)
+        self._manual_optimization.backward(loss)
 
     def background_checkpoint_group(self, name: str) -> ProcessGroup:
         """Return `checkpoint_group` for a background thread. `name`: of the write, not used before."""
@@ -644,6 +648,12 @@ class Trainer:
         if self._run is None:
             raise NotRunningError("nothing has run yet: call fit or another stage first.")
         return self._run
+
+    @property
+    def _manual_optimization(self) -> ManualOptimization:
+        if self._manual is None:
+            raise NotRunningError("nothing has run yet: call fit first.")
+        return self._manual
 
     def _begun(self, method: str) -> Run:
         if self._run is None:
@@ -725,7 +735,7 @@ class Trainer:
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
         """The optimizers that `training_step` steps, with manual optimization."""
-        return [] if self._run is None else self._run.manual_optimizers
+        return [] if self._manual is None else self._manual.optimizers()
 
     @property
     def scheduler_configs(self) -> list[SchedulerConfig]:

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.arguments import local_path
 from trainer.checkpoint.disk import replace_notes
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.precision import Precision
-from trainer.settings import local_path
 from trainer.strategies.deepspeed.config_checks import (
     AUTO,
     MODELS,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer.arguments import PositiveFloat
+from trainer.arguments import PositiveFloat, local_path
 from trainer.checkpoint.optimizer_state import matching_groups
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, install_command, raise_problems
@@ -24,7 +24,6 @@ from trainer.model.init_device import InitDevice, build_context
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.precision import Precision
-from trainer.settings import local_path
 from trainer.strategies.deepspeed.config import (
     DEFAULT_STAGE,
     TrainerSettings,

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
+from trainer.arguments import local_path
 from trainer.checkpoint.disk import FileEntry, LocalStorage, ReadError, read_failure
 from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
 from trainer.errors import CheckpointError, ConfigError
-from trainer.settings import local_path
 
 StoragePath: TypeAlias = Path | RemotePath
 PathT = TypeVar("PathT", Path, RemotePath)

@@ -215,6 +215,7 @@ def _data(
     """
     from trainer.config.check import instantiate
     from trainer.loop.checks import check_call
+    from trainer.loop.loaders import make_loaders
     from trainer.loop.resolved_config import step_config
     from trainer.loop.run import Run, Session
     from trainer.precision import default_dtype
@@ -232,7 +233,7 @@ def _data(
         adopt(run)
         if datamodule is not None:
             datamodule.setup("fit")
-        run.loaders.make({"train": None, "val": None})
+        make_loaders(run, {"train": None, "val": None})
         assert run.train_loader is not None
         settings, subject = config.settings, "strategy"
         known = step_config(settings, micro_batch_size=run.train_loader.batch_size)

@@ -7,9 +7,9 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainer.arguments import local_path
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
-from trainer.settings import local_path
 
 TEMPLATES = {
     "digits": "classifies handwritten digits: a convolutional net on small images",

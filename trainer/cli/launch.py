@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.arguments import whole_number
+from trainer.arguments import local_path, whole_number
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, did_you_mean, raise_problems
-from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from trainer.launchers.multinode import Machines

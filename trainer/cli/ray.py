@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.arguments import local_path
 from trainer.config.tree import COMMAND_LINE, Diagnostics
 from trainer.errors import ConfigError, MissingPackageError, TrainerError, did_you_mean
-from trainer.settings import Settings, local_path
+from trainer.settings import Settings
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.arguments import local_path
 from trainer.cli.columns import in_columns
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
@@ -17,7 +18,6 @@ from trainer.cli.settings_help import arguments_help
 from trainer.config.tree import Diagnostics
 from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, printable
 from trainer.launchers.restarts import LAUNCHED
-from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration

@@ -17,10 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainer.arguments import local_path
 from trainer.config.projects import is_installed, project
 from trainer.config.tree import Source
 from trainer.errors import ConfigError, did_you_mean, unknown_name_error
-from trainer.settings import local_path
 
 
 @dataclass(frozen=True)

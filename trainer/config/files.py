@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from trainer.arguments import local_path
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Source
 from trainer.errors import did_you_mean
-from trainer.settings import local_path
 
 if sys.version_info >= (3, 11):
     import tomllib

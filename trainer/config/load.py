@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.arguments import local_path
 from trainer.callback import Callback
 from trainer.config.check import Checker, ClassSpec, instantiate, sources_of, with_source
 from trainer.config.classes import extend_sys_path
@@ -14,7 +15,7 @@ from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Problem, Source
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
 from trainer.module import TrainModule
-from trainer.settings import ARGUMENTS, Settings, local_path
+from trainer.settings import ARGUMENTS, Settings
 from trainer.trainer import Trainer
 
 KEYS = ("module", "data", "trainer", "ckpt_path", "allow_changes")

@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import compress, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -169,6 +169,36 @@ class BatchLoader(ABC):
             # A weak one: the workers of an iterator that is dropped before its end go with it.
             self._iterator = weakref.ref(iterator)
         return iterator
+
+
+class Loaders:
+    """The loaders of a stage on this process; evaluation loaders are by name."""
+
+    def __init__(self) -> None:
+        self.train: BatchLoader | None = None
+        self.val: dict[str, BatchLoader] = {}
+        self.test: dict[str, BatchLoader] = {}
+        self.predict: dict[str, BatchLoader] = {}
+
+    def set_training(self, loader: BatchLoader) -> None:
+        """Set the training loader, which the methods that return the others may already use."""
+        self.train = loader
+
+    def set_evaluation(self, kind: Literal["val", "test", "predict"], loaders: dict[str, BatchLoader]) -> None:
+        """Set the evaluation loaders."""
+        setattr(self, kind, loaders)
+
+    @property
+    def evaluated(self) -> dict[str, BatchLoader]:
+        """The evaluation loaders: a stage has those of one kind."""
+        return self.val or self.test or self.predict
+
+    def close(self) -> None:
+        """End the worker processes of all loaders."""
+        for loader in self.evaluated.values():
+            loader.close()
+        if self.train is not None:
+            self.train.close()
 
 
 def _end_workers(iterator: Any) -> None:

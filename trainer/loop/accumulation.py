@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from trainer.callback import nothing
+from trainer.callback import CallbackList, nothing
 from trainer.data.loader import Batch, Divisor
 from trainer.data.transfer import map_leaves
 from trainer.distributed.devices import has_streams
 from trainer.errors import ConfigError
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
-
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
-
 
 StepOutputs = tuple[Any, Any, list[torch.Tensor]]
 """The outputs of the last micro-batch for `on_train_batch_end`; that micro-batch, on the device; and, for an optimizer
@@ -44,12 +40,12 @@ def checked_loss(
     return loss
 
 
-def outputs_for_hooks(run: Run, outputs: Any) -> Any:
+def outputs_for_hooks(hooks: CallbackList, outputs: Any) -> Any:
     """Return the outputs of `training_step` as `on_train_batch_end` gets them: a dict of detached tensors.
 
     As Lightning's: a loss is under `"loss"`, and the dict is empty for a skipped batch. Other objects stay as they are.
     """
-    if run.hooks.on_train_batch_end is nothing:
+    if hooks.on_train_batch_end is nothing:
         return None
     if isinstance(outputs, torch.Tensor):
         return {"loss": outputs.detach()}

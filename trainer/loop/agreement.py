@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainer import __version__
+from trainer.arguments import local_path
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler_state import is_filled
 from trainer.distributed.process_group import SingleProcess
@@ -29,7 +30,6 @@ from trainer.errors import ConfigError, ranks_in_words
 from trainer.hyperparameters import is_scalar
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
-from trainer.settings import local_path
 
 if TYPE_CHECKING:
     from trainer.loop.run import Run

@@ -117,7 +117,7 @@ def evaluate(
             run.log_to_loggers(values)
             results.update(values.results)
             if run.stage == "fit":
-                run.numbers.in_validation(values.results)
+                run.nonfinite.check_validation(values.results)
 
     if run.stage == "fit":
         module.on_validation_model_zero_grad()

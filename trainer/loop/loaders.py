@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -16,11 +16,9 @@ from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import is_plain
 from trainer.errors import ConfigError, raise_problems
+from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.settings import Settings
-
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 
@@ -51,57 +49,36 @@ def micro_batch_of(loader: Any) -> int | None:
     return loader.batch_size if is_plain(loader) else None
 
 
-class Loaders:
-    """The loaders of a stage on this process; evaluation loaders are by name."""
+def make_loaders(run: Run, given: dict[str, Any]) -> None:
+    """Make the run's loaders from those `given`, by stage, or those of the data module or module.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self.train: BatchLoader | None = None
-        self.val: dict[str, BatchLoader] = {}
-        self.test: dict[str, BatchLoader] = {}
-        self.predict: dict[str, BatchLoader] = {}
-
-    def make(self, given: dict[str, Any]) -> None:
-        """Make the loaders of the stage from `given` loaders, by stage, or those of the data module or module.
-
-        Raises:
-            ConfigError: a loader is missing or empty.
-        """
-        run = self._run
-        settings, source = run.settings, run.datamodule if run.datamodule is not None else run.module
-        if run.stage == "fit":
-            train = given["train"] if given["train"] is not None else source.train_dataloader()
-            if train is None:
-                raise _no_loader(run, "train_dataloaders", "train_dataloader")
-            self.train = _train_loader(run, train)
-            val = given["val"] if given["val"] is not None else source.val_dataloader()
-            refuse_data(val, "fit")
-            self.val = _val_loaders_of_fit(run, train, val)
-            if self.val:
-                _check_intervals(run, self.train)
-        elif run.stage == "validate":
-            loaders = given["val"] if given["val"] is not None else source.val_dataloader()
-            self.val = _needed(run, loaders, settings.limit_val_batches, "val_dataloader")
-        elif run.stage == "test":
-            loaders = given["test"] if given["test"] is not None else source.test_dataloader()
-            self.test = _needed(run, loaders, settings.limit_test_batches, "test_dataloader")
-        else:
-            loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
-            self.predict = _needed(run, loaders, settings.limit_predict_batches, "predict_dataloader")
-        if len(self.evaluated) > 1:
-            _check_loader_index(run)
-
-    @property
-    def evaluated(self) -> dict[str, BatchLoader]:
-        """The evaluation loaders: a stage has those of one kind."""
-        return self.val or self.test or self.predict
-
-    def close(self) -> None:
-        """End the worker processes of all loaders."""
-        for loader in self.evaluated.values():
-            loader.close()
-        if self.train is not None:
-            self.train.close()
+    Raises:
+        ConfigError: a loader is missing or empty.
+    """
+    settings, source = run.settings, run.datamodule if run.datamodule is not None else run.module
+    if run.stage == "fit":
+        train = given["train"] if given["train"] is not None else source.train_dataloader()
+        if train is None:
+            raise _no_loader(run, "train_dataloaders", "train_dataloader")
+        batch_loader = _train_loader(run, train)
+        run.loaders.set_training(batch_loader)
+        val = given["val"] if given["val"] is not None else source.val_dataloader()
+        refuse_data(val, "fit")
+        run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val))
+        if run.val_loaders:
+            _check_intervals(run, batch_loader)
+    elif run.stage == "validate":
+        loaders = given["val"] if given["val"] is not None else source.val_dataloader()
+        run.loaders.set_evaluation("val", _needed(run, loaders, settings.limit_val_batches, "val_dataloader"))
+    elif run.stage == "test":
+        loaders = given["test"] if given["test"] is not None else source.test_dataloader()
+        run.loaders.set_evaluation("test", _needed(run, loaders, settings.limit_test_batches, "test_dataloader"))
+    else:
+        loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
+        limit = settings.limit_predict_batches
+        run.loaders.set_evaluation("predict", _needed(run, loaders, limit, "predict_dataloader"))
+    if len(run.loaders.evaluated) > 1:
+        _check_loader_index(run)
 
 
 def _val_loaders_of_fit(run: Run, train: Any, val: Any) -> dict[str, BatchLoader]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,10 +14,8 @@ from torch.optim import Optimizer
 from trainer.data.loader import Batch, Divisor
 from trainer.errors import ConfigError
 from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors, outputs_for_hooks
+from trainer.loop.run import Run
 from trainer.optimizers import copy_gradients, needs_closure
-
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 
@@ -26,31 +24,38 @@ class ManualOptimization:
     """A training whose module calls backward and steps its optimizers."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         self.backwards = self.steps = 0
         """Number of calls of `manual_backward` and of an optimizer's `step`."""
         self._loss_divisor: Divisor = None
+        self._wrapped: list[ManualOptimizer] = []
+
+    def optimizers(self) -> list[ManualOptimizer]:
+        """Return the run's optimizers as `training_step` gets them; empty before the strategy has them."""
+        if not self._wrapped:
+            self._wrapped = [ManualOptimizer(optimizer, self) for optimizer in self.run.optimizers]
+        return self._wrapped
 
     def training_step(self, window: list[Batch]) -> StepOutputs:
         """Call `training_step` with the only batch of the window; the module calls `manual_backward` and optimizers."""
-        run, (batch,), batch_idx = self._run, window, self._run.progress.batch
+        run, (batch,), batch_idx = self.run, window, self.run.progress.batch
         (self._loss_divisor,) = loss_divisors(window, run.module, run.strategy, run.weights_loss_by_items)
         data = run.metrics.batch = run.transfer(batch.data, 0)
         run.hooks.on_train_batch_start(data, batch_idx)
         if run.skipping.may_end_epochs and run.skipping.ends_epoch(0):
             return None, None, []
         if run.trainable is not None:
-            run.trainable.follow()
+            run.trainable.follow(run.metrics.window)
         steps = self.steps
         outputs = run.forward("training_step", data, batch_idx)
         # With loss scaling also after a step left out because its gradients were not finite: the scale has to fall.
         if self.steps > steps or run.strategy.scaler is not None:
             run.strategy.end_step()
-        return outputs_for_hooks(run, outputs), data, []
+        return outputs_for_hooks(run.hooks, outputs), data, []
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward for `TrainModule.manual_backward`."""
-        run = self._run
+        run = self.run
         if run.module.automatic_optimization:
             raise ConfigError(
                 "manual_backward is for automatic_optimization = False: set that in the module's __init__, or return "
@@ -72,7 +77,7 @@ class ManualOptimization:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any) -> None:
         """Step an optimizer through the strategy. `options`: further arguments of its `step`."""
         self.steps += 1
-        self._run.optimizer_step(optimizer, closure, **options)
+        self.run.optimizer_step(optimizer, closure, **options)
 
     def check_epoch(self) -> None:
         """Check, at an epoch's end, that the module stepped its optimizers, equally often on all processes. Collective.
@@ -81,12 +86,10 @@ class ManualOptimization:
             ConfigError: the processes called `manual_backward` or `step` different numbers of times: the weights
                 differ.
         """
-        check, epoch = self._run.collective_check, self._run.progress.epoch
         if self.steps == 0:
             log.warning("training_step stepped no optimizer in a whole epoch: call self.optimizers().step() in it")
-        if check is not None:
-            calls = f"{self.backwards} times manual_backward and {self.steps} times optimizer.step"
-            check.wait_for_all(f"{calls} until the end of epoch {epoch}")
+        calls = f"{self.backwards} times manual_backward and {self.steps} times optimizer.step"
+        self.run.wait_for_all(f"{calls} until the end of epoch {self.run.progress.epoch}")
 
 
 class ManualOptimizer:
@@ -95,9 +98,9 @@ class ManualOptimizer:
     `step` goes through the strategy (loss scaling, sharding); other attributes are those of the torch optimizer.
     """
 
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+    def __init__(self, optimizer: Optimizer, manual: ManualOptimization) -> None:
         self.optimizer = optimizer
-        self._run = run
+        self._manual, self._run = manual, manual.run
         self._result: Any = None
         """The value that the closure of a step returned."""
 
@@ -107,7 +110,7 @@ class ManualOptimizer:
         `options`: further arguments of the torch optimizer's `step`.
         """
         run = self._run
-        if run.manual.backwards == 0 and closure is None:
+        if self._manual.backwards == 0 and closure is None:
             self._check_first_step()
         if closure is not None and run.strategy.scaler is not None:
             if needs_closure(self.optimizer):
@@ -117,7 +120,7 @@ class ManualOptimizer:
         if closure is None:
             run.strategy.unscale(self.optimizer)
             run.hooks.on_before_optimizer_step(self.optimizer)
-        run.manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
+        self._manual.step(self.optimizer, closure and partial(self._evaluate, closure), **options)
         # Autocast would give later forwards of this training_step the weights from before.
         torch.clear_autocast_cache()
         result, self._result = self._result, None
@@ -139,7 +142,7 @@ class ManualOptimizer:
 
         `sync_grad=False`: do not reduce gradients over processes yet, because more micro-batches follow.
         """
-        with self._run.module.toggled_optimizer(self), self._run.strategy.gradient_sync(last=sync_grad):
+        with self._run.module.toggled_optimizer(self.optimizer), self._run.strategy.gradient_sync(last=sync_grad):
             yield
 
     def _check_first_step(self) -> None:

@@ -6,15 +6,17 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 
 from trainer.checkpoint.finite import floating_tensors, not_finite, number_of_nans
 from trainer.errors import ConfigError, first_of
-
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
+from trainer.metrics.metric_log import MetricLog
+from trainer.module import TrainModule
+from trainer.progress import Progress
+from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")
 
@@ -35,54 +37,61 @@ class NonFinite:
     """The tensors of a state, or the values of an evaluation."""
 
 
-class NumberWatch:
+class NonFiniteMonitor:
     """Collects numbers of a run that are not finite, and logs the first one of each kind.
 
     Reads nothing from a device itself: losses and the loss scale come with the logged values, and names of tensors
-    from `StateWatch`, which checks a state when it is saved.
+    from `StateMonitor`, which checks a state when it is saved.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, module: TrainModule, strategy: Strategy, metrics: MetricLog, progress: Progress) -> None:
         self.found: list[NonFinite] = []
         """On this process the first one of each kind; for \"state\" one per checkpoint, the same on all processes."""
-        self._run = run
+        self._module, self._strategy, self._metrics, self._progress = module, strategy, metrics, progress
         self._gradients_seen = False
         self._first_step = 0
         """The step at which the run begins."""
-        self._state: StateWatch | None = None
+        self._state: StateMonitor | None = None
 
-    def begin(self) -> None:
-        """Look at the weights with which training begins. Called when they are restored."""
-        run = self._run
-        self._first_step = run.progress.step
-        if run.stage == "fit" and not run.settings.fast_dev_run:
-            self._state = StateWatch(run)
+    def begin_training(self, optimizers: list[Optimizer], saves: bool) -> None:
+        """Check the weights with which training begins. Call this when they are restored.
 
-    def after_reading(self) -> None:
-        """Check losses, loss scale and learning rates, and once the gradients. Call it after values were read.
+        Args:
+            optimizers: those whose states were restored.
+            saves: the training may write checkpoints.
+        """
+        self._first_step = self._progress.step
+        if saves:
+            self._state = StateMonitor(self._module, self._strategy, optimizers)
+
+    def check_values(self, optimizers: list[Optimizer], updated: bool) -> None:
+        """Check losses, loss scale and learning rates, and once the gradients. Call this after values were read.
+
+        Args:
+            optimizers: of training; empty outside of it.
+            updated: the last step has updated the weights.
 
         Raises:
             ConfigError: the loss scale has become so small that no step can update the weights.
         """
-        run = self._run
-        metrics, step, rank = run.metrics, run.progress.step, run.strategy.processes.rank
+        metrics, step, rank = self._metrics, self._progress.step, self._strategy.processes.rank
         loss = metrics.take_nonfinite_loss()
         if loss is not None:
             self._report_loss(NonFinite("loss", loss[0], rank, loss[1]))
         if metrics.loss_scale is not None and metrics.loss_scale < _SMALL_SCALE:
             self._report_scale(NonFinite("loss scale", step, rank, metrics.loss_scale))
-        if run.training and not self._knows("learning rate"):
-            rates = [group.get("lr") for optimizer in run.optimizers for group in optimizer.param_groups]
+        if optimizers and not self._knows("learning rate"):
+            rates = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
             wrong = next((rate for rate in rates if isinstance(rate, float) and not math.isfinite(rate)), None)
             if wrong is not None:
                 self._report_rate(NonFinite("learning rate", step, rank, wrong))
-        if run.training and step > self._first_step and not self._gradients_seen and not run.skipping.whole_step:
+        if optimizers and step > self._first_step and not self._gradients_seen and updated:
             self._gradients_seen = True
-            self._look_for_gradients()
+            self._check_gradients(optimizers)
 
-    def in_validation(self, values: Mapping[str, float]) -> None:
+    def check_validation(self, values: Mapping[str, float]) -> None:
         """Check the values of a validation within training, reduced over all processes; report each name once."""
-        progress, processes = self._run.progress, self._run.strategy.processes
+        progress, processes = self._progress, self._strategy.processes
         reported = {name for one in self.found if one.kind == "evaluation" for name in one.names}
         wrong = {name: value for name, value in values.items() if not math.isfinite(value) and name not in reported}
         if not wrong:
@@ -93,19 +102,19 @@ class NumberWatch:
             others = f", as well as {first_of([*wrong][1:])}" if len(wrong) > 1 else ""
             log.warning("%s is %s in the validation after step %d%s", name, value, progress.step, others)
 
-    def in_state(self, state: dict[str, Any], reported: bool) -> list[str]:
-        """Look at a state that is being saved; return what is not finite. Collective; see `StateWatch.look`.
+    def check_state(self, state: dict[str, Any], reported: bool) -> list[str]:
+        """Return the names of tensors in a state to be saved that are not finite. Collective; see `StateMonitor`.
 
         Args:
             reported: the caller logs it.
         """
-        names = [] if self._state is None else self._state.look(state)
+        names = [] if self._state is None else self._state.nonfinite(state)
         if names:
             self._report_state(names, reported)
         return names
 
     def _report_state(self, names: list[str], reported: bool) -> None:
-        progress, processes = self._run.progress, self._run.strategy.processes
+        progress, processes = self._progress, self._strategy.processes
         self.found.append(NonFinite("state", progress.step, processes.rank, names=tuple(names)))
         if not reported and processes.is_global_zero:
             log.warning("step %d: the saved state is not finite (%s)", progress.step, first_of(names))
@@ -126,7 +135,7 @@ class NumberWatch:
 
     def _report_scale(self, found: NonFinite) -> None:
         words = (
-            f"the loss scale of {self._run.strategy.precision.name!r} has fallen to {found.value:.3g} by step "
+            f"the loss scale of {self._strategy.precision.name!r} has fallen to {found.value:.3g} by step "
             f"{found.step}: gradients overflow in every step, and such steps change no weight."
         )
         advice = "Check the loss and the batch for infinities, or use precision='bf16-mixed' or '32-true'."
@@ -144,43 +153,46 @@ class NumberWatch:
             found.step,
         )
 
-    def _look_for_gradients(self) -> None:
+    def _check_gradients(self, optimizers: list[Optimizer]) -> None:
         """Warn if no parameter of the optimizers has a gradient."""
-        run = self._run
-        trained = [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
-        inside = {id(parameter) for parameter in run.module.parameters()}
+        module = self._module
+        trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        inside = {id(parameter) for parameter in module.parameters()}
         # DeepSpeed's optimizers hold flat parameters of their own, whose gradients are never None.
-        if not run.module.automatic_optimization or any(p.grad is not None or id(p) not in inside for p in trained):
+        if not module.automatic_optimization or any(p.grad is not None or id(p) not in inside for p in trained):
             return
         log.warning(
             "after step %d no parameter of the optimizers has a gradient: the loss depends on none of them, so nothing "
             "is trained. Compute the loss from the module's outputs, outside of torch.no_grad().",
-            run.progress.step,
+            self._progress.step,
         )
 
 
-class StateWatch:
+class StateMonitor:
     """Finds tensors of weights, optimizers and callbacks that are not finite, except those that were not finite when
     training began.
 
     Also excepted is a buffer that is registered while training, such as a mask of -inf made in the first forward. In
     the excepted tensors further NaNs are reported, but not further infinities, because masks may grow.
+
+    Args:
+        module, strategy: of the run.
+        optimizers: those whose states come from a checkpoint.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        state: dict[str, Any] = {"model": run.strategy.module_state()}
+    def __init__(self, module: TrainModule, strategy: Strategy, optimizers: list[Optimizer]) -> None:
+        self._module, self._strategy = module, strategy
+        state: dict[str, Any] = {"model": strategy.module_state()}
         self._known = {name for name, _ in self._own(state)}
-        if run.resumed_from is not None:
-            state["optimizers"] = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
+        state["optimizers"] = [strategy.optimizer_state(optimizer) for optimizer in optimizers]
         tensors = dict(self._own(state))
         self._left_out = {name: number_of_nans(tensors[name]) for name in not_finite(iter(tensors.items()))}
         """The excepted tensors, with the number of their NaNs when they were first seen."""
-        weights = [f"model.{name}" for name, _ in run.module.named_parameters()]
+        weights = [f"model.{name}" for name, _ in module.named_parameters()]
         if wrong := [name.removeprefix("model.") for name in weights if name in self._left_out]:
             log.warning("weights that are not finite at the start of training: %s", first_of(wrong))
 
-    def look(self, state: dict[str, Any]) -> list[str]:
+    def nonfinite(self, state: dict[str, Any]) -> list[str]:
         """Return the names of the tensors that are not finite on some process, at most 20 per process. Collective.
 
         Args:
@@ -188,7 +200,7 @@ class StateWatch:
         """
         tensors = dict(self._own(state))
         wrong = not_finite(iter(tensors.items()))
-        buffers = {f"model.{name}" for name, _ in self._run.module.named_buffers()}
+        buffers = {f"model.{name}" for name, _ in self._module.named_buffers()}
         for name in wrong:
             if name not in self._known and name in buffers:
                 self._left_out[name] = 0
@@ -197,11 +209,11 @@ class StateWatch:
         self._known |= tensors.keys()
         left_out = self._left_out
         own = [name for name in wrong if name not in left_out or number_of_nans(tensors[name]) > left_out[name]]
-        names = self._run.strategy.processes.all_gather_object(own[:_MOST_NAMES])
+        names = self._strategy.processes.all_gather_object(own[:_MOST_NAMES])
         return list(dict.fromkeys(name for of_one in names for name in of_one))
 
     def _own(self, state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, by name, that this process writes into a checkpoint."""
-        others = not self._run.strategy.processes.is_global_zero
+        others = not self._strategy.processes.is_global_zero
         for key in ("model", "optimizers", "callbacks"):
             yield from floating_tensors(state.get(key), key, shards_only=others)

@@ -26,15 +26,13 @@ from trainer.callback import (
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
-from trainer.data.loader import BatchLoader
+from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError, did_you_mean
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.loop.loaders import Loaders
-from trainer.loop.manual import ManualOptimization, ManualOptimizer
-from trainer.loop.nonfinite import NumberWatch
+from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.loop.skipping import SkippedBatches
 from trainer.loop.trainable import TrainableParameters
@@ -102,9 +100,9 @@ class Run:
     `start_run` makes the run and yields it complete. It cannot be made at once: devices are known when the processes
     have met, layers when `configure_model` has run, optimizers when the layers are on their device, and this user code
     sees the run as far as it is set up. So the methods under "set-up" complete it, in running order, and nothing else
-    assigns to its attributes; what only one file changes is an object of that file (`loaders`, `skipping`, `manual`,
-    `numbers`). A run does not know the Trainer: its hooks have the trainer bound as their first argument, see
-    `CallbackList`.
+    assigns to its attributes; what only one file changes is an object of that file (`skipping`, `trainable`,
+    `nonfinite`), which does not know the run. A run does not know the Trainer: its hooks have the trainer bound as
+    their first argument, see `CallbackList`.
     """
 
     flushed_step = -1
@@ -151,16 +149,14 @@ class Run:
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
 
-        self.numbers = NumberWatch(self)
-        self.loaders = Loaders(self)
-        self.skipping = SkippedBatches(self)
-        self.manual = ManualOptimization(self)
+        self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
+        self.loaders = Loaders()
+        self.skipping = SkippedBatches(module, self.strategy, self.progress)
 
         self.reuses_memory = config.compilation is not None and config.compilation.reuses_memory
         """True if each forward overwrites the results of the last forward and backward; see `Compilation`."""
         self.metrics.copies_losses = self.reuses_memory
         self.optimizers: list[Optimizer] = []
-        self.manual_optimizers: list[ManualOptimizer] = []
         self.scheduler_configs: list[SchedulerConfig] = []
         self.closure_needed = False
         """True if the optimizer evaluates the loss several times per step (LBFGS)."""
@@ -229,8 +225,7 @@ class Run:
         self.scheduler_configs = schedulers
         self.optimizers = strategy.setup_optimizers(optimizers, config)
         if strategy.processes.world_size > 1:
-            self.trainable = TrainableParameters(self)
-        self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in self.optimizers]
+            self.trainable = TrainableParameters(module, strategy, self.optimizers, self.wait_for_all)
         self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
@@ -239,6 +234,11 @@ class Run:
     def resume(self, rng: dict[str, Any] | None, postponed_stop: str | None) -> None:
         """Keep of the checkpoint what has to wait: the generators' states, and a stop that waits for its time."""
         self.rng_to_restore, self.postponed_stop = rng, postponed_stop
+
+    def watch_numbers(self) -> None:
+        """Check from now on that losses, weights and states are finite."""
+        saves = self.stage == "fit" and not self.settings.fast_dev_run
+        self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], saves)
 
     def watch_collectives(self) -> None:
         """Check from now on that all processes make the same collective calls."""
@@ -282,7 +282,8 @@ class Run:
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
         self.weights_loss_by_items = self.module.overrides("num_items")
-        self.skipping.begin_training()
+        assert self.train_loader is not None
+        self.skipping.begin_training(self.hooks, self.train_loader, self.closure_needed)
         self.activity = "training"
 
     def begin_epoch(self, validation_interval: int | None) -> None:
@@ -474,13 +475,18 @@ class Run:
         logged = set().union(*self.strategy.processes.all_gather_object(self.metrics.names))
         return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
 
+    def check_numbers(self) -> None:
+        """Report numbers that are not finite. Call this after values were read."""
+        optimizers = self.optimizers if self.training else []
+        self.nonfinite.check_values(optimizers, updated=not self.skipping.whole_step)
+
     def update_metrics(self, values: ReducedMetrics, complete: bool = True) -> None:
         """Store reduced values for `monitor=`, the loggers and the progress bar.
 
         `complete`: False for means over a part of an epoch. They belong to no step, and those of kind "past" to none
         that a monitor could use.
         """
-        self.numbers.after_reading()
+        self.check_numbers()
         measured, step = self.session.measured, self.progress.step
         for name, value in values.all.items():
             before = measured.get(name)
@@ -534,6 +540,11 @@ class Run:
         if self.collective_check is not None:
             caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
             self.collective_check.wait_for_all(f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})")
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait until all processes call this with the same words; raise ConfigError if they do not."""
+        if self.collective_check is not None:
+            self.collective_check.wait_for_all(what)
 
 
 def transfer_hooks(module: TrainModule, datamodule: DataModule | None) -> list[Callable[..., Any]] | None:

@@ -24,6 +24,7 @@ from trainer.loop.agreement import check_loaders, check_module, check_optimizers
 from trainer.loop.changes import facts_of_module, facts_of_training, report_changes
 from trainer.loop.checks import check_call
 from trainer.loop.describe import cuda_capability, performance_hints, start_line
+from trainer.loop.loaders import make_loaders
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import choose_run_dir, find_after_restart, find_checkpoint, locked_folders
@@ -91,13 +92,13 @@ def start_run(
             prepare_data(run)
             build_module(run, checkpoint, cleanup)
             cleanup.callback(run.loaders.close)
-            run.loaders.make(data)
+            make_loaders(run, data)
             check_loaders(run)
             if stage == "fit":
                 build_optimizers(run)
             restore_training(run, checkpoint)
             report_changes(run, checkpoint, allow_changes)
-            run.numbers.begin()
+            run.watch_numbers()
             watch_the_clock(run, cleanup)
             with torch.autograd.set_detect_anomaly(run.settings.detect_anomaly):
                 yield run

@@ -7,17 +7,17 @@ import inspect
 import logging
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from trainer.data.loader import Batch, Divisor
+from trainer.callback import CallbackList
+from trainer.data.loader import Batch, BatchLoader, Divisor
 from trainer.errors import ConfigError
+from trainer.module import TrainModule
+from trainer.progress import Progress
 from trainer.seed import isolated_rng
-from trainer.strategy import SkippedBatch
-
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
+from trainer.strategy import SkippedBatch, Strategy
 
 log = logging.getLogger("trainer")
 
@@ -25,8 +25,8 @@ log = logging.getLogger("trainer")
 class SkippedBatches:
     """The batches and the rests of epochs that a training skips."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, module: TrainModule, strategy: Strategy, progress: Progress) -> None:
+        self._module, self._strategy, self._progress = module, strategy, progress
         self.may_skip = self.may_end_epochs = False
         """Whether `training_step` may return None, and the module's `on_train_batch_start` -1."""
         self.whole_step = False
@@ -39,10 +39,16 @@ class SkippedBatches:
         """The part of the items of this step, times the number of processes, that this process has skipped so far."""
         self._reported = False
 
-    def begin_training(self) -> None:
-        """Read the code of the module's methods, by which all processes know that they have to agree."""
-        module, step = self._run.module, self._method("training_step")
-        if module.automatic_optimization and not self._run.strategy.shards_state:
+    def begin_training(self, hooks: CallbackList, loader: BatchLoader, closure_needed: bool) -> None:
+        """Read the code of the module's methods, by which all processes know that they have to agree.
+
+        Args:
+            hooks, loader: those of training.
+            closure_needed: the optimizer evaluates the loss several times per step.
+        """
+        self._hooks, self._loader, self._closure_needed = hooks, loader, closure_needed
+        module, step = self._module, self._method("training_step")
+        if module.automatic_optimization and not self._strategy.shards_state:
             self.may_skip = can_return(step, none=True) and can_return(step, none=False)
         of_module = module.overrides("on_train_batch_start")
         self.may_end_epochs = of_module and can_return(self._method("on_train_batch_start"), none=False)
@@ -57,15 +63,14 @@ class SkippedBatches:
         Raises:
             ConfigError: the strategy cannot drop the gradients of the batches before, or of a closure.
         """
-        run = self._run
-        answer = run.hooks.module_answer
+        strategy, answer = self._strategy, self._hooks.module_answer
         ends = isinstance(answer, int) and answer == -1
-        if run.strategy.processes.world_size > 1:
-            ends = bool(run.strategy.processes.sum(torch.tensor(int(ends))))
-        if ends and (run.closure_needed or (position > 0 and run.strategy.shards_state)):
+        if strategy.processes.world_size > 1:
+            ends = bool(strategy.processes.sum(torch.tensor(int(ends))))
+        if ends and (self._closure_needed or (position > 0 and strategy.shards_state)):
             raise ConfigError(
                 "on_train_batch_start returned -1 in the middle of a step, whose gradients "
-                f"strategy {run.strategy.name!r} cannot drop: return -1 at the first batch of an accumulation window, "
+                f"strategy {strategy.name!r} cannot drop: return -1 at the first batch of an accumulation window, "
                 "and with an optimizer that needs no closure."
             )
         self.epoch_ended = ends
@@ -80,15 +85,14 @@ class SkippedBatches:
         Raises:
             ConfigError: the batch cannot be skipped.
         """
-        run = self._run
-        name, strategy = f"{type(run.module).__name__}.training_step", run.strategy
+        name, strategy = f"{type(self._module).__name__}.training_step", self._strategy
         several = strategy.processes.world_size > 1
         if not can_return(self._method("training_step"), none=False):
             raise ConfigError(
                 f"{name} returned None; what is needed is the loss, a tensor with one element and a gradient. Did you "
                 "forget 'return loss'? To optimize by hand, set automatic_optimization = False."
             )
-        if run.closure_needed or (strategy.shards_state and (several or window > 1)):
+        if self._closure_needed or (strategy.shards_state and (several or window > 1)):
             raise ConfigError(
                 f"{name} returned None, and a batch cannot be skipped with an optimizer that needs a closure, nor with "
                 f"strategy {strategy.name!r} on several processes or with accumulation. Leave the batch out of the "
@@ -101,7 +105,7 @@ class SkippedBatches:
                 "itself."
             )
         if not self._reported:
-            log.warning("%s returned None at step %d: the batch is skipped", name, run.progress.step + 1)
+            log.warning("%s returned None at step %d: the batch is skipped", name, self._progress.step + 1)
         self._reported = self.may_skip = True
         self._share += 1.0 if divisor is None else float(1 / divisor)
         if outputs is not None:
@@ -109,14 +113,14 @@ class SkippedBatches:
 
     def end_window(self) -> None:
         """Make the gradients those of the mean over all items that were not skipped. Collective."""
-        processes, share = self._run.strategy.processes, self._share
+        processes, share = self._strategy.processes, self._share
         self._share = 0.0
         if processes.world_size > 1:
             share = float(processes.sum(torch.tensor(share, dtype=torch.float64))) / processes.world_size
         self.whole_step = share > 1 - 1e-9
         if share == 0:
             return
-        for parameter in self._run.module.parameters():
+        for parameter in self._module.parameters():
             if self.whole_step:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -127,19 +131,18 @@ class SkippedBatches:
 
         The state of the loader and the random numbers in a checkpoint stay those before the question.
         """
-        loader = self._run.train_loader
-        assert loader is not None
+        loader = self._loader
         if loader.samples_per_epoch is not None or loader.length not in (None, loader.limit):
-            return self._run.progress.batch == loader.length
+            return self._progress.batch == loader.length
         self.loader_state = deepcopy(loader.state_dict())
-        with isolated_rng(self._run.strategy.device):
+        with isolated_rng(self._strategy.device):
             if next(windows, None) is not None:
                 return False
         self.loader_state = None
         return True
 
     def _method(self, name: str) -> Any:
-        module = self._run.module
+        module = self._module
         return vars(module).get(name) or getattr(type(module), name)
 
 

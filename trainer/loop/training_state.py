@@ -338,7 +338,7 @@ def save_state(
             key: c.state_dict() for key, c in callbacks_by_state_key(run.callbacks).items() if id(c) not in writing
         }
         looked_at = {**tensors, "callbacks": callbacks}
-        nonfinite = run.numbers.in_state(looked_at, reported=callable(info))
+        nonfinite = run.nonfinite.check_state(looked_at, reported=callable(info))
         about: dict[str, Any] = {"step": run.progress.step, "epoch": run.progress.epoch, "captured": time.time_ns()}
         about |= info(nonfinite) if callable(info) else info
         if nonfinite:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
@@ -18,9 +18,6 @@ from trainer.metrics.log_arguments import as_number, check_name, checked_weight
 from trainer.metrics.monitor import Kind
 from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host, total_of
 from trainer.profiling import LOGGING, Phase, unheard
-
-if TYPE_CHECKING:
-    from trainer.data.loader import Batch
 
 GatherObjects = Callable[[Any], list[Any]]
 
@@ -189,10 +186,10 @@ class MetricLog:
         self.evaluation_hooks = MetricScope(batches=False, steps=False)
         return self.evaluation_hooks
 
-    def start_window(self, first: Batch) -> None:
-        """Begin a step with its first batch, so that values logged before are of an earlier step."""
+    def start_window(self, batch: Any, samples: int | None) -> None:
+        """Begin a step with its first batch, so that values logged before are of an earlier step; see `start_batch`."""
         self.window += 1
-        self.batch, self.samples = first.data, first.samples
+        self.batch, self.samples = batch, samples
 
     def start_batch(self, batch: Any, samples: int | None) -> None:
         """Weight values by the samples of this batch from now on; None: the loader does not know their number.

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.arguments import local_path
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import is_committed, read_checkpoint
-from trainer.settings import local_path
 
 IGNORED = (
     "run_dir",

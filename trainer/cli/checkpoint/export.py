@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.arguments import local_path
 from trainer.checkpoint.disk import LocalStorage, atomic_file
 from trainer.checkpoint.format import open_checkpoint
 from trainer.checkpoint.safetensors_io import TensorFile, file_chunks, is_native, size_of
@@ -18,7 +19,6 @@ from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
-from trainer.settings import local_path
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 INDEX_FILE = "model.safetensors.index.json"

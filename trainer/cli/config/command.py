@@ -8,12 +8,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.arguments import local_path
 from trainer.checkpoint.disk import atomic_file
 from trainer.cli.config.draft import ConfigDraft, launch_line
 from trainer.cli.config.wizard import PRESETS, ask_all
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, unknown_name_error
-from trainer.settings import local_path
 
 EXAMPLES = """\
 examples:

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.arguments import local_path
 from trainer.cli.config.draft import strategy_name
 from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
 from trainer.cli.config.report import MigrationReport, flatten, is_off, number, read_plain, read_rows
-from trainer.settings import local_path
 
 ROWS = read_rows("""
 main_training_function  - the configuration names a class (module), not a function

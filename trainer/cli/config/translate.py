@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from trainer.arguments import local_path
 from trainer.cli.config.from_accelerate import from_accelerate
 from trainer.cli.config.from_deepspeed import from_deepspeed, set_strategy
 from trainer.cli.config.report import MigrationReport, read_plain
 from trainer.errors import ConfigError
-from trainer.settings import local_path
 
 
 def translate(name: str) -> MigrationReport:

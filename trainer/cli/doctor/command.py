@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 from typing import TYPE_CHECKING
 
+from trainer.arguments import local_path
 from trainer.cli.doctor.results import CheckResult, as_json, failed, summary
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, overrides_of, reports_errors
 from trainer.config.tree import Diagnostics
 from trainer.errors import ConfigError
-from trainer.settings import Settings, local_path
+from trainer.settings import Settings
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
