@@ -65,6 +65,10 @@ LONG: dict[str, tuple[str, ...]] = {
     "emulated/test_emulated_contract.py::test_a_break_at_any_step_changes_nothing": (),
     "examples/test_examples.py::test_*_learns": (),
     "fault_tolerance/test_children.py::test_what_user_code_starts_has_the_actions_and_masks_of_before_the_run": (),
+    "fault_tolerance/test_collective_check.py::test_processes_that_wait_for_each_other_in_different_groups": (
+        "deepspeed_stage_2",
+        "hybrid",
+    ),
     "faults/test_chaos.py::test_a_training_killed_three_times": (),
     "faults/test_chaos.py::test_every_strategy": (),
     "faults/test_kill_matrix.py::test_exit_codes_of_stops": ("SIGTERM-143",),

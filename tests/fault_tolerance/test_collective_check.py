@@ -12,6 +12,9 @@ from torch._C._distributed_c10d import HashStore
 from tests.helpers.processes import Running, fork_python
 from trainer import ConfigError
 from trainer.fault_tolerance.collective_check import CollectiveCheck
+from trainer.fault_tolerance.deadlock import DeadlockWatch, Waiting, find_circle
+from trainer.strategies import STRATEGIES
+from trainer.strategies.distributed import DistributedStrategy
 
 SCRIPT = """
 import os
@@ -20,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
+from trainer.strategies import FSDPStrategy
 
 class Net(TrainModule):
     def __init__(self):
@@ -31,6 +35,9 @@ class Net(TrainModule):
         if sys.argv[2] == "in a step" and self.trainer.global_step == 3 and self.trainer.rank == 1:
             self.trainer.save_checkpoint("by hand")
         return loss
+    def setup(self, stage):
+        if sys.argv[2] == "in the set-up" and self.trainer.rank == 1:
+            self.trainer.strategy.processes.barrier()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -42,6 +49,8 @@ class Wrong(Callback):
         if sys.argv[2] == "at an epoch's end" and trainer.is_global_zero:
             trainer.save_checkpoint("by hand")
     def on_fit_start(self, trainer, module):
+        global G
+        G = torch.distributed.new_group([0, 1]) if sys.argv[2] == "group" else None
         assert trainer.global_rank == trainer.rank == trainer.local_rank == int(os.environ.get("LOCAL_RANK", 0))
     def on_fit_end(self, trainer, module):
         if sys.argv[2] == "at the end" and trainer.rank == 1:
@@ -54,13 +63,18 @@ CALLS = {
     "at an epoch's end": lambda t: None,
     "at the end": lambda t: None,
     "in a step": lambda t: None,
+    "in the set-up": lambda t: None,
+    "barrier": lambda t: t.rank and t.strategy.processes.barrier(),
+    "group": lambda t: torch.distributed.all_reduce(torch.ones(5), group=G if t.rank else None),
     "other samples": lambda t: None,
     "late": lambda t: (t.rank and __import__("time").sleep(3), t.read_metrics(), t.save_checkpoint("by hand")),
 }
 samples = 64 + (int(os.environ.get("RANK", 0)) if sys.argv[2] == "other samples" else 0)
 data = DataLoader(TensorDataset(torch.ones(samples, 4)), 4)
+hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1))
+strategy = hybrid if sys.argv[1] == "hybrid" else sys.argv[1]
 trainer = Trainer(
-    strategy=sys.argv[1], devices=2, accelerator="cpu", max_steps=6, logger=False,
+    strategy=strategy, devices=2, accelerator="cpu", max_steps=6, logger=False,
     callbacks=[Wrong(), ModelCheckpoint(every_n_train_steps=3)] if sys.argv[2] == "rank 0 reads" else Wrong(),
     enable_checkpointing=sys.argv[2] == "rank 0 reads", enable_progress_bar=False, enable_model_summary=False,
     watchdog_seconds=100,
@@ -77,7 +91,7 @@ TOLD = {
     ("ddp", "rank 0 reads"): (" calls read_metrics (in checkpoint.py, ", ", <lambda>)"),
     ("ddp", "in a step"): (
         "rank 1 calls save_checkpoint (in ",
-        "training_step), and rank 0 waits for it in all_reduce",
+        "training_step), and rank 0 waits in all_reduce",
     ),
     ("ddp", "other samples"): ("the training loader, samples in an epoch: 64 on rank 0, and 65 on rank 1",),
     # Rank 1 reads the values logged in the hook.
@@ -106,6 +120,67 @@ def test_a_call_on_some_processes_is_reported() -> None:
     assert results["ddp", "late"].check(0).stdout.count("done") == 2
 
 
+SHARING = [name for name, kind in STRATEGIES.items() if issubclass(kind, DistributedStrategy)]
+ELSEWHERE = {
+    ("hybrid", "in the set-up"): ("rank 1 waits in barrier of ", "rank 0 waits in all_gather of "),
+    ("hybrid", "group"): (
+        "rank 1 waits in all_reduce of [[5]], number 1 of process group ",
+        "rank 0 waits in all_reduce of ",
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", [*SHARING, "hybrid"])
+def test_processes_that_wait_for_each_other_in_different_groups(strategy: str) -> None:
+    """A call of rank 1 inside of a step, and a barrier of rank 1: rank 0 waits in what the strategy communicates by."""
+    Path("train.py").write_text(SCRIPT)
+    told = {
+        (strategy, "in a step"): ("rank 1 calls save_checkpoint (in train.py, training_step), and rank 0 waits in ",),
+        (strategy, "barrier"): ("rank 0 waits in ", "rank 1 waits in barrier of ", ", called from <lambda> ("),
+        **{key: words for key, words in ELSEWHERE.items() if key[0] == strategy},
+    }
+    running = {key: fork_python("train.py", *key) for key in told}
+    try:
+        for key, words in told.items():
+            errors = running[key].wait().check(1).stderr
+            assert all(one in errors for one in (*words, ": they wait for each other. ")), errors
+            assert "has been no progress" not in errors
+            assert "rank 0 stops because rank 1 failed" in errors or "rank 1 stops because rank 0 failed" in errors
+    finally:
+        for one in running.values():
+            one.kill()
+    assert len(list(Path("runs").glob("*/flight-recorder-rank*.json"))) >= 2
+
+
+def waiting(group: str, number: int, kind: str = "all_reduce", **newest: int) -> Waiting:
+    return Waiting(group, number, kind, "", {group: number, **newest}, False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "circle"),
+    [
+        ([], []),
+        ([waiting("a", 3)], []),
+        # One is slow: nobody waits for those that wait.
+        ([waiting("a", 3), waiting("a", 3), None], []),
+        # Rank 1 is behind in a, and waits for nobody who lacks b.
+        ([waiting("a", 3, b=7), waiting("b", 7, a=2)], []),
+        ([waiting("a", 3, b=6), waiting("b", 7, a=2)], [0, 1]),
+        ([waiting("a", 3, b=6), None, waiting("b", 7, a=2)], [0, 2]),
+        # It is not known how far rank 0 is in b.
+        ([waiting("a", 3), waiting("b", 7, a=2)], []),
+        ([waiting("a", 3), waiting("a", 3, "broadcast")], [0, 1]),
+        ([waiting("a", 3, b=2, c=0), waiting("b", 3, a=3, c=0), waiting("c", 1, b=3, a=2)], [0, 2]),
+        ([waiting("a", 3, b=2, c=1), waiting("b", 3, a=3, c=0), waiting("c", 1, b=3, a=2)], [0, 1, 2]),
+        # Rank 3 waits for the circle, and is not in it.
+        ([waiting("a", 3, b=2), waiting("b", 3, a=2), None, waiting("c", 1, a=2)], [0, 1]),
+    ],
+)
+def test_a_circle_of_processes_that_wait(ranks: list[Waiting | None], circle: list[int]) -> None:
+    found = find_circle({rank: one for rank, one in enumerate(ranks) if one is not None})
+    assert sorted(found) == circle
+
+
 class Counting:
     """A store that counts its requests."""
 
@@ -125,9 +200,11 @@ def test_the_requests_grow_with_the_processes_not_with_their_square() -> None:
     world, requests, store = 1024, Counter[str](), HashStore()
     for rank in range(1, world):
         store.set(f"collective/1/{rank}", "save")
-    CollectiveCheck(Counting(store, requests), 0, world, lambda: 1).wait_for_all("save")  # type: ignore[arg-type]
+    CollectiveCheck(Counting(store, requests), 0, world, lambda: 1, DeadlockWatch(0, world)).wait_for_all("save")  # type: ignore[arg-type]
     for rank in range(1, world):
-        CollectiveCheck(Counting(store, requests), rank, world, lambda: 1).wait_for_all("save")  # type: ignore[arg-type]
+        CollectiveCheck(Counting(store, requests), rank, world, lambda: 1, DeadlockWatch(rank, world)).wait_for_all(
+            "save"
+        )  # type: ignore[arg-type]
     assert sum(requests.values()) <= 4 * world, requests
 
 
@@ -137,4 +214,4 @@ def test_each_rank_names_the_call_of_the_others() -> None:
         store.set(f"collective/1/{rank}", call)
     for rank, call in enumerate(("save", "save", "read")):
         with pytest.raises(ConfigError, match="rank 0 calls save, and rank 2 calls read"):
-            CollectiveCheck(store, rank, 3, lambda: 1).wait_for_all(call)
+            CollectiveCheck(store, rank, 3, lambda: 1, DeadlockWatch(rank, 3)).wait_for_all(call)

@@ -16,7 +16,8 @@ from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Trainer, TrainModule
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.watchdog import Watchdog, stacks
+from trainer.fault_tolerance.stacks import stacks
+from trainer.fault_tolerance.watchdog import Watchdog
 
 SCRIPT = """
 import sys, time

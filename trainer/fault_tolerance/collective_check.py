@@ -9,14 +9,11 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from trainer.errors import ConfigError
+from trainer.fault_tolerance.deadlock import DeadlockWatch
 from trainer.fault_tolerance.failure import first_failure
-from trainer.fault_tolerance.flight_recorder import newest_and_pending
 
 _GRACE_S = 1.0
 """Seconds to wait for the other processes before checking that they have not passed the call."""
-
-_ASKED = "collective/asked"
-"""Set while a process waits in a call: the others then publish which collective they wait in."""
 
 
 class CollectiveCheck:
@@ -31,13 +28,18 @@ class CollectiveCheck:
         rank, world_size: of this process.
         begun: returns the number of windows and collectives that this process has begun; a larger one when it is
             shutting down.
+        deadlocks: finds a process that waits elsewhere for this one.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, begun: Callable[[], int]) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, begun: Callable[[], int], deadlocks: DeadlockWatch
+    ) -> None:
         self._store: Any = store  # torch's stubs do not know all methods
         self._rank, self._world_size = rank, world_size
         self._begun = begun
+        self._deadlocks = deadlocks
         self._calls = 0
+        self._published = -1
 
     def wait_for_all(self, call: str) -> None:
         """Return when all processes have come to `call`. Only for the main thread.
@@ -46,6 +48,10 @@ class CollectiveCheck:
             ConfigError: another process has gone on without the call, or makes another one.
             RuntimeError: another process has failed.
         """
+        with self._deadlocks.meeting("calls", f"calls {call}"):
+            self._meet(call)
+
+    def _meet(self, call: str) -> None:
         self._calls += 1
         self._store.set(self._key(self._rank), call)
         if self._calls > 2:  # all processes have left the call before the last
@@ -67,25 +73,22 @@ class CollectiveCheck:
 
     def _wait_for(self, keys: list[str], call: str, ranks: Iterable[int]) -> None:
         """Return when all keys are in the store; raise if one of the `ranks` cannot come any more."""
-        begun, pause, newest = time.monotonic(), 0.001, 0
+        begun, pause = time.monotonic(), 0.001
         while not self._store.check(keys):
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
+            if self._deadlocks.found is not None:
+                raise ConfigError(self._deadlocks.found)
             if time.monotonic() - begun > _GRACE_S:
                 self._require_not_passed(call, ranks)
-                newest = newest or newest_and_pending()[0]
-                self._require_not_waited_for(call, ranks, newest)
                 pause = 0.25
-        if newest:
-            self._store.delete_key(_ASKED)
 
     def publish_progress(self, store: Store) -> None:
-        """Tell waiting processes how far this one is. Called regularly by the watchdog's thread, with its own store."""
-        store.set(f"collective/begun/{self._rank}", str(self._begun()))
-        if store.check([_ASKED]):
-            _, pending, words = newest_and_pending()
-            if pending:
-                store.set(f"collective/pending/{self._rank}", f"{pending} {words}")
+        """Tell waiting processes how far this one is. Called regularly by a thread, with its own store."""
+        begun = self._begun()
+        if begun != self._published:
+            store.set(f"collective/begun/{self._rank}", str(begun))
+            self._published = begun
 
     def _require_not_passed(self, call: str, ranks: Iterable[int]) -> None:
         if first_failure(self._store) is not None:
@@ -101,24 +104,6 @@ class CollectiveCheck:
                 raise ConfigError(
                     f"rank {self._rank} calls {call}, and rank {rank} has gone on without. All processes have to call "
                     "it, at the same place: take it out of `if trainer.is_global_zero`, `if rank == 0`, and "
-                    "conditions that differ between the processes."
-                )
-
-    def _require_not_waited_for(self, call: str, ranks: Iterable[int], newest: int) -> None:
-        """Raise if one of the `ranks` waits in a collective after the `newest` that this process has begun, and so for
-        this process."""
-        if not newest:
-            return  # nothing is recorded
-        self._store.set(_ASKED, "1")
-        for rank in ranks:
-            pending = f"collective/pending/{rank}"
-            if not self._store.check([pending]):
-                continue
-            number, _, words = self._store.get(pending).decode().partition(" ")
-            if int(number) > newest and not self._store.check([self._key(rank)]):
-                raise ConfigError(
-                    f"rank {self._rank} calls {call}, and rank {rank} waits for it in {words}. All processes have to "
-                    "call it, at the same place: take it out of `if trainer.is_global_zero`, `if rank == 0`, and "
                     "conditions that differ between the processes."
                 )
 

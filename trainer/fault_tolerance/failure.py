@@ -120,6 +120,12 @@ def report_dead_process(store: Store, rank: int, world_size: int) -> None:
         )
 
 
+def report_deadlock(store: Store, rank: int, world_size: int, text: str) -> None:
+    """Report why this process ends, unless another failed before; for a main thread that waits in C code."""
+    if store.compare_set(_KEY, "", str(rank)).decode() == str(rank):
+        write_error(f"rank {rank} of {world_size} failed:\n{text}")
+
+
 def first_failure(store: Store) -> int | None:
     """Return the rank that failed first, or None. Does not wait."""
     return int(store.get(_KEY).split()[0]) if store.check([_KEY]) else None

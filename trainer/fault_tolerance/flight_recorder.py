@@ -6,12 +6,24 @@ import json
 import os
 import tempfile
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _READ_S = 2.0
-_ALL = "default_pg"
-"""torch's name for the group of all processes."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of this process's main thread among the collectives of torch."""
+
+    newest: dict[str, int]
+    """Group: the number of the newest collective that this process has begun in it, 0 for none. Without groups of which
+    that is not known."""
+    waits_in: tuple[str, int, str, str] | None
+    """The oldest collective that has not ended: group, number in it, kind, and all this in words."""
 
 
 def switch_on() -> None:
@@ -24,48 +36,72 @@ def waiting_in(folder: Path | None, rank: int) -> str:
 
     All that is recorded goes to `flight-recorder-rank<r>.json` in `folder`.
     """
-    found: list[str] = []
 
-    def read() -> None:
-        from torch._C import _distributed_c10d
-
-        text = bytes(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
-        found.append(_in_words(json.loads(text).get("entries", [])))
-        if folder is not None and found[0]:
+    def read() -> str:
+        text = _dump()
+        words = _in_words(json.loads(text).get("entries", []))
+        if folder is not None and words:
             # Under a new name first: there may be a link to another file.
             descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".tmp-flight-recorder-")
             with open(descriptor, "wb") as file:
                 file.write(text)
             os.replace(temporary, folder / f"flight-recorder-rank{rank}.json")
+        return words
 
-    # In a thread, because a device or a disk that hangs would hold it up.
-    thread = threading.Thread(target=read, name="flight-recorder", daemon=True)
-    thread.start()
-    thread.join(_READ_S)
-    return found[0] if found else ""
+    return _in_time(read, "")
 
 
-def newest_and_pending() -> tuple[int, int, str]:
-    """Return the numbers of two collectives of all processes, 0 for none: the newest that this process has begun, and
-    the oldest that it has not ended; and the latter in words."""
-    found: list[tuple[int, int, str]] = []
+def position() -> Position:
+    """Return how far this process is in all its groups; takes milliseconds."""
 
-    def read() -> None:
-        from torch._C import _distributed_c10d
-
-        text = bytes(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
-        entries = json.loads(text).get("entries", [])
-        entries = [one for one in entries if one["process_group"][1] == _ALL and not one.get("is_p2p")]
-        newest = max((int(one["collective_seq_id"]) for one in entries), default=0)
+    def read() -> Position:
+        recorded = json.loads(_dump())
+        # The other threads of Python have a pace of their own; those of autograd, which Python does not know, do not.
+        others = {str(thread.ident) for thread in threading.enumerate()} - {str(threading.main_thread().ident)}
+        entries = [
+            one for one in recorded.get("entries", []) if not one["is_p2p"] and one.get("thread_id") not in others
+        ]
         pending = next((one for one in entries if not one["retired"]), None)
-        found.append(
-            (newest, 0, "") if pending is None else (newest, int(pending["collective_seq_id"]), _name(pending))
+        return Position(
+            _newest(recorded), None if pending is None else (*_number(pending), _kind(pending), _name(pending))
         )
 
-    thread = threading.Thread(target=read, name="flight-recorder", daemon=True)
+    return _in_time(read, Position({}, None))
+
+
+def _newest(recorded: dict[str, Any]) -> dict[str, int]:
+    """Return the number of the newest collective of each group, 0 for none; without groups whose number is unknown.
+
+    The entries name their group, but old ones are overwritten; the status has the numbers of all groups, by their place
+    in the order in which this process made them.
+    """
+    import torch.distributed as dist
+
+    status, entries = recorded.get("pg_status", {}), recorded.get("entries", [])
+    newest: dict[str, int] = {}
+    for entry in entries:
+        name, number = _number(entry)
+        newest[name] = max(newest.get(name, 0), number)
+    made = list(dist.distributed_c10d._world.pg_names.values())
+    if all(made[entry["pg_id"] : entry["pg_id"] + 1] == [entry["process_group"][0]] for entry in entries):
+        for place, name in enumerate(made):
+            newest[name] = int(status.get(str(place), {}).get("last_enqueued_collective", 0))
+    return newest
+
+
+def _dump() -> bytes:
+    from torch._C import _distributed_c10d
+
+    return bytes(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
+
+
+def _in_time(read: Callable[[], T], otherwise: T) -> T:
+    """Return what `read` returns, or `otherwise` if it takes long: a device or a disk that hangs would hold it up."""
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(read()), name="flight-recorder", daemon=True)
     thread.start()
     thread.join(_READ_S)
-    return found[0] if found else (0, 0, "")
+    return found[0] if found else otherwise
 
 
 def _in_words(entries: list[dict[str, Any]]) -> str:
@@ -77,6 +113,16 @@ def _in_words(entries: list[dict[str, Any]]) -> str:
     return f"waits in {_name(waiting)}"
 
 
+def _number(entry: dict[str, Any]) -> tuple[str, int]:
+    """Return the group of a collective, and its number there."""
+    return entry["process_group"][0], int(entry["collective_seq_id"])
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    return str(entry["profiling_name"].rpartition(":")[2])
+
+
 def _name(entry: dict[str, Any]) -> str:
-    kind = entry["profiling_name"].rpartition(":")[2]
-    return f"{kind} of {entry['input_sizes']}, number {entry['collective_seq_id']} of {entry['process_group'][1]}"
+    group, description = entry["process_group"]
+    where = description if description != "undefined" else f"process group {group}"
+    return f"{_kind(entry)} of {entry['input_sizes']}, number {entry['collective_seq_id']} of {where}"

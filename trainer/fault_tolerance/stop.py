@@ -8,13 +8,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.rendezvous import attempt
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
+from trainer.fault_tolerance.deadlock import DeadlockWatch
 from trainer.fault_tolerance.failure import first_failure, follow_failure
 from trainer.fault_tolerance.process_monitor import LocalProcessMonitor, mark_done
 from trainer.fault_tolerance.signals import EXIT_RETRY, end_as_child, in_main_thread, install_handler, restore_handler
@@ -69,6 +70,7 @@ class StopCoordinator:
         self.world_size = world_size
         self.store = _own_keys(store, rank) if store is not None and world_size > 1 else None
         """The store with the keys of this run only; also for `report_failure`."""
+        self.deadlocks = DeadlockWatch(rank, world_size)
         self._interval = interval
         self._timeout = timeout
         # While a process waits. Slower with many processes, since they all poll one store.
@@ -100,12 +102,15 @@ class StopCoordinator:
 
     # -- signals -----------------------------------------------------------------------------------
 
-    def install(self, signals: bool = True) -> None:
+    def install(self, signals: bool = True, polls: Iterable[Callable[[Store], None]] = ()) -> None:
         """Start to listen to the other processes, and install signal handlers unless `signals` is False.
 
         Handles SIGINT, SIGTERM and SIGUSR1, in the main thread only; ignored signals stay ignored. The second SIGINT
         raises KeyboardInterrupt, and the third SIGTERM ends the process where it hangs. If another process
         fails and this one does not leave its step within five seconds, it is ended with exit code 1.
+
+        Args:
+            polls: called regularly by the listening thread, with its store.
         """
         if signals and in_main_thread():
             for number in (getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)):
@@ -118,7 +123,7 @@ class StopCoordinator:
             # A connection of its own: a client serves one caller at a time. (torch's stubs do not know `clone`.)
             store: Any = self.store
             self._thread = threading.Thread(
-                target=self._listen, args=(store.clone(),), name="stop-coordinator", daemon=True
+                target=self._listen, args=(store.clone(), list(polls)), name="stop-coordinator", daemon=True
             )
             self._thread.start()
             # A daemon thread that returns from C++ while Python exits would abort the process.
@@ -227,7 +232,8 @@ class StopCoordinator:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-            self._wait(lambda: self._ended, step)
+            with self.deadlocks.meeting("end", "is at the end of training"):
+                self._wait(lambda: self._ended, step)
             return self._reason
 
     def _decide(self, step: int) -> str | None:
@@ -250,13 +256,15 @@ class StopCoordinator:
             while not ready():
                 if self._error is not None:
                     raise TrainerError(f"lost the other processes at step {step}: {self._error}")
+                if self.deadlocks.found is not None:
+                    raise ConfigError(self.deadlocks.found)
                 self._changed.wait(1.0)
         finally:
             self._waiting_since = None
 
     # -- the thread that talks to the other processes -------------------------------------------------------
 
-    def _listen(self, store: Store) -> None:
+    def _listen(self, store: Store, polls: list[Callable[[Store], None]]) -> None:
         monitor = None
         try:
             monitor = LocalProcessMonitor(store, self.rank, self.world_size)
@@ -272,6 +280,8 @@ class StopCoordinator:
                 self._announce(store)
                 if ending:
                     self._end(store)
+                for poll in (*polls, self.deadlocks.poll):
+                    poll(store)
                 self._pause()
         except Exception as error:
             # A lost store matters only to processes that need it: a run without a request goes on.

@@ -6,21 +6,18 @@ import atexit
 import faulthandler
 import json
 import os
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ranks_in_words
-from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.failure import first_failure, write_error
 from trainer.fault_tolerance.flight_recorder import waiting_in
 from trainer.fault_tolerance.process_monitor import mark_done
+from trainer.fault_tolerance.stacks import stacks, where
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,7 +51,6 @@ class Watchdog:
         world_size: int,
         limit: float | None,
         step: Callable[[], int],
-        collective_check: CollectiveCheck | None = None,
         folder: Path | None = None,
     ) -> None:
         """Start to watch; do nothing for a single process (`store` None) or without a limit.
@@ -64,7 +60,6 @@ class Watchdog:
             rank, world_size: of this process.
             limit: seconds without a heartbeat after which the run counts as hung.
             step: returns the number of steps done.
-            collective_check: publish its progress, too.
             folder: for what torch has recorded of the collectives, if the run hangs.
         """
         self.allow_slow = True
@@ -72,7 +67,7 @@ class Watchdog:
             return
         self._closed = threading.Event()
         own: Any = store  # torch's stubs do not know `clone`
-        watch = _WatchThread(self, own.clone(), rank, world_size, limit, step, self._closed, collective_check, folder)
+        watch = _WatchThread(self, own.clone(), rank, world_size, limit, step, self._closed, folder)
         self._thread = threading.Thread(target=watch.run, name="watchdog", daemon=True)
         self._thread.start()
         # A daemon thread that returns from C++ while Python exits would abort the process.
@@ -104,7 +99,6 @@ class _WatchThread:
         limit: float,
         step: Callable[[], int],
         closed: threading.Event,
-        collective_check: CollectiveCheck | None,
         folder: Path | None,
     ) -> None:
         self._watchdog = watchdog
@@ -113,7 +107,6 @@ class _WatchThread:
         self._limit = limit
         self._step = step
         self._closed = closed
-        self._collective_check = collective_check
         self._folder = folder
         self._interval = min(2.0, limit / 10)
         self._since = time.monotonic()
@@ -138,8 +131,6 @@ class _WatchThread:
                 return
             if first_failure(self._store) is not None:
                 continue  # the run is ending already
-            if self._collective_check is not None:
-                self._collective_check.publish_progress(self._store)
             if time.monotonic() - self._since > limit and seen == (
                 self._watchdog.heartbeats,
                 self._watchdog.allow_slow,
@@ -154,7 +145,7 @@ class _WatchThread:
         try:
             rank, limit = self._store.get(_EXPIRED).decode().split()
             silent = time.monotonic() - self._since
-            state = {"step": self._step(), "heartbeats": self._watchdog.heartbeats, "silent": silent, "where": _where()}
+            state = {"step": self._step(), "heartbeats": self._watchdog.heartbeats, "silent": silent, "where": where()}
             state["collective"] = waiting_in(self._folder, self._rank)
             head = f"rank {self._rank} of {self._world_size}, {silent:.0f} s after its last sign of life:\n"
             write_error(head + stacks())
@@ -209,60 +200,3 @@ class _WatchThread:
 
 def _also(collective: str) -> str:
     return f"; {collective}" if collective else ""
-
-
-def stacks() -> str:
-    """Return the stacks of all Python threads except the calling one, the main thread first.
-
-    The source lines are left out: reading them could hang as well, on a file system that hangs.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    frames = sys._current_frames()
-    frames.pop(threading.get_ident(), None)
-    lines = []
-    for ident in sorted(frames, key=lambda ident: ident != main):
-        lines.append(f"  thread {names.get(ident, ident)} (most recent call last):")
-        lines += [
-            f'    File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
-            for frame in reversed(_walk(frames[ident]))
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _where() -> str:
-    """Return the main thread's innermost call outside of torch and the standard library.
-
-    If that is a call in this package, the user's call that led to it is added.
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "an unknown place"
-    foreign = tuple({sysconfig.get_path("stdlib"), *filter(None, [_folder_of("torch")])})
-    calls = [one for one in _walk(frame) if not one.f_code.co_filename.startswith((*foreign, "<"))] or [frame]
-    users = next((one for one in calls if not _is_of_this_package(one)), None)
-    if users is None or users is calls[0]:
-        return _place(calls[0])
-    return f"{_place(calls[0])}, called from {_place(users)}"
-
-
-def _place(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
-
-
-def _is_of_this_package(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]
-
-
-def _folder_of(package: str) -> str | None:
-    module = sys.modules.get(package)
-    return os.path.dirname(str(module.__file__)) if module is not None else None
-
-
-def _walk(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames from the innermost call outwards."""
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found

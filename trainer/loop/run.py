@@ -195,11 +195,16 @@ class Run:
         self.saving_hooks = CallbackList(self.checkpoint_callbacks, caller, self.module, self.phase)
 
     def listen_for_stops(self) -> None:
-        """Install signal handlers, and listen for stop requests of other processes."""
+        """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
         processes = self.strategy.processes
-        self.stop_coordinator = StopCoordinator(processes.store, processes.rank, processes.world_size)
+        rank, world_size = processes.rank, processes.world_size
+        self.stop_coordinator = stop = StopCoordinator(processes.store, rank, world_size)
+        polls = []
+        if stop.store is not None:
+            check = CollectiveCheck(stop.store, rank, world_size, self._collectives, stop.deadlocks)
+            self.collective_check, polls = check, [check.publish_progress]
         # No signal handlers in an evaluation, which has nothing to save.
-        self.stop_coordinator.install(signals=self.stage == "fit")
+        stop.install(signals=self.stage == "fit", polls=polls)
 
     def locate(self, run_dir: Path, checkpoint: StoragePath | None) -> None:
         """Write into this run directory, and start from this checkpoint."""
@@ -239,12 +244,6 @@ class Run:
         """Check from now on that losses, weights and states are finite."""
         saves = self.stage == "fit" and not self.settings.fast_dev_run
         self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], saves)
-
-    def watch_collectives(self) -> None:
-        """Check from now on that all processes make the same collective calls."""
-        processes, store = self.strategy.processes, self.stop_coordinator.store
-        if store is not None:
-            self.collective_check = CollectiveCheck(store, processes.rank, processes.world_size, self._collectives)
 
     def _collectives(self) -> int:
         """Return the number of windows and collectives that this process has begun."""

@@ -241,11 +241,11 @@ def watch_the_clock(run: Run, cleanup: ExitStack) -> None:
     """Start the threads of the watchdog and the deadline."""
     stop, strategy = run.stop_coordinator, run.strategy
     rank, world_size = strategy.processes.rank, strategy.processes.world_size
-    run.watch_collectives()
     cleanup.callback(run.watchdog.stop)
     limit, steps = run.settings.watchdog_seconds, lambda: run.progress.step
     folder = None if run.settings.fast_dev_run else run.session.run_dir
-    run.watchdog.start(stop.store, rank, world_size, limit, steps, run.collective_check, folder)
+    stop.deadlocks.keep_records_in(folder)
+    run.watchdog.start(stop.store, rank, world_size, limit, steps, folder)
     if run.deadline is not None and run.stage == "fit":
         cleanup.callback(run.deadline.stop)
         run.deadline.start(stop)

@@ -1,0 +1,221 @@
+"""Find processes that wait for each other, each in a collective that the other does not call, and end the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from trainer.fault_tolerance.failure import report_deadlock
+from trainer.fault_tolerance.flight_recorder import position, waiting_in
+from trainer.fault_tolerance.stacks import stacks, where
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_INTERVAL_S = 1.0
+_LONGEST_INTERVAL_S = 60.0
+_SOMEBODY_WAITS, _FOUND = "deadlock/somebody waits", "deadlock/found"
+
+Collective = tuple[str, int, str]
+"""Group, number in the group, kind."""
+Meeting = Literal["calls", "end"]
+"""Where all processes meet without a collective of torch: a `CollectiveCheck`, and the end of training."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The collective in which a process waits, and how far the process is in all groups."""
+
+    group: str
+    number: int
+    kind: str
+    words: str
+    newest: dict[str, int]
+    """Group: the number of the newest collective that the process has begun."""
+    in_python: bool
+    """True if the main thread can raise an error where it waits."""
+
+    @property
+    def collective(self) -> Collective:
+        return self.group, self.number, self.kind
+
+    def lacks(self, other: Collective) -> bool:
+        """Whether the process has not come to a collective, so that those in it wait for this process."""
+        group, number, kind = other
+        if (self.group, self.number) == (group, number):
+            return self.kind != kind
+        return self.newest.get(group, number) < number
+
+
+class DeadlockWatch:
+    """Finds processes of a run that wait for each other.
+
+    A thread calls `poll` regularly. A process whose main thread is for some time in the same collective publishes which
+    one that is, and how far it is in each group; rank 0 compares. That one process waits in A and lacks B, and another
+    one waits in B and lacks A, cannot be if all make the same calls in the same order, however slow they are. What a
+    busy process costs: a look at its innermost frame each second.
+
+    Args:
+        rank, world_size: of this process.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.found: str | None = None
+        """The deadlock in words, if this process is in one."""
+        self._rank, self._world_size = rank, world_size
+        self._folder: Path | None = None
+        # Written by the main thread.
+        self._met: dict[str, int] = dict.fromkeys(get_args(Meeting), 0)
+        self._meeting: tuple[Meeting, int, str] | None = None
+        # Used by the polling thread.
+        self._next_poll = self._next_read = 0.0
+        self._pause = _INTERVAL_S
+        self._place: object = None
+        self._waiting: Waiting | None = None
+        self._published = False
+        self._compared: list[bytes] = []
+
+    def keep_records_in(self, folder: Path | None) -> None:
+        """Write what torch has recorded of the collectives into this folder, if there is a deadlock."""
+        self._folder = folder
+
+    @contextmanager
+    def meeting(self, kind: Meeting, words: str) -> Iterator[None]:
+        """Wait in this block, in Python, for all processes to come to the same meeting; raise if a deadlock is `found`.
+
+        The n-th meetings of a kind of all processes are the same one. Only for the main thread.
+
+        Args:
+            words: what this process does, for the message: "calls save_checkpoint".
+        """
+        self._met[kind] += 1
+        self._meeting = (kind, self._met[kind], words)
+        try:
+            yield
+        finally:
+            self._meeting = None
+
+    # -- the thread that polls -----------------------------------------------------------------------------------------
+
+    def poll(self, store: Store) -> None:
+        """Publish a collective in which this process waits, compare on rank 0, and act on what was found."""
+        now = time.monotonic()
+        if now < self._next_poll:
+            return
+        self._next_poll = now + _INTERVAL_S
+        self._publish(store, now)
+        if self._rank == 0 and store.check([_SOMEBODY_WAITS]):
+            self._compare(store)
+        if self._published and self.found is None and store.check([_FOUND]):
+            self._end(store)
+
+    def _publish(self, store: Store, now: float) -> None:
+        place = self._meeting or _innermost_call()
+        if place != self._place:
+            self._place, self._waiting, self._next_read, self._pause = place, None, now, _INTERVAL_S
+            if self._published:
+                store.set(_key(self._rank), "")
+                self._published = False
+            return
+        if now < self._next_read:
+            return
+        before, self._waiting = self._waiting, self._read()
+        if self._waiting is None:  # a long computation
+            self._pause = min(2 * self._pause, _LONGEST_INTERVAL_S)
+            self._next_read = now + self._pause
+        elif before is not None and before.collective == self._waiting.collective:
+            store.set(_key(self._rank), json.dumps(asdict(self._waiting)))
+            store.set(_SOMEBODY_WAITS, "1")
+            self._published = True
+
+    def _read(self) -> Waiting | None:
+        meeting, here = self._meeting, position()
+        newest = {**here.newest, **self._met}
+        if meeting is not None:
+            name, count, words = meeting
+            return Waiting(name, count, name, words, {**newest, name: count}, True)
+        if here.waits_in is None:
+            return None
+        group, number, kind, words = here.waits_in
+        return Waiting(group, number, kind, f"waits in {words}, in {where()}", newest, False)
+
+    def _compare(self, store: Any) -> None:
+        keys = {rank: _key(rank) for rank in range(self._world_size)}
+        if not store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        texts = store.multi_get(list(keys.values()))
+        if texts == self._compared:
+            return
+        self._compared = texts
+        waiting = {rank: Waiting(**json.loads(text)) for rank, text in zip(keys, texts, strict=True) if text}
+        circle = find_circle(waiting)
+        if circle:
+            first = min(circle, key=lambda rank: (not waiting[rank].in_python, rank))
+            at = circle.index(first)
+            circle = circle[at:] + circle[:at]
+            store.set(_FOUND, json.dumps({"rank": first, "words": in_words({r: waiting[r].words for r in circle})}))
+
+    def _end(self, store: Store) -> None:
+        """Have the main thread raise an error if it waits in Python; else end this process, if it is to report."""
+        found = json.loads(store.get(_FOUND))
+        waiting_in(self._folder, self._rank)
+        self.found = found["words"]
+        if self._meeting is None and self._rank == found["rank"]:
+            report_deadlock(store, self._rank, self._world_size, f"{stacks()}{self.found}\n")
+            os._exit(1)
+
+
+def find_circle(waiting: Mapping[int, Waiting]) -> list[int]:
+    """Return ranks of which each waits for the next, and the last for the first; empty if there are none.
+
+    Args:
+        waiting: the processes that wait, by rank.
+    """
+    # For each collective, those in which the processes are that it waits for; each with the rank of such a process.
+    waits_for: dict[Collective, dict[Collective, int]] = {one.collective: {} for one in waiting.values()}
+    for collective, others in waits_for.items():
+        for rank, one in waiting.items():
+            if one.lacks(collective):
+                others.setdefault(one.collective, rank)
+    harmless: set[Collective] = set()
+    for start in waits_for:
+        path = [start]
+        ranks: list[int] = []
+        while path:
+            following = next((one for one in waits_for[path[-1]] if one not in harmless), None)
+            if following is None:
+                harmless.add(path.pop())
+                del ranks[-1:]
+                continue
+            ranks.append(waits_for[path[-1]][following])
+            if following in path:
+                return ranks[path.index(following) :]
+            path.append(following)
+    return []
+
+
+def in_words(waits: Mapping[int, str]) -> str:
+    """Return the message for processes that wait for each other, from what each of them does."""
+    each = ", and ".join(f"rank {rank} {words}" for rank, words in waits.items())
+    return (
+        f"{each}: they wait for each other. All processes have to make the same calls, at the same place: take them "
+        "out of `if trainer.is_global_zero`, `if rank == 0`, and conditions that differ between the processes."
+    )
+
+
+def _innermost_call() -> object:
+    """Return what stays the same while the main thread is in one call of C code."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return None if frame is None else (id(frame), frame.f_lasti)
+
+
+def _key(rank: int) -> str:
+    return f"deadlock/{rank}"

@@ -1,0 +1,66 @@
+"""Describe where the threads of this process are."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from types import FrameType
+
+
+def stacks() -> str:
+    """Return the stacks of all Python threads except the calling one, the main thread first.
+
+    The source lines are left out: reading them could hang as well, on a file system that hangs.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident(), None)
+    lines = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        lines.append(f"  thread {names.get(ident, ident)} (most recent call last):")
+        lines += [
+            f'    File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+            for frame in reversed(_walk(frames[ident]))
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def where() -> str:
+    """Return the main thread's innermost call outside of torch, DeepSpeed and the standard library.
+
+    If that is a call in this package, the user's call that led to it is added.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "an unknown place"
+    foreign = tuple({sysconfig.get_path("stdlib"), *filter(None, map(_folder_of, ("torch", "deepspeed")))})
+    calls = [one for one in _walk(frame) if not one.f_code.co_filename.startswith((*foreign, "<"))] or [frame]
+    users = next((one for one in calls if not _is_of_this_package(one)), None)
+    if users is None or users is calls[0]:
+        return _place(calls[0])
+    return f"{_place(calls[0])}, called from {_place(users)}"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def _is_of_this_package(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == __name__.partition(".")[0]
+
+
+def _folder_of(package: str) -> str | None:
+    module = sys.modules.get(package)
+    return os.path.dirname(str(module.__file__)) if module is not None else None
+
+
+def _walk(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames from the innermost call outwards."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
