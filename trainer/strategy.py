@@ -345,6 +345,9 @@ class Strategy:
             ConfigError: the strategy cannot train them.
         """
 
+    def release_gathered(self) -> None:
+        """Free what forwards without a backward have gathered; hooks that follow see and change the parameters."""
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:

@@ -21,6 +21,7 @@ from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, install_command, raise_problems
 from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import InitDevice, build_context
+from trainer.model.parameter_tables import ParameterTables, changes_in_words
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.precision import Precision
@@ -289,6 +290,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             self.engine, *_ = self.deepspeed.initialize(
                 model=steps, optimizer=optimizer, config=config, dist_init_required=False
             )
+        self._tables = ParameterTables(self.module)
         if self.stage == 3:
             # The module's own forward need not be called, and may be: it gives back only what this does not hold.
             for parameter in self.module.parameters(recurse=False):
@@ -307,6 +309,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def call_step(self, step: str, *args: Any) -> Any:
         if self.engine is None or (self.stage < 3 and step != "training_step"):
             return super().call_step(step, *args)
+        if self.stage == 3 and not self._tables.unchanged() and not self._tables.same_parameters():
+            self.parameters_changed(changes_in_words(self._tables.changes()), [])
         if self.masters is not None:
             self.masters.take_over_changes()
         try:

@@ -95,6 +95,8 @@ class FSDPStrategy(DistributedStrategy):
         """The wrapped units other than the module itself, in words."""
         self._mesh: DeviceMesh | None = None
         self._parameters: list[Any] = []
+        self._copies: list[tuple[nn.Parameter, int]] | None = None
+        """The parameters that an evaluation inside `fit` has gathered, each with its version; None: no evaluation."""
         """torch's records of the sharded parameters."""
         self._will_load_checkpoint = False
         self._reuses_memory = False
@@ -291,20 +293,70 @@ class FSDPStrategy(DistributedStrategy):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
-        if step == "training_step":
-            refuse_replaced_parameters(self._parameters, self.name)
+        self._refuse_replaced_parameters()
         with self.precision.forward_context(self.device):
             if not torch.is_inference_mode_enabled():
                 outputs = self.wrapped(step, _Hidden(args))
                 if self._steps_by_hand and step == "training_step":
                     self.wrapped.reshard()
-                elif not torch.is_grad_enabled():
-                    # A validation inside fit: hooks that change gathered copies would change nothing.
-                    reshard_all(self.wrapped)
+                elif self._copies is None and not torch.is_grad_enabled():
+                    self._copies = [(parameter, parameter._version) for parameter in self._gathered()]
                 return outputs
             # Weights that are gathered in inference mode could not be used for training afterwards.
             with torch.inference_mode(False), torch.no_grad():
                 return self.wrapped(step, _Hidden(args))
+
+    def _refuse_replaced_parameters(self) -> None:
+        """Raise ConfigError for parameters with other values than those that FSDP2 gathers.
+
+        `module.weight = nn.Parameter(...)` and `p.data = ...` would have no effect: FSDP2 keeps its own shards.
+        """
+        for parameter in self._parameters:
+            place, sharded = parameter._module_info, parameter.sharded_param
+            current = place.module._parameters.get(place.param_name)
+            # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
+            if (current is sharded and not sharded.data_ptr()) or current is vars(parameter).get("_unsharded_param"):
+                continue
+            raise ConfigError(
+                f"{self._name_of(place)} of shape {list(sharded.shape)} was replaced while training, by "
+                f"`module.{place.param_name} = ...`, by `p.data = ...` or by load_state_dict(assign=True), and "
+                f"strategy {self.name!r} goes on with the shards that it has. Change them in place, on all processes: "
+                "with torch.no_grad(): p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) (from "
+                "torch.distributed.tensor); or use strategy 'ddp'."
+            )
+
+    def _name_of(self, place: Any) -> str:
+        """Return the full name of a parameter at one of torch's places; its module may have been taken out."""
+        names = (f"{name}.{place.param_name}" for name, one in self.module.named_modules() if one is place.module)
+        return next(names, f"{type(place.module).__name__}.{place.param_name}").removeprefix(".")
+
+    def _gathered(self) -> Iterator[nn.Parameter]:
+        """Yield the full parameters that stand in place of their shards, from a forward without a backward."""
+        for parameter in self._parameters:
+            full = vars(parameter).get("_unsharded_param")
+            if (
+                full is not None
+                and parameter._module_info.module._parameters.get(parameter._module_info.param_name) is full
+            ):
+                yield full
+
+    def release_gathered(self) -> None:
+        """Free gathered parameters.
+
+        Raises:
+            ConfigError: a hook has changed them, or replaced parameters, which would be lost.
+        """
+        self._refuse_replaced_parameters()
+        copies, self._copies = self._copies or [], None
+        changed = [id(copy) for copy, version in copies if copy._version != version]
+        if changed:
+            names = [name for name, parameter in self.module.named_parameters() if id(parameter) in changed]
+            raise ConfigError(
+                f"{', '.join(names)} changed between the batches of an evaluation, and strategy {self.name!r} would "
+                "lose the change: change parameters before the first batch (on_validation_start) or after the last "
+                "(on_validation_epoch_end)."
+            )
+        reshard_all(self.wrapped)
 
     @property
     def _steps_by_hand(self) -> bool:
@@ -357,6 +409,7 @@ class FSDPStrategy(DistributedStrategy):
         Raises:
             ConfigError: a parameter was added.
         """
+        self.release_gathered()
         plain = [name for name, p in self.module.named_parameters() if not hasattr(p, "device_mesh")]
         if plain:
             raise ConfigError(
@@ -465,27 +518,6 @@ def reshard_all(wrapped: nn.Module) -> None:
     for unit in wrapped.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
-
-
-def refuse_replaced_parameters(parameters: list[Any], strategy: str) -> None:
-    """Raise ConfigError for one of torch's `fsdp_parameters` with other values than those that FSDP2 gathers.
-
-    `module.weight = nn.Parameter(...)` and `p.data = ...` would have no effect: FSDP2 keeps its own shards.
-    """
-    for parameter in parameters:
-        place, sharded = parameter._module_info, parameter.sharded_param
-        current = place.module._parameters.get(place.param_name)
-        # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
-        if (current is sharded and not sharded.data_ptr()) or current is vars(parameter).get("_unsharded_param"):
-            continue
-        name = f"{type(place.module).__name__}.{place.param_name}"
-        raise ConfigError(
-            f"{name} of shape {list(sharded.shape)} was replaced while training, by `module.{place.param_name} = ...`, "
-            f"by `p.data = ...` or by load_state_dict(assign=True), and strategy {strategy!r} goes on with the shards "
-            "that it has. Change them in place, on all processes: with torch.no_grad(): "
-            "p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) (from torch.distributed.tensor); or use "
-            "strategy 'ddp'."
-        )
 
 
 def norms_with_statistics(module: nn.Module) -> list[nn.Module]:

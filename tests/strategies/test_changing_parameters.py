@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from tests.helpers.processes import once_per_module, run_python
+from tests.helpers.processes import once_per_module, run_distributed, run_python
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
@@ -62,6 +62,14 @@ class Changing(MLP):
                     parameter.mul_(0.5)
         elif kind == "data":
             self.layers[2].weight.data = torch.linspace(-0.3, 0.3, 256).view(16, 16)
+        elif kind == "weight":
+            self.layers[2].weight = nn.Parameter(torch.linspace(-0.3, 0.3, 256).view(16, 16))
+        elif kind == "module":
+            self.layers[2] = nn.Linear(16, 16)
+        elif kind == "register":
+            self.layers[2].register_parameter("scale", nn.Parameter(torch.ones(1)))
+        elif kind == "delete":
+            del self.layers[2]
         elif kind == "remove":
             self.layers[2] = nn.Identity()
             optimizer.param_groups[0]["params"] = list(self.parameters())
@@ -81,9 +89,14 @@ class Change(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         self._change("batch start", trainer, module)
+        if batch_idx % 2 == 1:
+            self._change("second batch", trainer, module)
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._change("step end", trainer, module)
+
+    def on_validation_batch_end(self, trainer: Trainer, module: TrainModule, *others: Any) -> None:
+        self._change("validation batch end", trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._change("validation end", trainer, module)
@@ -103,16 +116,30 @@ CASES = {
     "halve": "step end",
     "halve late": "batch start",
     "halve after a validation": "validation end",
+    "halve in a validation": "validation batch end",
     "data": "step end",
+    "weight": "step end",
+    "weight late": "batch start",
+    "weight in a validation": "validation batch end",
+    "module": "step end",
+    "register": "step end",
+    "delete": "step end",
+    "weight within a window": "second batch",
 }
 DIFFERENT = ("one rank", "other ranks", "within")
 
 
-def fit(name: str, kind: str, callback: Callback) -> Any:
+def fit(name: str, kind: str, callback: Change) -> Any:
+    window = 2 if callback.hook == "second batch" else 1
     trainer = WAYS[name].trainer(
-        seed=1, max_epochs=EPOCHS, callbacks=callback, val_check_interval=1, watchdog_seconds=60
+        seed=1,
+        max_epochs=EPOCHS,
+        callbacks=callback,
+        val_check_interval=1,
+        watchdog_seconds=60,
+        accumulate_grad_batches=window,
     )
-    module, batch_size = Changing(kind), GLOBAL_BATCH // WAYS[name].processes
+    module, batch_size = Changing(kind), GLOBAL_BATCH // WAYS[name].processes // window
     try:
         trainer.fit(module, DataLoader(MLP.data(SAMPLES), batch_size), DataLoader(MLP.data(4), 2))
     except ConfigError as error:
@@ -153,22 +180,62 @@ def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
         found = rank[case]
         if name == "ZeRO-3 x2" and kind in ("halve", "data"):
             assert "was changed while training, and DeepSpeed's stage 3" in found
-        elif name.startswith("FSDP") and kind == "data":
-            assert "FSDPLinear.weight of shape [16, 16] was replaced while training" in found
+        elif name.startswith("FSDP") and kind in ("data", "weight"):
+            assert "layers.2.weight of shape [16, 16] was replaced while training" in found
+        elif name == "FSDP x2, SHARD_GRAD_OP" and case == "halve in a validation":
+            assert "layers.4.bias changed between the batches of an evaluation" in found
+        elif case == "weight within a window" and name != "ZeRO-3 x2":
+            assert "layers.2.weight was replaced within a step" in found
         elif name.startswith("ZeRO") and kind not in ("halve", "data"):
             assert "flattens the parameters that train at the start" in found
             names = {
                 "add": "extra.weight",
                 "unfreeze": "layers.0.weight",
                 "regroup": "groups of parameters were changed",
+                "register": "layers.2.scale was added",
+                "delete": "layers.2.weight, layers.2.bias were removed",
             }
             assert names.get(kind, "layers.2.weight") in found
-        elif name.startswith("FSDP") and kind in ("add", "replace"):
-            new = "extra" if kind == "add" else "layers.2"
-            assert f"{new}.weight, {new}.bias came later: build the layers in configure_model" in found
+        elif name.startswith("FSDP") and kind in ("add", "replace", "module", "register"):
+            new = {"add": "extra.weight, extra.bias", "register": "layers.2.scale"}
+            names = new.get(kind, "layers.2.weight, layers.2.bias")
+            assert f"{names} came later: build the layers in configure_model" in found
+        elif kind in ("weight", "module", "register"):
+            name = {"weight": "layers.2.weight", "register": "layers.2.scale"}.get(
+                kind, "layers.2.weight, layers.2.bias"
+            )
+            assert f"{name} came while training" in found
+            assert "no optimizer trains it. To change the values of a parameter, do it in place" in found
         else:
             for key, value in by_hand(kind).items():
                 torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+class Gathered(Callback):
+    """Note after each validation batch, and after all of them, whether the full parameters are in memory."""
+
+    def __init__(self) -> None:
+        self.notes: list[bool] = []
+
+    def _note(self, module: TrainModule) -> None:
+        self.notes.append(not any(hasattr(parameter, "device_mesh") for parameter in module.parameters()))
+
+    def on_validation_batch_end(self, trainer: Trainer, module: TrainModule, *others: Any) -> None:
+        self._note(module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._note(module)
+
+
+def gathered_in_a_validation() -> list[bool]:
+    callback = Gathered()
+    trainer = WAYS["FSDP x2, SHARD_GRAD_OP"].trainer(max_steps=1, callbacks=callback, num_sanity_val_steps=0)
+    trainer.fit(MLP(), DataLoader(MLP.data(4), 2), DataLoader(MLP.data(12), 2))
+    return callback.notes
+
+
+def test_a_validation_gathers_once() -> None:
+    assert run_distributed(gathered_in_a_validation) == [[True, True, True, False]] * 2
 
 
 def said_by_both(call: str, folder: Path) -> str:

@@ -133,6 +133,7 @@ def evaluate(
                 if len(loaders) > 1:
                     metrics.reset_computed()
             read(metrics.read_overall(scope))
+        run.strategy.release_gathered()
         # Kept apart from the values of the training around the evaluation.
         closing = metrics.begin_evaluation_end()
         with metrics.in_ending(closing if log_results else None), metrics.recording(closing):

@@ -67,12 +67,13 @@ def end_with_error(run: Run, error: BaseException) -> None:
     """Report an error that ends the run, and call its hooks, without collectives: other processes may be anywhere.
 
     Raises:
-        ConfigError: there is advice for torch's error; see `explain_torch_error`.
+        ConfigError: there is advice for torch's error; see `explain_torch_error` and `TrainableParameters.explain`.
         CheckpointError: the state of the optimizer or scheduler came from a checkpoint, and does not fit.
     """
     run.stop_coordinator.failed()
     run.watchdog.stop()
-    explained = explain_torch_error(error) or _explain_restored_state(run, error)
+    changed = run.trainable.explain(error) if run.trainable is not None else None
+    explained = changed or explain_torch_error(error) or _explain_restored_state(run, error)
     if isinstance(error, Exception):
         report_failure(
             run.stop_coordinator.store,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from itertools import chain
 
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
+from trainer.model.parameter_tables import ParameterTables, changes_in_words
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
@@ -37,6 +39,7 @@ class TrainableParameters:
         self._remember()
 
     def _remember(self) -> None:
+        self._tables = ParameterTables(self._module)
         self._names = {name: p.requires_grad for name, p in self._module.named_parameters()}
         self._parameters = list(self._module.parameters())
         self._flags = [parameter.requires_grad for parameter in self._parameters]
@@ -52,15 +55,25 @@ class TrainableParameters:
         return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
 
     def _have_changed(self) -> bool:
-        """Whether a parameter was frozen, unfrozen, or added to or removed from an optimizer.
+        """Whether a parameter was frozen, unfrozen, added, removed or replaced, in the module or an optimizer.
 
         Compares without names, which would cost time; not the groups under DeepSpeed, which empties them in its steps.
         """
         flags = [parameter.requires_grad for parameter in self._parameters]
         optimized = self._in_optimizers()
-        if flags != self._flags or self._number_of_groups() != self._groups:
+        if flags != self._flags or self._number_of_groups() != self._groups or self._has_other_parameters():
             return True
         return optimized != self._optimized and bool(optimized)
+
+    def _has_other_parameters(self) -> bool:
+        if self._tables.unchanged():
+            return False
+        # A forward in a hook may have left gathered copies in place of the parameters.
+        self._strategy.release_gathered()
+        if not self._tables.unchanged() and not self._tables.same_parameters():
+            return True
+        self._tables = ParameterTables(self._module)  # other names, as pruning gives
+        return False
 
     def follow(self, window: int) -> None:
         """Adapt the strategy if the parameters have changed. Called before the first forward of window number `window`.
@@ -75,10 +88,21 @@ class TrainableParameters:
     def require_unchanged(self) -> None:
         """Raise ConfigError if parameters have changed since the window's first forward: gradients would be wrong."""
         if self._have_changed():
-            raise ConfigError(
-                f"{self._changes()} within a step, whose gradients the strategy then does not synchronize: do that in "
-                "on_train_epoch_start, on_train_step_end or on_train_batch_start of a step's first batch."
-            )
+            raise self._changed_within()
+
+    def explain(self, error: BaseException) -> ConfigError | None:
+        """Return the error for a change since the window's first forward, if torch or DeepSpeed has failed after it."""
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        raised_in = frame.f_globals.get("__name__", "").split(".")[0]
+        if raised_in not in ("torch", "deepspeed") or not self._have_changed():
+            return None
+        return self._changed_within()
+
+    def _changed_within(self) -> ConfigError:
+        return ConfigError(
+            f"{self._changes()} within a step, whose gradients the strategy then does not synchronize: do that in "
+            "on_train_epoch_start, on_train_step_end or on_train_batch_start of a step's first batch."
+        )
 
     def _agree(self) -> None:
         changes = self._changes()
@@ -88,20 +112,27 @@ class TrainableParameters:
             raise ConfigError(f"the processes train different parameters: {error}") from None
         log.info("from this step on: %s", changes)
         self._strategy.parameters_changed(changes, self._optimizers)
+        self._require_optimized()
         self._remember()
+
+    def _require_optimized(self) -> None:
+        """Raise ConfigError for a new parameter that no optimizer has."""
+        optimized = self._in_optimizers()
+        alone = [name for name, p in self._tables.new().items() if p.requires_grad and id(p) not in optimized]
+        if alone:
+            raise ConfigError(
+                f"{', '.join(alone)} came while training, by `module.layer = ...`, `module.weight = ...` or "
+                "register_parameter, and no optimizer trains it. To change the values of a parameter, do it in place: "
+                "with torch.no_grad(): p.copy_(value). To train a new one: "
+                "trainer.optimizers[0].add_param_group({'params': [p]}). To keep it as it is: p.requires_grad_(False)."
+            )
 
     def _changes(self) -> str:
         """Return the changes in words, with the names of the parameters."""
-        parameters = dict(self._module.named_parameters())
-        now, known = {name: p.requires_grad for name, p in parameters.items()}, set(map(id, self._parameters))
-        words = {
-            "added": [name for name in now if name not in self._names],
-            "removed": [name for name in self._names if name not in now],
-            "replaced": [name for name, p in parameters.items() if name in self._names and id(p) not in known],
+        now = {name: parameter.requires_grad for name, parameter in self._module.named_parameters()}
+        changes = {
+            **self._tables.changes(),
             "unfrozen": [name for name, trains in now.items() if trains and self._names.get(name) is False],
             "frozen": [name for name, trains in now.items() if not trains and self._names.get(name)],
         }
-        said = [
-            f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} {how}" for how, names in words.items() if names
-        ]
-        return "; ".join(said) or "an optimizer's groups of parameters were changed"
+        return changes_in_words(changes) or "an optimizer's groups of parameters were changed"
