@@ -213,7 +213,7 @@ class ModelCheckpoint(Checkpoint):
     def unsaved(self) -> str | None:
         if self._unsaved is None:
             return None
-        return f"{_sentence(self._unsaved)} {self._in_words()}"
+        return f"{_sentence(self._unsaved)} {self._last_checkpoint()}"
 
     # -- when one is due -----------------------------------------------------------------------------------------------
 
@@ -422,8 +422,8 @@ class ModelCheckpoint(Checkpoint):
                 stays,
             )
         self.nonfinite = [other for other in self.nonfinite if other != name] + ([name] if nonfinite else [])
-        former = {other: one for other, one in self.kept.items() if other != name}
-        self.kept, self.saved_step = {**former, name: value}, trainer.global_step
+        previous = {other: one for other, one in self.kept.items() if other != name}
+        self.kept, self.saved_step = {**previous, name: value}, trainer.global_step
         self.last = self.last if nonfinite else name
         self.best = self._retention.best(self._remaining(), self.nonfinite)
         # "follows" leads to a checkpoint whose process was killed before it could update the pointer.
@@ -598,10 +598,10 @@ class ModelCheckpoint(Checkpoint):
             log.error(
                 "NO CHECKPOINT WAS WRITTEN, and training goes on (on_write_error='warn'): %s %s",
                 _sentence(error),
-                self._in_words(),
+                self._last_checkpoint(),
             )
 
-    def _in_words(self) -> str:
+    def _last_checkpoint(self) -> str:
         return f"The last checkpoint is still {self._previous[1]}." if self._previous[1] else "There is none yet."
 
     def _rollback(self, error: CheckpointError) -> None:

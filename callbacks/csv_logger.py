@@ -59,7 +59,7 @@ class CSVLogger(Logger):
         folder = self._folder()
         return None if folder is None else folder / "metrics.csv"
 
-    def where_to_look(self) -> tuple[str, Path] | None:
+    def output_location(self) -> tuple[str, Path] | None:
         return None if self.path is None else ("CSV log:", self.path)
 
     def _folder(self) -> Path | None:

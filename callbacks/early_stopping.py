@@ -99,7 +99,7 @@ class EarlyStopping(Callback):
         self.last_score: float | None = None
         self.wait_count = 0
         """Checks in a row without improvement."""
-        self._place = {None: None, True: "train epoch", False: "validation"}[self.check_on_train_epoch_end]
+        self._checked_at = {None: None, True: "train epoch", False: "validation"}[self.check_on_train_epoch_end]
         self._value_step = -1
         """The step at which the last value checked was measured."""
         self._warned = False
@@ -113,7 +113,7 @@ class EarlyStopping(Callback):
             "best_score": self.best_score,
             "last_score": self.last_score,
             "wait_count": self.wait_count,
-            "place": self._place,
+            "place": self._checked_at,
             "value_step": self._value_step,
         }
 
@@ -124,7 +124,7 @@ class EarlyStopping(Callback):
         self.wait_count = state["wait_count"]
         self._value_step = state.get("value_step", -1)  # earlier versions have none
         if self.check_on_train_epoch_end is None:
-            self._place = state["place"]
+            self._checked_at = state["place"]
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit":
@@ -137,21 +137,21 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer.stop)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.stage == "fit" and not trainer.sanity_checking and self._place != "train epoch":
+        if trainer.stage == "fit" and not trainer.sanity_checking and self._checked_at != "train epoch":
             self._check(trainer, "validation")
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._place != "validation" and trainer.progress.epoch_ended:
+        if self._checked_at != "validation" and trainer.progress.epoch_ended:
             self._check(trainer, "train epoch")
 
-    def _check(self, trainer: Trainer, place: str) -> None:
+    def _check(self, trainer: Trainer, checked_at: str) -> None:
         logged = list(trainer.read_metrics())
         measured = trainer.run.session.measured.get(self.monitor)
         if measured is None:
             if not trainer.run.is_to_come(self.monitor):
                 self._report_missing(logged)
-        elif measured.step > self._value_step and (measured.kind != "interim" or self._place == "validation"):
-            self._place, self._value_step = place, measured.step
+        elif measured.step > self._value_step and (measured.kind != "interim" or self._checked_at == "validation"):
+            self._checked_at, self._value_step = checked_at, measured.step
             self._take(measured.value)
             self._stop_if_due(trainer.stop)
 
@@ -197,7 +197,7 @@ class EarlyStopping(Callback):
             return f"early stopping: {value} is worse than the divergence threshold {self.divergence_threshold:g}"
         if self.wait_count >= self.patience:
             best = "none" if self.best_score is None else f"{self.best_score:.6g}"
-            checks = "validation" if self._place == "validation" else "epoch"
+            checks = "validation" if self._checked_at == "validation" else "epoch"
             waited = f"{self.wait_count} {checks}{'' if self.wait_count == 1 else 's'}"
             return f"early stopping: {self.monitor} has not improved in {waited}; best {best}"
         return None

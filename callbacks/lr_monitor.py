@@ -102,8 +102,8 @@ def named_optimizers(
     found = []
     used: Counter[str] = Counter()
     scheduled = [getattr(config.scheduler, "optimizer", None) for config in scheduler_configs]
-    places = {id(optimizer): place for place, optimizer in reversed([*enumerate(scheduled)])}
-    for optimizer in sorted(optimizers, key=lambda one: places.get(id(one), len(scheduled))):
+    positions = {id(optimizer): position for position, optimizer in reversed([*enumerate(scheduled)])}
+    for optimizer in sorted(optimizers, key=lambda one: positions.get(id(one), len(scheduled))):
         mine = [c for c in scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
         given = next((config.name for config in mine if config.name), None)
         base = given or f"lr-{type(optimizer).__name__}"

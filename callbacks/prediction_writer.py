@@ -64,7 +64,7 @@ class PredictionWriter(Callback):
         self._kept: list[list[Any]] = []
         self._parts: _Parts | None = None
 
-    def where_to_look(self) -> tuple[str, Path] | None:
+    def output_location(self) -> tuple[str, Path] | None:
         return None if self._parts is None else ("predictions:", self._parts.folder)
 
     # -- to override ---------------------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ class _Parts:
 
     def _json_lines(self) -> Iterator[str]:
         for (batch, _), rows in zip(self.batches, self.contents, strict=True):
-            place = f'{{"loader": {self.loader}, "batch": {batch}, "row": '
-            yield from (f'{place}{number}, "prediction": {row}}}\n' for number, row in enumerate(rows))
+            prefix = f'{{"loader": {self.loader}, "batch": {batch}, "row": '
+            yield from (f'{prefix}{number}, "prediction": {row}}}\n' for number, row in enumerate(rows))
 
     def finish(self) -> None:
         """Write the last part, and the index, which marks the predictions as complete."""

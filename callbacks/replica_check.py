@@ -76,11 +76,13 @@ def checksums(module: torch.nn.Module) -> dict[str, int]:
 
 def _weighted_sum(bits: torch.Tensor) -> torch.Tensor:
     """Return a sum that changes when two values are exchanged, or their signs; it takes a few megabytes of memory."""
-    sums = [(part * _places(part)).sum() * (2 * number + 1) for number, part in enumerate(bits.flatten().split(2**18))]
+    sums = [
+        (part * _positions(part)).sum() * (2 * number + 1) for number, part in enumerate(bits.flatten().split(2**18))
+    ]
     return torch.stack(sums).sum()
 
 
-def _places(part: torch.Tensor) -> torch.Tensor:
+def _positions(part: torch.Tensor) -> torch.Tensor:
     return 2 * torch.arange(part.numel(), device=part.device) + 1  # odd: no bit of a value is lost
 
 

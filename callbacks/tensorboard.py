@@ -59,7 +59,7 @@ class TensorBoardLogger(Logger):
             return self.save_dir
         return self._trainer.run_dir
 
-    def where_to_look(self) -> tuple[str, Path] | None:
+    def output_location(self) -> tuple[str, Path] | None:
         return None if self.log_dir is None else ("TensorBoard:    tensorboard --logdir", self.log_dir)
 
     @property

@@ -19,7 +19,7 @@ import trainer.callbacks
 from tests.helpers.drawn_values import raising
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Trainer
-from trainer.arguments import PositiveFloat, PositiveInt, fits, in_words, whole_number, with_python_numbers
+from trainer.arguments import PositiveFloat, PositiveInt, describe_annotation, fits, whole_number, with_python_numbers
 from trainer.callback import Callback
 from trainer.callbacks import (
     CSVLogger,
@@ -44,7 +44,7 @@ ODD: tuple[Any, ...] = (-1, -0.5, math.nan, "x", True, None, [], {}, object(), 1
 
 
 @pytest.mark.parametrize("name", [*STRATEGIES, *CALLBACKS])
-def test_every_argument_takes_what_its_annotation_says_or_refuses_it_in_words(name: str) -> None:
+def test_every_argument_takes_what_its_annotation_says_or_refuses_it_with_a_message(name: str) -> None:
     kind: Any = {**STRATEGIES, **CALLBACKS}[name]
     parameters = {
         key: p
@@ -58,14 +58,14 @@ def test_every_argument_takes_what_its_annotation_says_or_refuses_it_in_words(na
                 kind(**{**needed, key: value})
             except ConfigError:
                 continue
-            words = str(parameter.annotation)
-            assert not (isinstance(value, bool) and "bool" not in words and words != "Any"), (key, value)
-            assert not (isinstance(value, str) and words == "bool"), (key, value)
-            assert not (isinstance(value, float) and math.isnan(value) and words != "Any"), (key, value)
+            message = str(parameter.annotation)
+            assert not (isinstance(value, bool) and "bool" not in message and message != "Any"), (key, value)
+            assert not (isinstance(value, str) and message == "bool"), (key, value)
+            assert not (isinstance(value, float) and math.isnan(value) and message != "Any"), (key, value)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (
             lambda: DDPStrategy(comm_hook=-0.5),
@@ -104,13 +104,13 @@ def test_every_argument_takes_what_its_annotation_says_or_refuses_it_in_words(na
         (lambda: ModelCheckpoint(dirpath="a\0"), "no folder can have this name"),
     ],
 )
-def test_the_message_says_what_to_give(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_the_message_says_what_to_give(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         make()
 
 
 @pytest.mark.parametrize(
-    ("annotation", "good", "bad", "words"),
+    ("annotation", "good", "bad", "message"),
     [
         (int | None, [3, None], [3.0, True, "3"], "an integer or None"),
         (float, [3, 0.5, math.inf], [math.nan, True, "3", None, 1j], "a number"),
@@ -142,10 +142,10 @@ def test_the_message_says_what_to_give(make: Callable[[], Any], words: str) -> N
         "any",
     ],
 )
-def test_annotations(annotation: Any, good: list[Any], bad: list[Any], words: str) -> None:
+def test_annotations(annotation: Any, good: list[Any], bad: list[Any], message: str) -> None:
     assert all(fits(value, annotation) for value in good)
     assert [value for value in bad if fits(value, annotation)] == []
-    assert in_words(annotation) == words
+    assert describe_annotation(annotation) == message
 
 
 def test_subclasses_of_users_take_what_they_like() -> None:
@@ -170,7 +170,7 @@ def test_subclasses_of_users_take_what_they_like() -> None:
     ],
     ids=" ".join,
 )
-def test_objects_that_raise_when_they_are_looked_at_are_refused_in_words(methods: tuple[str, ...]) -> None:
+def test_objects_that_raise_when_they_are_looked_at_are_refused_with_a_message(methods: tuple[str, ...]) -> None:
     for value in (raising(*methods), [raising(*methods)], {"x": raising(*methods)}):
         for name in ARGUMENTS:
             with contextlib.suppress(ConfigError):
@@ -195,12 +195,12 @@ def test_messages_stay_short() -> None:
 
 
 @pytest.mark.parametrize(("text", "number"), [("12", 12), ("", None), ("-1", None), ("1.5", None), ("9" * 5000, None)])
-def test_whole_numbers_of_texts(text: str, number: int | None) -> None:
+def test_integers_of_texts(text: str, number: int | None) -> None:
     assert whole_number(text) == number
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"deterministic": 1}, "deterministic=1: give"),
         ({"max_steps": 2**63}, "max_steps=9223372036854775808: give an integer"),
@@ -214,8 +214,8 @@ def test_whole_numbers_of_texts(text: str, number: int | None) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_values_that_no_run_can_have_are_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_values_that_no_run_can_have_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         Trainer(**{"accelerator": "cpu", **given})
 
 
@@ -226,7 +226,7 @@ def test_numbers_of_other_packages_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: ModelCheckpoint(asynchronous=True), "'asynchronous'. It is called 'async_save' now."),  # type: ignore[call-arg]
         (lambda: EarlyStopping("val_loss", patiense=3), "'patiense'. Did you mean 'patience'?"),  # type: ignore[call-arg]
@@ -235,8 +235,8 @@ def test_numbers_of_other_packages_are_numbers() -> None:
     ],
     ids=["renamed", "misspelt", "and-one-missing", "logger"],
 )
-def test_an_unknown_argument_is_named_with_the_fix(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(words)):
+def test_an_unknown_argument_is_named_with_the_fix(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
         make()
 
 
@@ -245,7 +245,7 @@ def not_a_clock() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: SimpleProfiler(clock=not_a_clock), "SimpleProfiler(clock=...) returned a str"),
         (lambda: SimpleProfiler(clock=len), "SimpleProfiler(clock=...) raised TypeError"),  # type: ignore[arg-type]
@@ -255,13 +255,13 @@ def not_a_clock() -> Any:
     ],
     ids=["profiler", "profiler-raises", "straggler", "print", "class"],
 )
-def test_functions_that_cannot_be_what_they_are_given_for(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_functions_that_cannot_be_what_they_are_given_for(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         make()
 
 
 @pytest.mark.parametrize(
-    ("callback", "words"),
+    ("callback", "message"),
     [
         (lambda: ThroughputMonitor(items_per_batch=len, flops_per_sample=int), "flops_per_sample=...) raised"),  # type: ignore[arg-type]
         (lambda: ThroughputMonitor(items_per_batch=int), "items_per_batch=...) raised"),  # type: ignore[arg-type]
@@ -269,10 +269,10 @@ def test_functions_that_cannot_be_what_they_are_given_for(make: Callable[[], obj
     ],
     ids=["flops", "items", "folder"],
 )
-def test_what_is_seen_in_the_run_is_told_in_words(callback: Callable[[], Callback], words: str) -> None:
+def test_what_is_seen_in_the_run_is_reported_with_a_message(callback: Callable[[], Callback], message: str) -> None:
     given = callback()
     more: Any = {"logger": given} if isinstance(given, CSVLogger) else {"callbacks": given}
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         quiet(max_steps=2, log_every_n_steps=1, **more).fit(Toy(), loader(2))
 
 

@@ -1,4 +1,4 @@
-"""`make test-gpu` ends in words without a GPU; its report names the machine, the figures, and what is left out."""
+"""Without a GPU `make test-gpu` ends with a message; its report names the machine, the figures and what is left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.processes import ROOT, alive, run_python, wait_until
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_cuda_it_ends_in_words_and_runs_nothing() -> None:
+def test_without_cuda_it_ends_with_a_message_and_runs_nothing() -> None:
     done = subprocess.run(
         ["make", "test-gpu", "PART=tests", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True
     )
@@ -25,7 +25,7 @@ def test_without_cuda_it_ends_in_words_and_runs_nothing() -> None:
     assert not (ROOT / "gpu-report.md").exists()
 
 
-def test_a_report_that_cannot_be_written_is_told_before_anything_runs(tmp_path: Path, capsys: Any) -> None:
+def test_a_report_that_cannot_be_written_is_reported_before_anything_runs(tmp_path: Path, capsys: Any) -> None:
     report = tmp_path / "no such folder" / "report.md"
     assert gpu.main(["--device", "cpu", "--small", "--report", str(report)]) == 2
     assert capsys.readouterr().err == f"Nothing was run: --report {report}: No such file or directory.\n"

@@ -95,8 +95,8 @@ def fit(**settings: Any) -> None:
     quiet(max_epochs=1, **settings).fit(Toy(), loader(3), loader(1))
 
 
-def command(*words: str) -> None:
-    assert main([*words]) == 0
+def command(*arguments: str) -> None:
+    assert main([*arguments]) == 0
 
 
 def with_files(home: Path) -> None:
@@ -117,9 +117,9 @@ WRITERS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("place", WRITERS)
-def test_what_is_written_to_it_is_in_the_home_folder(place: str, home: Path) -> None:
-    write, expected = WRITERS[place]
+@pytest.mark.parametrize("path_of", WRITERS)
+def test_what_is_written_to_it_is_in_the_home_folder(path_of: str, home: Path) -> None:
+    write, expected = WRITERS[path_of]
     write()
     assert (home / expected).exists()
     if expected == "x":
@@ -155,11 +155,11 @@ READERS: dict[str, Callable[[str], object]] = {
 }
 
 
-@pytest.mark.parametrize("place", READERS)
-def test_what_is_read_from_it_is_in_the_home_folder(place: str, home: Path) -> None:
-    READERS[place](saved(home))
+@pytest.mark.parametrize("path_of", READERS)
+def test_what_is_read_from_it_is_in_the_home_folder(path_of: str, home: Path) -> None:
+    READERS[path_of](saved(home))
     assert not [path for path in Path.cwd().iterdir() if path.name.startswith("~")]
-    if place == "checkpoint export":
+    if path_of == "checkpoint export":
         assert (home / "weights.safetensors").is_file()
 
 

@@ -46,7 +46,7 @@ def test_bad_seeds(seed: Any) -> None:
         seed_everything(seed)
 
 
-def test_derive_seed_is_stable_and_tells_parts_apart() -> None:
+def test_derive_seed_is_stable_and_distinguishes_its_parts() -> None:
     # A literal: today's checkpoints have to give the same sample order in later versions.
     assert derive_seed(42, "sampler", 3) == 3745633445695599010
     seeds = {derive_seed(*parts) for parts in [(1, 2), (12,), ("1", 2), ("12",), (2, 1), (), ("",), ("1", "2")]}

@@ -1,4 +1,4 @@
-"""Check the arguments of constructors against their annotations, describe annotations in words, and read paths.
+"""Check the arguments of constructors against their annotations, describe annotations, and read paths.
 
 Configuration files are checked by pydantic. It is not used here, because it takes 0.1 s to import, and either refuses
 numpy's numbers and tuples in place of lists, or converts "3" to 3.
@@ -125,7 +125,7 @@ def _problems(cls: type, init: Any, signature: inspect.Signature, given: dict[st
     hints = hints_of(init, cls)
     fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [
-        f"{cls.__name__}({name}={value!r}): give {in_words(hints[name])}.{_suggestion(value, hints[name])}"
+        f"{cls.__name__}({name}={value!r}): give {describe_annotation(hints[name])}.{_suggestion(value, hints[name])}"
         for name, value in list(given.items())[1:]
         if name in hints and signature.parameters[name].kind not in fixed and not fits(value, hints[name])
     ]
@@ -144,8 +144,8 @@ def failed_function(argument: str, returns: str, error: Exception) -> ConfigErro
         argument: the beginning of the call that gave the function, such as "Timer(clock".
         returns: the words for the values that the function has to return.
     """
-    words = f"{argument}=...) raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    found = ConfigError(f"{words}. Give a function that returns {returns}.")
+    message = f"{argument}=...) raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    found = ConfigError(f"{message}. Give a function that returns {returns}.")
     found.__cause__ = error
     return found
 
@@ -282,11 +282,11 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple, set, frozenset, range))
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- texts -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Words:
+class TypeNames:
     """The words for the types of annotations, in Python or in a configuration file."""
 
     types: Mapping[Any, str]
@@ -296,7 +296,7 @@ class Words:
     """Return the words for a type that is not in `types`."""
 
 
-PYTHON = Words(
+PYTHON = TypeNames(
     {
         int: "an integer",
         float: "a number",
@@ -316,45 +316,45 @@ PYTHON = Words(
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
 
 
-def in_words(annotation: Any, words: Words = PYTHON) -> str:
+def describe_annotation(annotation: Any, names: TypeNames = PYTHON) -> str:
     """Return a description of the values that an annotation allows, such as "an integer from 1 or None"."""
-    options = [word for option in options_of(annotation, limits=True) for word in _words_for(option, words)]
-    if words.types[int] in options and words.types[float] in options:
-        options.remove(words.types[int])
+    options = [word for option in options_of(annotation, limits=True) for word in _names_of(option, names)]
+    if names.types[int] in options and names.types[float] in options:
+        options.remove(names.types[int])
     unique = list(dict.fromkeys(options))
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])} or {unique[-1]}"
 
 
-def _words_for(option: Any, words: Words) -> list[str]:
+def _names_of(option: Any, names: TypeNames) -> list[str]:
     origin, arguments = get_origin(option), get_args(option)
     if option is bool:
-        return words.types[bool].split(" or ")
+        return names.types[bool].split(" or ")
     if origin is Literal:
-        return [words.literal(choice) for choice in arguments]
+        return [names.literal(choice) for choice in arguments]
     if origin is Annotated:
         limits = [
             str(one) if isinstance(one, Limit) else f"({one})" for one in arguments[1:] if isinstance(one, (Limit, str))
         ]
-        return [" ".join([in_words(arguments[0], words), *limits])]
-    return [_word(option, origin, arguments, words)]
+        return [" ".join([describe_annotation(arguments[0], names), *limits])]
+    return [_name_of(option, origin, arguments, names)]
 
 
-def _word(option: Any, origin: Any, arguments: tuple[Any, ...], words: Words) -> str:
+def _name_of(option: Any, origin: Any, arguments: tuple[Any, ...], names: TypeNames) -> str:
     if origin is tuple and arguments and ... not in arguments:
-        return f"a list ({', '.join(in_words(argument, words) for argument in arguments)})"
-    name = words.types.get(origin or option)
+        return f"a list ({', '.join(describe_annotation(argument, names) for argument in arguments)})"
+    name = names.types.get(origin or option)
     if origin in LISTS and arguments:
-        return f"{name} of {_plural(arguments[0], words)}"
+        return f"{name} of {_plural(arguments[0], names)}"
     if origin in MAPPINGS and arguments:
-        return f"{name} of {_plural(arguments[0], words)} to {_plural(arguments[1], words)}"
+        return f"{name} of {_plural(arguments[0], names)} to {_plural(arguments[1], names)}"
     if origin is type and arguments:
         bases = [getattr(base, "__name__", str(base)) for base in options_of(arguments[0])]
         return f"{name} ({', '.join(bases)})"
-    return name or words.others(option)
+    return name or names.others(option)
 
 
-def _plural(annotation: Any, words: Words) -> str:
-    return _PLURALS.get(annotation) or in_words(annotation, words).removeprefix("a ").removeprefix("an ")
+def _plural(annotation: Any, names: TypeNames) -> str:
+    return _PLURALS.get(annotation) or describe_annotation(annotation, names).removeprefix("a ").removeprefix("an ")
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

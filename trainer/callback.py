@@ -145,7 +145,7 @@ class Callback:
         """Print for `trainer.print` on rank 0 and return True if this callback draws on the terminal; else False."""
         return False
 
-    def where_to_look(self) -> tuple[str, Path] | None:
+    def output_location(self) -> tuple[str, Path] | None:
         """Return a label or command, and the path of what this run wrote, for the last lines of `trainer fit` and
         `predict`; None: print nothing."""
         return None
@@ -485,12 +485,12 @@ _ENDING = ("teardown", "on_exception")
 """Hooks that are called for every callback even if another one's fails: they close files, threads and processes."""
 
 
-def _call_each(methods: Sequence[Callable[..., None]], though_others_fail: bool = False) -> Callable[..., None]:
+def _call_each(methods: Sequence[Callable[..., None]], continue_on_error: bool = False) -> Callable[..., None]:
     if not methods:
         return nothing
     if len(methods) == 1:
         return methods[0]
-    if though_others_fail:
+    if continue_on_error:
         return partial(call_all, methods)
 
     def call(*args: Any) -> None:

@@ -153,7 +153,7 @@ def first_of(items: Iterable[object], most: int = 3) -> str:
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
-def ranks_in_words(ranks: Collection[int]) -> str:
+def format_ranks(ranks: Collection[int]) -> str:
     """Return `rank 3` or `ranks 0, 1, 5`, of many the first."""
     return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks, 8)}"
 

@@ -339,7 +339,7 @@ class Strategy:
         """Adapt to parameters that were frozen, unfrozen or added while training, the same ones on all processes.
 
         Args:
-            changes: in words, with the names of the parameters.
+            changes: a description, with the names of the parameters.
 
         Raises:
             ConfigError: the strategy cannot train them.
@@ -488,9 +488,9 @@ def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
     for name, child in module.named_modules():
         wrapper = next((words for kind, words in wrappers if isinstance(child, kind)), None)
         if wrapper is not None:
-            place = f"{type(module).__name__}.{name}" if name else type(module).__name__
+            where = f"{type(module).__name__}.{name}" if name else type(module).__name__
             problems.append(
-                f"{place} is already wrapped by {wrapper}, and strategy {strategy.name!r} wraps by itself: "
+                f"{where} is already wrapped by {wrapper}, and strategy {strategy.name!r} wraps by itself: "
                 "give it unwrapped."
             )
     return problems

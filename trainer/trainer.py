@@ -517,8 +517,8 @@ class Trainer:
         run.metrics.read_losses()
         run.check_numbers()
         run.take_last_stop()
-        for_good = run.in_epoch and not exit_code(run.stop_reason)
-        if for_good:
+        is_final = run.in_epoch and not exit_code(run.stop_reason)
+        if is_final:
             # The checkpoint comes first: going on from it, the epoch has one end, where its batches end.
             run.saving_hooks.on_train_end()
             self._publish_epoch(run)
@@ -526,7 +526,7 @@ class Trainer:
         closing = MetricScope(batches=False, steps=False)
         with run.metrics.recording(closing):
             run.hooks.on_train_end()
-            if not for_good:
+            if not is_final:
                 run.saving_hooks.on_train_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
             run.end_training()

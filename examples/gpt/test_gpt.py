@@ -13,7 +13,7 @@ from module import GPT, warmup_then_cosine
 from trainer import Trainer
 
 
-def test_it_learns_from_files_of_ones_own(tmp_path: Path) -> None:
+def test_it_learns_from_files_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("one", "two"):
         (tmp_path / "texts" / f"{name}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)

@@ -11,7 +11,7 @@ from module import TextClassifier
 from trainer import Trainer
 
 
-def test_it_learns_from_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_it_learns_from_a_file_of_the_user(tmp_path: Path) -> None:
     rows = ["text,label"]
     for number in range(60):
         rows += [f"the cat number {number} sleeps,animal", f'"a train, number {number}, is late",machine']

@@ -148,7 +148,7 @@ def _refused(config: dict[str, Any], key: str) -> list[str]:
 
 
 def _sentence(section: str, found: dict[str, Any]) -> str:
-    """Return one of pydantic's findings in words; `section` is empty where it is not known."""
+    """Return the message for one of pydantic's findings; `section` is empty where it is not known."""
     path = tuple(str(part) for part in found["loc"])
     where = ".".join(path if not section or path[0] == section else (section, *path))
     if found["type"] == "extra_forbidden" and section in MODELS:

@@ -21,7 +21,7 @@ from trainer.checkpoint.shards import Loadable, Shard
 from trainer.errors import ConfigError, install_command, raise_problems
 from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import InitDevice, build_context
-from trainer.model.parameter_tables import ParameterTables, changes_in_words
+from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.precision import Precision
@@ -310,7 +310,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.engine is None or (self.stage < 3 and step != "training_step"):
             return super().call_step(step, *args)
         if self.stage == 3 and not self._tables.unchanged() and not self._tables.same_parameters():
-            self.parameters_changed(changes_in_words(self._tables.changes()), [])
+            self.parameters_changed(describe_changes(self._tables.changes()), [])
         if self.masters is not None:
             self.masters.take_over_changes()
         try:

@@ -20,7 +20,7 @@ from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
-from trainer.model.blocks import BlockPolicy, blocks_in_words, exclude_tied_weights, find_blocks
+from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
@@ -92,7 +92,7 @@ class FSDPStrategy(DistributedStrategy):
         self.init_device = init_device
         self.wrapped: Any = None
         self.wrapped_blocks = ""
-        """The wrapped units other than the module itself, in words."""
+        """A description of the wrapped units other than the module itself."""
         self._mesh: DeviceMesh | None = None
         self._parameters: list[Any] = []
         self._copies: list[tuple[nn.Parameter, int]] | None = None
@@ -245,7 +245,7 @@ class FSDPStrategy(DistributedStrategy):
         tied = [name for name in chosen if name not in blocks]
         if tied:
             log.info("fsdp gathers with the rest, because they share weights with it: %s", ", ".join(tied))
-        self.wrapped_blocks = blocks_in_words(blocks)
+        self.wrapped_blocks = describe_blocks(blocks)
         norms = norms_with_statistics(module) if self.precision.autocast is not None else []
         for norm in norms:
             fully_shard(norm, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})

@@ -78,7 +78,7 @@ class XlaRecompilationMonitor(RecompilationMonitor):
         before, self.compilations = self.compilations, compilations_so_far()
         return self.compilations - before
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """Return one line for the end of a run."""
         return (
             f"{self.compilations} graphs compiled in this process; after the warm-up {self.recompiled_steps} steps "
@@ -120,7 +120,7 @@ def _difference(window: tuple[Shapes, ...], seen: Counter[tuple[Shapes, ...]]) -
         )
     before, now = next(pair for pair in zip(usual, window, strict=True) if pair[0] != pair[1])
     pairs = zip(before, now, strict=False)
-    changes = [f"{place} is {new} instead of {old}" for (place, old), (_, new) in pairs if old != new]
+    changes = [f"{path} is {new} instead of {old}" for (path, old), (_, new) in pairs if old != new]
     return (
         f"{'; '.join(changes) or 'its batches are built differently'}. If it is the last batch of the data: "
         "DataLoader(drop_last=True) drops it, XlaStrategy(pad_last_batch=True) fills it up. If lengths vary: pad them "

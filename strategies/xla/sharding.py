@@ -121,9 +121,9 @@ def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:
 
     Moving to a device of another kind makes new parameters, one for each place.
     """
-    places = shared_parameters(module)
+    owners = shared_parameters(module)
     module.to(device)
-    for first, *others in places:
+    for first, *others in owners:
         owner, name = first
         for other, other_name in others:
             kept = getattr(owner, name)
@@ -132,9 +132,9 @@ def to_device_preserving_ties(module: nn.Module, device: torch.device) -> None:
 
 def shared_parameters(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]:
     """Return, for each parameter and buffer in several places, the submodules that hold it and its name there."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for submodule in module.modules():
         for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
             if tensor is not None:
-                places.setdefault(id(tensor), []).append((submodule, name))
-    return [found for found in places.values() if len(found) > 1]
+                owners.setdefault(id(tensor), []).append((submodule, name))
+    return [found for found in owners.values() if len(found) > 1]

@@ -73,7 +73,7 @@ class XlaStrategy(Strategy):
         self.recompilation_monitor = XlaRecompilationMonitor(compile_warmup_steps)
         self._lengths: list[int] = []
         """The largest first dimension so far of each tensor of a training batch."""
-        self._place = 0
+        self._tensor_index = 0
         """Number of tensors of the current batch that have been placed."""
         self._recomputes = False
         self._undo: list[Callable[[], None]] = []
@@ -196,7 +196,7 @@ class XlaStrategy(Strategy):
     def to_device(self, batch: Any) -> Any:
         """Send the batch to the devices, sharded by its samples, floating tensors cast if the precision says so."""
         with torch.inference_mode(False):  # see `call_step`
-            self._place = 0
+            self._tensor_index = 0
             batch = map_leaves(batch, self._placed)
         self.recompilation_monitor.batch(batch)
         return batch
@@ -213,10 +213,10 @@ class XlaStrategy(Strategy):
         # Not in evaluation, where every sample counts once.
         if not self.module.training or tensor.dim() == 0 or len(tensor) == 0:
             return tensor
-        if self._place == len(self._lengths):
+        if self._tensor_index == len(self._lengths):
             self._lengths.append(len(tensor))
-        longest = self._lengths[self._place] = max(self._lengths[self._place], len(tensor))
-        self._place += 1
+        longest = self._lengths[self._tensor_index] = max(self._lengths[self._tensor_index], len(tensor))
+        self._tensor_index += 1
         return tensor if len(tensor) == longest else tensor[torch.arange(longest) % len(tensor)]
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
@@ -284,7 +284,7 @@ class XlaStrategy(Strategy):
             undo()
         self._undo, self._recomputes = [], False
         if self.recompilation_monitor.compilations:
-            log.info("%s: %s", self.name, self.recompilation_monitor.in_words())
+            log.info("%s: %s", self.name, self.recompilation_monitor.summary())
 
     def __str__(self) -> str:
         options = ["pad_last_batch"] if self.pad_last_batch else []

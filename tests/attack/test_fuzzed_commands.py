@@ -1,4 +1,4 @@
-"""Command lines of drawn options and values do their work, or are refused in words, with a known exit code."""
+"""Command lines of drawn options and values do their work, or are refused with a message, with a known exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration files with drawn values, keys and bytes train as they say, or are refused in words with exit code 2."""
+"""Configurations with drawn values, keys and bytes train as they say, or are refused with a message and exit code 2."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def named(rng: random.Random) -> Any:
 
 def change(rng: random.Random, tree: Any) -> None:
     """Change a value, a key, or the place of a value, somewhere in the tree."""
-    places = [(tree, key) for key in tree]
-    for parent, key in places:  # grows
+    keys = [(tree, key) for key in tree]
+    for parent, key in keys:  # grows
         child = parent[key]
-        if isinstance(child, (dict, list)) and len(places) < 200:
-            places += [(child, one) for one in (list(child) if isinstance(child, dict) else range(len(child)))]
-    parent, key = rng.choice(places)
+        if isinstance(child, (dict, list)) and len(keys) < 200:
+            keys += [(child, one) for one in (list(child) if isinstance(child, dict) else range(len(child)))]
+    parent, key = rng.choice(keys)
     how = rng.randrange(5)
     if how == 0:
         del parent[key]
@@ -281,7 +281,7 @@ PIECES = {
 
 def edited(rng: random.Random, kind: str, text: str) -> str:
     """Return the text with a piece inserted at the begin of a value or anywhere, or with a part of it gone."""
-    values = [place + 1 for place, character in enumerate(text) if character in "\n ="]
+    values = [position + 1 for position, character in enumerate(text) if character in "\n ="]
     at, piece = (
         rng.choice([0, rng.randrange(len(text) + 1), *rng.choices(values or [0], k=3)]),
         rng.choice(PIECES[kind]),

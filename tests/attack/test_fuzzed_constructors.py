@@ -1,4 +1,4 @@
-"""What constructors take trains two steps; what they refuse is refused in words: arguments drawn by annotations."""
+"""What constructors take trains two steps; what they refuse gets a message: arguments drawn by annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Trainer, fit, validate, test and predict take works as asked; what they refuse is refused in words."""
+"""What Trainer, fit, validate, test and predict take works as asked; what they refuse is refused with a message."""
 
 from __future__ import annotations
 

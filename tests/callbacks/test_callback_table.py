@@ -45,7 +45,7 @@ def test_the_folder_refuses_another_name(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("argument", DEFAULT_CALLBACKS)
-def test_a_callback_of_ones_own_takes_the_place_of_a_default(argument: str) -> None:
+def test_a_callback_of_the_user_replaces_a_default(argument: str) -> None:
     base: type[Callback] = Checkpoint if argument == "enable_checkpointing" else Callback
     own = type("Own", (base,), {"in_place_of": argument})()
     inherited = type("Mine", (CALLBACKS[DEFAULT_CALLBACKS[argument]],), {})()
@@ -55,7 +55,7 @@ def test_a_callback_of_ones_own_takes_the_place_of_a_default(argument: str) -> N
         assert kinds == others | {type(given).__name__}
 
 
-def test_an_unknown_place_is_refused() -> None:
+def test_an_unknown_location_is_refused() -> None:
     own = type("Own", (Callback,), {"in_place_of": "progress_bar"})()
     with pytest.raises(ConfigError, match=r"Own.in_place_of='progress_bar': allowed are None, .*'enable_progress_bar'"):
         Trainer(callbacks=[own])

@@ -262,7 +262,7 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> No
         ModelCheckpoint(**arguments)
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"dirpath='.*file'\) is a file: give a folder"):
         fit(ModelCheckpoint(tmp_path / "file"))
@@ -327,7 +327,7 @@ def test_a_checkpoint_by_hand_is_announced_too(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "by hand")["progress"]["step"] == 2
 
 
-def test_a_checkpoint_callback_of_ones_own_takes_the_place_of_the_default() -> None:
+def test_a_checkpoint_callback_of_the_user_replaces_the_default() -> None:
     class Own(Checkpoint):
         """A callback that writes nothing."""
 

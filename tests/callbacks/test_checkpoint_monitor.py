@@ -242,11 +242,11 @@ trainer.fit(Toy(), loader(4), ckpt_path="last")
 """
 
 
-def test_a_name_without_fields_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
+def test_a_name_without_fields_survives_a_kill_at_any_time(tmp_path: Path) -> None:
     before = 0
-    for moment in range(5):
+    for kill in range(5):
         running = start_python(KILLED, str(tmp_path / "c"), cwd=tmp_path)
-        running.wait_for(f"step {before + 2 + moment}\n")
+        running.wait_for(f"step {before + 2 + kill}\n")
         running.send(signal.SIGKILL)
         running.process.wait()
         assert verify_checkpoint(tmp_path / "c" / "model") == []

@@ -208,7 +208,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_deleted_later(
     assert there(tmp_path) == ["step=6"]
 
 
-def test_a_link_in_the_place_of_an_old_checkpoint_is_deleted_and_its_target_stays(
+def test_a_link_instead_of_an_old_checkpoint_is_deleted_and_its_target_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bigger, folder = tmp_path / "bigger disk", tmp_path / "c"
@@ -273,7 +273,7 @@ def test_a_pointer_that_cannot_be_replaced_is_no_lost_checkpoint(
     assert caplog.text.count("was written, and cannot write") == 4
 
 
-def test_a_pointer_that_cannot_be_replaced_ends_the_run_with_true_words(
+def test_a_pointer_that_cannot_be_replaced_ends_the_run_with_a_true_message(
     tmp_path: Path, refused_pointers: list[str]
 ) -> None:
     refused_pointers.append("last.json")
@@ -370,7 +370,7 @@ def test_training_goes_on_while_one_is_written(
     assert saved.paths[-1] == ("step=6", 6)
 
 
-def test_a_due_one_waits_for_the_one_before_and_says_so_once(
+def test_a_due_one_waits_for_the_one_before_and_logs_that_once(
     gate: threading.Event, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     timers = [threading.Timer(0.3, gate.set)]

@@ -149,7 +149,7 @@ def test_validating_seldom_is_no_missing_value() -> None:
 
 
 @pytest.mark.parametrize("checkpoint_first", [False, True])
-def test_a_checkpoint_inside_an_epoch_knows_the_check_of_its_step(checkpoint_first: bool) -> None:
+def test_a_checkpoint_inside_an_epoch_has_the_early_stopping_state_of_its_step(checkpoint_first: bool) -> None:
     def run(steps: int) -> int:
         stopping = EarlyStopping("val_loss", patience=9)
         callbacks: list[Callback] = [stopping, ModelCheckpoint(monitor="val_loss", save_top_k=-1)]

@@ -135,7 +135,7 @@ def test_two_groups_of_one_name_are_refused() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"logger": Kept()}, {"fast_dev_run": True}], ids=["none", "kept", "fast"])
-def test_no_logger_is_told(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_logger_is_reported(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     trainer = quiet(max_epochs=1, log_every_n_steps=1, callbacks=[LearningRateMonitor()], **settings)
     trainer.fit(Configured(by_step), loader(3))
     assert caplog.text.count("LearningRateMonitor has no logger") == (settings == {})

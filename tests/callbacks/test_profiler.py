@@ -236,7 +236,7 @@ def test_a_run_without_a_listener_notifies_nobody() -> None:
     assert each_wait(unheard, DATA, batches) is batches
 
 
-def test_a_callback_that_listens_hears_of_phases_that_end_with_an_error() -> None:
+def test_a_phase_listener_is_notified_of_phases_that_end_with_an_error() -> None:
     class Listener(Callback):
         def __init__(self) -> None:
             self.heard: list[str] = []

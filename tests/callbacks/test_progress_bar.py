@@ -206,7 +206,7 @@ def test_short_epochs_share_a_line(capfd: pytest.CaptureFixture[str], monkeypatc
     assert titles == ["epoch 19/19"]
 
 
-def test_long_epochs_tell_in_between(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_long_epochs_print_lines_in_between(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr(_Lines, "PAUSE", 0.05)
     monkeypatch.setattr(_Lines, "seconds", 0.01)
     clock = Clock()

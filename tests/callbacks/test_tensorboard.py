@@ -131,7 +131,7 @@ def test_evaluation_after_training_adds_to_the_curves() -> None:
     assert len(found["train_loss"]) == 4
 
 
-def test_tensorboard_is_imported_late_and_missed_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_is_imported_late_and_a_message_says_that_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     true_import = builtins.__import__
 
     def without_tensorboard(name: str, *args: Any, **kwargs: Any) -> Any:

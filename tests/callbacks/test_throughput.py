@@ -102,7 +102,7 @@ def test_an_unknown_device_has_no_mfu_and_says_so(caplog: pytest.LogCaptureFixtu
     assert sum("Pass peak_flops=" in record.message for record in caplog.records) == 1
 
 
-def test_a_loader_that_does_not_tell_its_samples() -> None:
+def test_a_loader_with_an_unknown_number_of_samples() -> None:
     kept = Kept()
     batches = [(torch.randn(4, 4), torch.randn(4, 1)) for _ in range(4)]
     quiet(max_epochs=1, log_every_n_steps=2, logger=kept, callbacks=[ThroughputMonitor()]).fit(Toy(), batches)

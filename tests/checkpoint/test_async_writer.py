@@ -101,7 +101,7 @@ def test_the_memory_is_given_back(tmp_path: Path) -> None:
     assert block() is None
 
 
-def test_the_caller_goes_on_while_it_is_written_and_hears_of_it_later(
+def test_the_caller_goes_on_while_it_is_written_and_is_notified_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = BackgroundWriter()

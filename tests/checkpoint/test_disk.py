@@ -122,7 +122,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_is_named(tmp_path: Path) -> None:
+def test_an_impossible_location_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*file/c"):
         write_checkpoint(tmp_path / "file" / "c", {})

@@ -74,7 +74,7 @@ def checkpoint(capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-d
 # -- ls ----------------------------------------------------------------------------------------------------------------
 
 
-def test_ls_tells_what_is_there(checkpoint, run: Path) -> None:
+def test_ls_lists_what_is_there(checkpoint, run: Path) -> None:
     for path in (run, run / "checkpoints", run.parent):
         printed = checkpoint("ls", path)
         assert printed.code == 0
@@ -120,7 +120,7 @@ def test_ls_as_json_and_with_a_metric(checkpoint, run: Path) -> None:
 # -- show --------------------------------------------------------------------------------------------------------------
 
 
-def test_show_tells_what_a_checkpoint_holds(checkpoint, run: Path) -> None:
+def test_show_prints_what_a_checkpoint_holds(checkpoint, run: Path) -> None:
     printed = checkpoint("show", run)
     assert printed.code == 0
     words = [" ".join(line.split()) for line in printed.out.splitlines()]

@@ -473,7 +473,7 @@ def test_classes_that_are_none(name: str, command: Command) -> None:
     ],
     ids=lambda line: " ".join(word[:20] for word in line),
 )
-def test_words_that_are_too_long(line: tuple[str, ...], command: Command) -> None:
+def test_arguments_that_are_too_long(line: tuple[str, ...], command: Command) -> None:
     Path("train.py").write_text("")
     code, _, error = command(*line)
     assert code == 2, error

@@ -77,7 +77,7 @@ def test_nothing_is_replaced_without_force(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--preset", "cpu", "--output", "x.json"], "ends with .yaml"),
         (["--preset", "cpu", "--output", "nowhere/x.yaml"], "there is no folder nowhere"),
@@ -87,10 +87,10 @@ def test_nothing_is_replaced_without_force(command: Command) -> None:
         (["--pressed", "cpu"], "--pressed"),
     ],
 )
-def test_wrong_usage_writes_nothing(command: Command, arguments: list[str], words: str) -> None:
+def test_wrong_usage_writes_nothing(command: Command, arguments: list[str], message: str) -> None:
     code, _, err = command("config", *arguments)
     assert code == 2
-    assert words in err
+    assert message in err
     assert os.listdir() == ["mymodel.py"]
 
 

@@ -53,7 +53,7 @@ def test_no_key_is_dropped_and_fit_takes_the_result(command: Command, foreign: P
 def report_of(command: Command, name: str) -> dict[str, str]:
     """Return the report's explanation of each key."""
     assert command("config", "--from", name, "--force")[0] == 0
-    return {row.key: f"{row.kind}: {row.words}" for row in translate(name).entries}
+    return {row.key: f"{row.kind}: {row.message}" for row in translate(name).entries}
 
 
 def test_two_machines(command: Command, foreign: Path) -> None:
@@ -119,7 +119,7 @@ def test_hybrid_sharding(command: Command, foreign: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "words"),
+    ("text", "key", "message"),
     [
         ("mixed_precison: bf16", "mixed_precison", "Did you mean 'mixed_precision'?"),
         ("num_processes: 3\nnum_machines: 2", "num_processes", "cannot be divided by 2"),
@@ -132,13 +132,13 @@ def test_hybrid_sharding(command: Command, foreign: Path) -> None:
         ("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: x", "ec2_instance_type", "SageMaker"),
     ],
 )
-def test_odd_values_are_reported(command: Command, text: str, key: str, words: str) -> None:
+def test_odd_values_are_reported(command: Command, text: str, key: str, message: str) -> None:
     lines = [line for line in COMMON.splitlines() if line.split(":")[0] not in text]
     Path("odd.yaml").write_text("\n".join([*lines, text]) + "\n")
     code, out, _ = command("config", "--from", "odd.yaml")
     assert code == 0
     row = next(row for row in translate("odd.yaml").entries if row.key.endswith(key))
-    assert words in row.words
+    assert message in row.message
     assert key in out
     accepted(command, "run.yaml", HERE)
 
@@ -177,7 +177,7 @@ def test_optimizer_and_schedule_go_into_the_module(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "key", "words"),
+    ("line", "key", "message"),
     [
         ("mixed_precision: 'no'", "mixed_precision", "says precision: 16-mixed, which counts"),
         ("mixed_precision: bf16", "mixed_precision", "says precision: 16-mixed, which counts"),
@@ -191,14 +191,14 @@ def test_optimizer_and_schedule_go_into_the_module(command: Command) -> None:
     ],
 )
 def test_what_a_json_and_the_file_that_names_it_say_differently(
-    command: Command, foreign: Path, line: str, key: str, words: str
+    command: Command, foreign: Path, line: str, key: str, message: str
 ) -> None:
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {FILE}\n" if "deepspeed_config" not in line else ""
     line = "distributed_type: DEEPSPEED\n" + line if not text else line
     Path("both.yaml").write_text(COMMON + (text + line + "\n").replace("FILE", "deepspeed_config_file: zero2.json"))
     row = report_of(command, "both.yaml")[key]
-    assert words in row
-    assert row.startswith("cannot be done here: " if words else "taken over: ")
+    assert message in row
+    assert row.startswith("cannot be done here: " if message else "taken over: ")
     section = trainer_section("run.yaml")
     assert (section["precision"], section["gradient_clip_val"]) == ("16-mixed", 1.0)
     assert section["strategy"]["class_path"] == "deepspeed_stage_2"

@@ -53,21 +53,21 @@ def test_processes_that_are_there_already_take_part_and_one_speaks(project: Path
 
 
 @pytest.mark.parametrize(
-    ("mistake", "words"),
+    ("mistake", "message"),
     [
         ("self.layr(batch[0])", "has no attribute 'layr'"),
         ("(self.layer(batch[0]) * float('nan'))", "the loss nan, which is not finite"),
         ("__import__('os').kill(__import__('os').getpid(), 9)", "trainer fit was killed by SIGKILL"),
     ],
 )
-def test_a_module_that_fails_is_reported_with_its_error(project: Path, mistake: str, words: str) -> None:
+def test_a_module_that_fails_is_reported_with_its_error(project: Path, mistake: str, message: str) -> None:
     broken = (project / "mymodel.py").read_text().replace("loss = self.layer(batch[0])", f"loss = {mistake}")
     (project / "broken.py").write_text(broken)
     options = ["--module", "broken.py:Net", "--data", "broken.py:Data", "--devices", "1"]
     result = run_python("-m", "trainer", "doctor", *options, cwd=project).check(1)
     line = next(line for line in result.stdout.splitlines() if line.startswith("FAIL"))
     assert "one step" in line
-    assert words in line
+    assert message in line
     assert "To see all of it: python -m trainer fit" in line
 
 
@@ -114,7 +114,7 @@ def test_small_shared_memory_and_few_files_are_reported(monkeypatch: pytest.Monk
     assert of(said, "open files").fix == "ulimit -n 4096"
 
 
-def test_a_place_that_cannot_be_written_fails(tmp_path: Path) -> None:
+def test_a_location_that_cannot_be_written_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = list(doctor_disk.disk(tmp_path / "file" / "runs"))
     assert [result.status for result in said] == ["FAIL"]

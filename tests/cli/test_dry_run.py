@@ -94,7 +94,7 @@ def dry(command: Command, net: Path) -> Command:
     return run
 
 
-def said(out: str, subject: str) -> list[str]:
+def printed(out: str, subject: str) -> list[str]:
     """Return status and text of the lines on a subject."""
     rows = [line.split(maxsplit=1) for line in out.splitlines()]
     return [
@@ -108,14 +108,14 @@ def said(out: str, subject: str) -> list[str]:
 def test_replicas_on_a_thousand_processes(dry: Command) -> None:
     code, out, _ = dry("--world-size", "1024", "--data.samples", "9000", "--trainer.accumulate_grad_batches", "2")
     assert code == 0
-    assert said(out, "processes") == ["OK 1024: 128 machines x 8 processes on cuda"]
-    assert said(out, "strategy") == ["OK ddp (auto: 1024 processes), precision 32-true"]
-    assert said(out, "global batch") == ["OK 4 samples x 2 micro-batches x 1024 processes = 8,192 samples"]
-    (epoch,) = said(out, "epoch")
+    assert printed(out, "processes") == ["OK 1024: 128 machines x 8 processes on cuda"]
+    assert printed(out, "strategy") == ["OK ddp (auto: 1024 processes), precision 32-true"]
+    assert printed(out, "global batch") == ["OK 4 samples x 2 micro-batches x 1024 processes = 8,192 samples"]
+    (epoch,) = printed(out, "epoch")
     assert epoch.startswith("WARN 9,000 samples in 2 steps; the last one has 808 of 8,192 samples, in 1 of 2 micro-")
-    assert said(out, "steps") == ["OK 6 in all"]
+    assert printed(out, "steps") == ["OK 6 in all"]
     # Weights and gradients of 4 bytes, and Adam's two averages.
-    (memory,) = said(out, "memory")
+    (memory,) = printed(out, "memory")
     assert f"ddp: {gib(4 * 4 * 3 * 64 * 64)}, " in memory
     assert out.endswith("5 OK, 1 WARN, 0 FAIL; nothing was started, nothing written\n")
 
@@ -124,7 +124,7 @@ def test_replicas_on_a_thousand_processes(dry: Command) -> None:
 def test_shards(dry: Command, world: int, share: int) -> None:
     code, out, _ = dry("--world-size", str(world), "--trainer.strategy", "fsdp")
     assert code == 0
-    lines = said(out, "layout")
+    lines = printed(out, "layout")
     assert lines[:2] == [
         f"OK mesh: {world} shards",
         "OK gathered one at a time: 3 x Block (blocks.0 to blocks.2), and the rest",
@@ -133,7 +133,7 @@ def test_shards(dry: Command, world: int, share: int) -> None:
     # A row of 64 numbers is not split, so that most of 1024 processes have nothing.
     few = "OK 3 of 3 tensors: fewer rows than shards, some processes have nothing of them"
     assert lines[3:] == ([few] if world > 64 else [])
-    (memory,) = said(out, "memory")
+    (memory,) = printed(out, "memory")
     assert f"fsdp: {gib(16 * share)}, " in memory
 
 
@@ -148,14 +148,14 @@ def test_the_mesh_of_hybrid_sharding(dry: Command) -> None:
     )
     code, out, _ = dry(*hybrid, "--nproc-per-node", "4", "--no-data")
     assert code == 0
-    assert said(out, "layout")[0] == "OK mesh: 4 replicas of 4 shards"
-    assert f": {gib(16 * 12288 // 4)}, " in said(out, "memory")[0]
+    assert printed(out, "layout")[0] == "OK mesh: 4 replicas of 4 shards"
+    assert f": {gib(16 * 12288 // 4)}, " in printed(out, "memory")[0]
     code, out, _ = dry(*hybrid, "--trainer.strategy.device_mesh", "[2, 8]", "--no-data")
-    assert said(out, "layout")[0] == "OK mesh: 2 replicas of 8 shards"
-    assert f": {gib(16 * 12288 // 8)}, " in said(out, "memory")[0]
+    assert printed(out, "layout")[0] == "OK mesh: 2 replicas of 8 shards"
+    assert f": {gib(16 * 12288 // 8)}, " in printed(out, "memory")[0]
     code, out, _ = dry(*hybrid, "--trainer.strategy.device_mesh", "[3, 4]", "--no-data")
     assert code == 1
-    assert "FAIL device_mesh=(3, 4) is for 12 processes, but there are 16" in said(out, "strategy")[0]
+    assert "FAIL device_mesh=(3, 4) is for 12 processes, but there are 16" in printed(out, "strategy")[0]
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -164,30 +164,31 @@ def test_deepspeed(dry: Command) -> None:
     code, out, _ = dry("--world-size", "8", *three)
     assert code == 0
     # 2 bytes for a weight and for its gradient, 12 for the master copy and Adam's averages.
-    assert f"deepspeed_stage_3: {gib(16 * 12288 // 8)}, " in said(out, "memory")[0]
+    assert f"deepspeed_stage_3: {gib(16 * 12288 // 8)}, " in printed(out, "memory")[0]
     code, out, _ = dry("--world-size", "1024", *three, "--trainer.strategy.offload_optimizer", "cpu")
-    assert f"deepspeed_stage_3: {gib(4 * 12288 // 1024)}, " in said(out, "memory")[0]
-    assert "on the host for each process" in said(out, "memory")[0]
+    assert f"deepspeed_stage_3: {gib(4 * 12288 // 1024)}, " in printed(out, "memory")[0]
+    assert "on the host for each process" in printed(out, "memory")[0]
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_a_json_with_another_batch_size_than_the_data(dry: Command) -> None:
-    words = ("--trainer.strategy", "deepspeed_stage_2", "--trainer.strategy.config")
-    code, out, _ = dry("--world-size", "8", *words, "{train_micro_batch_size_per_gpu: 3}")
+    message = ("--trainer.strategy", "deepspeed_stage_2", "--trainer.strategy.config")
+    code, out, _ = dry("--world-size", "8", *message, "{train_micro_batch_size_per_gpu: 3}")
     assert code == 1
-    assert "train_micro_batch_size_per_gpu=3 in the DeepSpeed configuration" in " ".join(said(out, "strategy"))
+    assert "train_micro_batch_size_per_gpu=3 in the DeepSpeed configuration" in " ".join(printed(out, "strategy"))
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
-    words = ("--trainer.strategy", "deepspeed", "--trainer.strategy.config")
-    code, out, _ = dry("--world-size", "8", *words, "{zero_optimization: {stage: 2, offload_optimizer: 7}}")
+    message = ("--trainer.strategy", "deepspeed", "--trainer.strategy.config")
+    code, out, _ = dry("--world-size", "8", *message, "{zero_optimization: {stage: 2, offload_optimizer: 7}}")
     assert code == 1
-    assert "offload_optimizer" in said(out, "strategy")[0]
-    code, out, _ = dry("--world-size", "8", *words, "{train_batch_size: 100, train_micro_batch_size_per_gpu: 4}")
+    assert "offload_optimizer" in printed(out, "strategy")[0]
+    code, out, _ = dry("--world-size", "8", *message, "{train_batch_size: 100, train_micro_batch_size_per_gpu: 4}")
     assert code == 1
     assert any(
-        "train_batch_size=100 is no multiple of micro-batch 4 x processes 8" in line for line in said(out, "strategy")
+        "train_batch_size=100 is no multiple of micro-batch 4 x processes 8" in line
+        for line in printed(out, "strategy")
     )
 
 
@@ -195,7 +196,7 @@ def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([], "needs the number of processes: --world-size 1024"),
         (["--world-size", "0"], "give numbers from 1"),
@@ -207,10 +208,10 @@ def test_a_json_whose_batch_cannot_be_divided(dry: Command) -> None:
         (["--world-size", "8", "--trainer.accelerator", "gpus"], "Did you mean 'gpu'?"),
     ],
 )
-def test_wrong_usage(dry: Command, arguments: list[str], words: str) -> None:
+def test_wrong_usage(dry: Command, arguments: list[str], message: str) -> None:
     code, out, err = dry(*arguments)
     assert code == 2
-    assert words in err
+    assert message in err
     assert "OK" not in out
 
 
@@ -226,14 +227,14 @@ def test_everything_that_cannot_be_is_reported_at_once(dry: Command) -> None:
 def test_the_memory_of_a_device(dry: Command) -> None:
     large = ("--world-size", "16", "--trainer.strategy", "fsdp", "--module.width", "65536", "--no-data")
     code, out, _ = dry(*large, "--device-memory", "40")  # 48 GiB of weights, and never in memory here
-    (memory,) = said(out, "memory")
+    (memory,) = printed(out, "memory")
     assert code == 1
     assert memory.startswith("FAIL fsdp: 12.0 GiB, at times ")
     typed = "--config run.yaml --devices 8 --num-nodes 2 --module.width=65536"
     assert memory.endswith(f"more than 40 GiB. Compare the strategies: trainer estimate {typed}")
     code, out, _ = dry("--world-size", "1024", *large[2:], "--device-memory", "50")
     assert code == 0
-    assert said(out, "memory")[0].startswith("OK fsdp: 0.2 GiB, at times 48.0 GiB more")
+    assert printed(out, "memory")[0].startswith("OK fsdp: 0.2 GiB, at times 48.0 GiB more")
 
 
 def test_blocks_that_are_not_there(dry: Command) -> None:
@@ -241,17 +242,17 @@ def test_blocks_that_are_not_there(dry: Command) -> None:
         "--world-size", "8", "--trainer.strategy", "fsdp", "--trainer.activation_checkpointing", "[Blok]"
     )
     assert code == 1
-    assert "no submodule of Net is a Blok" in said(out, "layout")[0]
+    assert "no submodule of Net is a Blok" in printed(out, "layout")[0]
 
 
 def test_data_that_is_elsewhere_is_no_failure(dry: Command) -> None:
     code, out, _ = dry("--world-size", "8", "--data.samples", "0")
     assert code == 0
-    (line,) = said(out, "data")
+    (line,) = printed(out, "data")
     assert line.startswith("WARN it cannot be looked at here: FileNotFoundError: /cluster/data.")
     assert "--no-data" in line
     code, out, _ = dry("--world-size", "8", "--data.samples", "0", "--no-data")
-    assert (code, said(out, "data")) == (0, [])
+    assert (code, printed(out, "data")) == (0, [])
 
 
 def test_an_interval_that_no_epoch_reaches(dry: Command, net: Path) -> None:
@@ -260,34 +261,34 @@ def test_an_interval_that_no_epoch_reaches(dry: Command, net: Path) -> None:
     text = MODEL.replace("    def configure_optimizers", step)
     text += "\n    def val_dataloader(self):\n        return self.train_dataloader()\n"
     (net / "other.py").write_text(text)
-    words = ("--module", "other.py:Net", "--data", "other.py:Data", "--trainer.val_check_interval", "100")
-    assert dry("--world-size", "1", *words)[0] == 0
-    code, out, _ = dry("--world-size", "8", *words)
+    message = ("--module", "other.py:Net", "--data", "other.py:Data", "--trainer.val_check_interval", "100")
+    assert dry("--world-size", "1", *message)[0] == 0
+    code, out, _ = dry("--world-size", "8", *message)
     assert code == 1
-    assert "val_check_interval=100 is more than the 32 training batches of an epoch" in said(out, "data")[0]
+    assert "val_check_interval=100 is more than the 32 training batches of an epoch" in printed(out, "data")[0]
 
 
 # -- where it runs -----------------------------------------------------------------------------------------------------
 
 
 def test_gpus_are_asked_for_where_there_are_none(dry: Command) -> None:
-    for words in (("--trainer.accelerator", "gpu"), ("--trainer.accelerator", "cuda"), ()):
-        code, out, _ = dry("--world-size", "8", "--no-data", *words)
+    for message in (("--trainer.accelerator", "gpu"), ("--trainer.accelerator", "cuda"), ()):
+        code, out, _ = dry("--world-size", "8", "--no-data", *message)
         assert code == 0
-        assert said(out, "processes") == ["OK 8: 1 machine x 8 processes on cuda"]
+        assert printed(out, "processes") == ["OK 8: 1 machine x 8 processes on cuda"]
     code, out, _ = dry(
         "--no-data", "--trainer.accelerator", "cpu", "--trainer.devices", "4", "--trainer.num_nodes", "2"
     )
-    assert said(out, "processes") == ["OK 8: 2 machines x 4 processes on cpu"]
+    assert printed(out, "processes") == ["OK 8: 2 machines x 4 processes on cpu"]
     code, out, _ = dry("--no-data", "--world-size", "8", "--trainer.accelerator", "mps", "--trainer.strategy", "fsdp")
     assert code == 1
-    assert "does not run on MPS" in said(out, "strategy")[0]
+    assert "does not run on MPS" in printed(out, "strategy")[0]
 
 
 def test_json_stands_alone(net: Path) -> None:
     """The dry run is a process of its own, without other threads, connections or output."""
-    words = ("--dry-run", "--world-size", "64", "--trainer.strategy", "fsdp", "--json")
-    result = run_python("-m", "trainer", "fit", "--config", "run.yaml", *words, cwd=net).check(0)
+    message = ("--dry-run", "--world-size", "64", "--trainer.strategy", "fsdp", "--json")
+    result = run_python("-m", "trainer", "fit", "--config", "run.yaml", *message, cwd=net).check(0)
     found = json.loads(result.stdout)
     assert found["ok"]
     assert {check["subject"] for check in found["checks"]} >= {"processes", "strategy", "layout", "epoch", "memory"}
@@ -319,7 +320,7 @@ def test_every_strategy_has_a_dry_run(name: str) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_strategy_of_ones_own_needs_no_dry_run() -> None:
+def test_a_strategy_of_the_user_needs_no_dry_run() -> None:
     assert Strategy().dry_run(Empty(), resolve_precision("32-true")) == []
 
 

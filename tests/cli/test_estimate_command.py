@@ -141,7 +141,7 @@ def test_one_strategy(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ("", "--params 7e9"),
         ("--params 7e9 --config run.yaml", "either a configuration"),
@@ -156,10 +156,10 @@ def test_one_strategy(command: Command) -> None:
         ("--config no.yaml", "no.yaml"),
     ],
 )
-def test_mistakes_name_the_fix(command: Command, arguments: str, words: str) -> None:
+def test_mistakes_name_the_fix(command: Command, arguments: str, message: str) -> None:
     code, out, err = command("estimate", *arguments.split())
     assert (code, out) == (2, "")
-    assert words in err
+    assert message in err
 
 
 # -- from a configuration ----------------------------------------------------------------------------------------------
@@ -213,11 +213,11 @@ def test_what_cannot_be_asked_is_assumed_and_said(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize(("name", "words"), [("Empty", "has no parameters"), ("Lazy", "lazy layers")])
-def test_modules_that_cannot_be_counted(command: Command, name: str, words: str) -> None:
+@pytest.mark.parametrize(("name", "message"), [("Empty", "has no parameters"), ("Lazy", "lazy layers")])
+def test_modules_that_cannot_be_counted(command: Command, name: str, message: str) -> None:
     code, _, err = command("estimate", "--module", f"nets.py:{name}")
     assert code == 2
-    assert words in err
+    assert message in err
     assert "--params" in err
 
 

@@ -36,8 +36,8 @@ def commands_of(readme: Path) -> list[list[str]]:
     for line in lines:
         if "my_texts" not in line and "my.csv" not in line:
             start = next(start for start in SHORTER if line.startswith(start))
-            words = shlex.split(f"{line} {SHORTER[start]}")
-            found.append(words[1:] if words[0] == "python" else ["-m", *words])
+            message = shlex.split(f"{line} {SHORTER[start]}")
+            found.append(message[1:] if message[0] == "python" else ["-m", *message])
     return found
 
 
@@ -64,10 +64,10 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
     commands = commands_of(FOLDER / name / "README.md")
     assert commands[0][:3] == ["-m", "trainer", "fit"]
     assert commands[-1][:2] == ["-m", "pytest"]
-    for words in commands:
-        result = fork_python(*words, cwd=project, env={"PYTHONPATH": str(path)}).wait().check()
+    for message in commands:
+        result = fork_python(*message, cwd=project, env={"PYTHONPATH": str(path)}).wait().check()
         assert result.stdout.strip()
-        if words == commands[0]:
+        if message == commands[0]:
             assert "after 3 steps:" in result.stdout
             assert f"checkpoints:    runs/{name}/version_0/checkpoints" in result.stdout
             run_python("-m", "trainer", "checkpoint", "verify", f"runs/{name}/version_0", cwd=project).check()
@@ -78,7 +78,7 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([], "--template NAME is missing: trainer init --template digits my_digits"),
         (["new"], "--template NAME is missing"),
@@ -91,11 +91,11 @@ def test_the_commands_of_the_readme_work_in_the_copy(tmp_path: Path, name: str) 
         (["--template", "gpt", "new", "newer"], "unexpected 'newer'. See trainer init --help."),
     ],
 )
-def test_wrong_usage_writes_nothing(command: Command, project: Path, arguments: list[str], words: str) -> None:
+def test_wrong_usage_writes_nothing(command: Command, project: Path, arguments: list[str], message: str) -> None:
     before = files_of(project)
     code, out, err = command("init", *arguments)
     assert code == 2
-    assert words in err
+    assert message in err
     assert out == ""
     assert files_of(project) == before
     assert not (project / "new").exists()

@@ -28,8 +28,8 @@ print("process", e.rank, e.world_size, e.local_rank, e.num_nodes, threads, sys.a
 
 def test_a_script_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "says.py").write_text(SAYS)
-    words = ["--nproc-per-node=2", "says.py", "--nnodes", "7", "a b", "$x"]
-    result = run_python("-m", "trainer", "launch", *words, cwd=tmp_path).check()
+    arguments = ["--nproc-per-node=2", "says.py", "--nnodes", "7", "a b", "$x"]
+    result = run_python("-m", "trainer", "launch", *arguments, cwd=tmp_path).check()
     assert sorted(result.stdout.splitlines()) == [
         f"process {rank} 2 {rank} 1 1 ['--nnodes', '7', 'a b', '$x']" for rank in (0, 1)
     ]
@@ -44,9 +44,9 @@ def test_a_module_and_the_variables_of_a_pod(tmp_path: Path) -> None:
 
 
 def test_a_trainer_command(project: Path) -> None:
-    words = ["launch", "--nproc-per-node", "2", "trainer", "fit", "--module", "mymodel.py:Net", "--data"]
+    arguments = ["launch", "--nproc-per-node", "2", "trainer", "fit", "--module", "mymodel.py:Net", "--data"]
     more = ["mymodel.py:Data", "--trainer.max_steps", "2", "--trainer.logger", "false"]
-    result = run_python("-m", "trainer", *words, *more, cwd=project).check()
+    result = run_python("-m", "trainer", *arguments, *more, cwd=project).check()
     assert "after 2 steps" in result.stdout
     assert (project / "runs" / "version_0" / "checkpoints").is_dir()
 
@@ -101,7 +101,7 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "nothing to launch: give a script, -m MODULE or a trainer command"),
         (["gone.py"], "there is no script 'gone.py'"),
@@ -136,8 +136,8 @@ def test_torchruns_command_of_the_page(tmp_path: Path) -> None:
         (["--slurm", "--print", "--rdzv", "a:1", "mymodel.py"], "the machines are --nodes and meet by themselves"),
     ],
 )
-def test_wrong_words(command: Command, words: list[str], message: str) -> None:
-    code, out, err = command("launch", *words)
+def test_wrong_command_lines(command: Command, arguments: list[str], message: str) -> None:
+    code, out, err = command("launch", *arguments)
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
@@ -155,8 +155,8 @@ def test_a_rendezvous_port_that_is_taken_is_reported(project: Path) -> None:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        words = ["--nnodes", "2", "--node-rank", "0", "--rdzv", f"127.0.0.1:{port}", "mymodel.py"]
-        result = run_python("-m", "trainer", "launch", *words, cwd=project).check(1)
+        arguments = ["--nnodes", "2", "--node-rank", "0", "--rdzv", f"127.0.0.1:{port}", "mymodel.py"]
+        result = run_python("-m", "trainer", "launch", *arguments, cwd=project).check(1)
     assert f"port {port} of {socket.gethostname()} (--rdzv 127.0.0.1:{port}) is in use" in result.stderr
 
 
@@ -171,8 +171,8 @@ def test_help_has_examples_and_needs_no_torch(command: Command) -> None:
     assert run_python(code).check().stdout
 
 
-def sbatch(command: Command, *words: str) -> str:
-    code, out, err = command("launch", "--slurm", "--print", *words)
+def sbatch(command: Command, *arguments: str) -> str:
+    code, out, err = command("launch", "--slurm", "--print", *arguments)
     assert (code, err) == (0, "")
     # The shell checks the syntax, without running the file.
     subprocess.run(["bash", "-n"], input=out, text=True, check=True)
@@ -209,8 +209,8 @@ def test_a_file_for_sbatch_with_one_task_per_gpu(command: Command) -> None:
 
 
 def test_a_file_for_sbatch_with_restarts_starts_a_launcher_on_each_machine(command: Command) -> None:
-    words = ["--nodes", "2", "--gpus-per-node", "8", "--max-restarts", "3", "--cpus-per-task", "16"]
-    text = sbatch(command, *words, "trainer", "fit", "--config", "run.yaml")
+    arguments = ["--nodes", "2", "--gpus-per-node", "8", "--max-restarts", "3", "--cpus-per-task", "16"]
+    text = sbatch(command, *arguments, "trainer", "fit", "--config", "run.yaml")
     assert "#SBATCH --ntasks-per-node=1" in text.splitlines()
     assert f"srun --kill-on-bad-exit=1 --cpus-per-task=16 {sys.executable} -m trainer launch --nnodes 2 " in text
     assert "--nproc-per-node 8" in text
@@ -252,7 +252,7 @@ def test_env_in_other_surroundings(
     assert next(source["name"] for source in found["sources"] if source["answer"] == "decides").split()[0] in line
 
 
-def test_env_tells_a_contradiction(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_reports_a_contradiction(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, out, _ = command("env")
     assert code == 2

@@ -13,7 +13,7 @@ def test_the_names_are_those_of_the_tables() -> None:
     assert set(strategies()) == set(STRATEGIES)
 
 
-def test_the_words_are_those_of_the_table_and_the_docstrings() -> None:
+def test_the_help_texts_are_those_of_the_table_and_the_docstrings() -> None:
     for name, words in precisions().items():
         numbers = TABLE[name]
         assert words.split(",")[0] == f"weights in {str(numbers.weights).removeprefix('torch.')}"

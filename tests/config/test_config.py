@@ -82,7 +82,7 @@ def test_scalars_are_those_of_yaml_1_2_and_survive_a_round_trip(text: str, value
     assert read(to_yaml({"x": value})) == ({"x": value}, [])
 
 
-def test_every_value_of_yaml_and_json_knows_its_line() -> None:
+def test_every_value_of_yaml_and_json_has_its_line() -> None:
     Path("run.yaml").write_text(
         "module:\n  init_args:\n    lr: 1\n\ntrainer:\n  callbacks:\n  - A\n  - class_path: B\n"
     )
@@ -107,7 +107,7 @@ def test_every_value_of_yaml_and_json_knows_its_line() -> None:
     assert trees["json"].plain()["trainer"]["callbacks"][1] == {"class_path": "ä"}  # type: ignore[union-attr]
 
 
-def test_a_value_of_toml_knows_its_file() -> None:
+def test_a_value_of_toml_has_its_file() -> None:
     Path("run.toml").write_text('[trainer]\nmax_epochs = 3\n[[trainer.callbacks]]\nclass_path = "A"\nx = 2024-01-01\n')
     tree = read_file("run.toml", Diagnostics())
     assert tree is not None
@@ -296,7 +296,7 @@ def test_values_that_fit(value: Any, annotation: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "annotation", "words"),
+    ("value", "annotation", "message"),
     [
         (2.5, int, "an integer"),
         (2.0, int, "an integer"),
@@ -316,10 +316,10 @@ def test_values_that_fit(value: Any, annotation: Any, expected: Any) -> None:
         (3, type[Path | json.JSONDecoder], "the path of a class (Path, JSONDecoder)"),
     ],
 )
-def test_values_that_do_not_fit(value: Any, annotation: Any, words: str) -> None:
+def test_values_that_do_not_fit(value: Any, annotation: Any, message: str) -> None:
     with pytest.raises(TypeMismatchError):
         validate(value, annotation)
-    assert allowed(annotation) == words
+    assert allowed(annotation) == message
 
 
 def test_parameters_without_a_usable_annotation_take_anything() -> None:

@@ -1,4 +1,4 @@
-"""Configuration files that would take all memory or time, or end in a traceback, are refused in words."""
+"""Configuration files that would take all memory or time, or end in a traceback, are refused with a message."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def memory(more: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_without_bounds_is_refused_in_words(name: str) -> None:
+def test_a_file_without_bounds_is_refused_with_a_message(name: str) -> None:
     text, message = REFUSED[name]
     Path(name).write_text(text)
     findings = Diagnostics()
@@ -63,7 +63,7 @@ def test_a_file_without_bounds_is_refused_in_words(name: str) -> None:
     assert len(problem.message) < 300
 
 
-def test_a_value_without_bounds_on_the_command_line_is_refused_in_words() -> None:
+def test_a_value_without_bounds_on_the_command_line_is_refused_with_a_message() -> None:
     for text in ("[" * 3000, "9" * 5000):
         findings = Diagnostics()
         assert read_value(text, "--x", findings) is None

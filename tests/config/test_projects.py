@@ -173,7 +173,7 @@ def test_an_installed_module_is_not_hidden_by_a_file_of_its_name() -> None:
     assert sys.modules["layers"].importlib is importlib
 
 
-def test_the_place_of_an_error_is_in_the_users_code() -> None:
+def test_the_location_of_an_error_is_in_the_users_code() -> None:
     Path("mine.py").write_text("from trainer import TrainModule\nclass Net(TrainModule):\n    pass\nNet().trainer\n")
     with pytest.raises(ConfigError) as error:
         exec(compile(Path("mine.py").read_text(), "mine.py", "exec"), {"__name__": "mine"})

@@ -28,7 +28,7 @@ def data(samples: int = 16) -> TensorDataset:
 
 
 class OfOnePart(Sampler[int]):
-    """Gives a process its part by itself, in words of its own."""
+    """Gives a process its part by itself, under attribute names of its own."""
 
     def __init__(self, part: int) -> None:
         self.part, self.epoch = part, 3 * part

@@ -121,7 +121,7 @@ def given_by(loader: Any, training: bool = True, start: int = 0, limit: int | No
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["iterable", "stream", "sampler", "batch sampler"])
-def test_fewer_and_more_than_the_length_are_told(kind: str, training: bool, start: int) -> None:
+def test_fewer_and_more_than_the_length_are_reported(kind: str, training: bool, start: int) -> None:
     assert given_by(a_loader(kind, 0), training, start) == FULL
     with pytest.raises(
         ConfigError, match=rf"gave only {FULL - 2} batches, and its length is {FULL}: .* a wrong __len__"
@@ -141,7 +141,7 @@ def test_a_limit_within_what_there_is_makes_the_length_right(kind: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("sampler", [None, Endless()])
-def test_stop_iteration_of_a_dataset_is_told(workers: int, sampler: Any) -> None:
+def test_stop_iteration_of_a_dataset_is_reported(workers: int, sampler: Any) -> None:
     loader = DataLoader(Samples(9), BATCH, sampler=sampler, num_workers=workers)
     with pytest.raises(
         ConfigError, match=r"Samples raised StopIteration for the indices .*8.*9.*next\(iterator, None\)"
@@ -187,7 +187,7 @@ def fit(strategy: str) -> None:
     trainer.fit(MLP(), train, val)
 
 
-def test_a_process_whose_loader_is_wrong_ends_the_run_in_words_on_every_strategy() -> None:
+def test_a_process_whose_loader_is_wrong_ends_the_run_with_a_message_on_every_strategy() -> None:
     Path("train.py").write_text("import sys\nfrom tests.data.test_lengths import fit\nfit(sys.argv[1])\n")
     running = {strategy: fork_python("train.py", strategy) for strategy in ON_ONE_RANK}
     try:

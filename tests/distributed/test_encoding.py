@@ -54,7 +54,7 @@ class Unknown(NamedTuple):
 
 
 @pytest.mark.parametrize("value", [object(), torch.nn.Linear(1, 1), print], ids=["object", "module", "function"])
-def test_what_is_no_data_is_refused_with_its_place(value: Any) -> None:
+def test_what_is_no_data_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"value\['state'\]\[1\] is a .* cannot be sent"):
         to_bytes({"state": [0, value]})
 

@@ -35,7 +35,7 @@ else:
 """
 
 
-def join(*places: tuple[int, int]) -> list[Result]:
+def join(*ranks: tuple[int, int]) -> list[Result]:
     """Start a process for each rank and world size, and wait until all have ended."""
     Path("join.py").write_text(JOIN)
     port = str(free_port())
@@ -52,7 +52,7 @@ def join(*places: tuple[int, int]) -> list[Result]:
             },
             number=number,
         )
-        for number, (rank, size) in enumerate(places)
+        for number, (rank, size) in enumerate(ranks)
     ]
     return [one.wait().check() for one in started]
 
@@ -61,18 +61,18 @@ def test_processes_that_agree_join() -> None:
     assert [one.stdout.strip() for one in join((0, 3), (1, 3), (2, 3))] == ["joined"] * 3
 
 
-@pytest.mark.parametrize("places", [((0, 2), (1, 3)), ((0, 3), (1, 2))])
-def test_world_sizes_that_differ_are_reported_on_all(places: tuple[tuple[int, int], ...]) -> None:
-    for one in join(*places):
+@pytest.mark.parametrize("ranks", [((0, 2), (1, 3)), ((0, 3), (1, 2))])
+def test_world_sizes_that_differ_are_reported_on_all(ranks: tuple[tuple[int, int], ...]) -> None:
+    for one in join(*ranks):
         assert "refused: the processes do not agree how many they are" in one.stdout
-        for rank, size in places:
+        for rank, size in ranks:
             assert f"rank {rank} has WORLD_SIZE={size}" in one.stdout
 
 
-@pytest.mark.parametrize("places", [((0, 3), (1, 3), (1, 3)), ((0, 2), (0, 2))])
-def test_a_rank_that_is_there_twice_is_reported_on_all(places: tuple[tuple[int, int], ...]) -> None:
-    twice = places[-1][0]
-    for one in join(*places):
+@pytest.mark.parametrize("ranks", [((0, 3), (1, 3), (1, 3)), ((0, 2), (0, 2))])
+def test_a_rank_that_is_there_twice_is_reported_on_all(ranks: tuple[tuple[int, int], ...]) -> None:
+    twice = ranks[-1][0]
+    for one in join(*ranks):
         assert f"refused: rank {twice} is there twice: process " in one.stdout
         assert f"both have RANK={twice}. Give each process a RANK of its own" in one.stdout
 
@@ -80,13 +80,13 @@ def test_a_rank_that_is_there_twice_is_reported_on_all(places: tuple[tuple[int, 
 def test_whoever_comes_late_does_not_stop_those_that_have_met() -> None:
     """A process that joins again is not reported as a duplicate, either."""
     port = free_port()
-    place = Environment(0, 0, 1, 1, 0, 1, "torchrun", 0, "127.0.0.1", port)
-    first = join_store(place, timedelta(seconds=30))
+    environment = Environment(0, 0, 1, 1, 0, 1, "torchrun", 0, "127.0.0.1", port)
+    first = join_store(environment, timedelta(seconds=30))
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     late = start_python(JOIN, env={**env, "MASTER_PORT": str(port)}).wait().check()
     assert "refused: rank 0 is there twice" in late.stdout
     assert "If they are of two runs, give one of these another MASTER_PORT" in late.stdout
-    again = join_store(place, timedelta(seconds=30))
+    again = join_store(environment, timedelta(seconds=30))
     first.set("key", "1")
     again.set("key", "2")
     assert (first.get("key"), again.get("key")) == (b"1", b"2")

@@ -454,7 +454,7 @@ def _predictions(folder: str) -> None:
     assert any(Path(folder, "out").rglob("*"))
 
 
-def test_a_tensor_that_stays_on_the_host_is_refused_in_words() -> None:
+def test_a_tensor_that_stays_on_the_host_is_refused_with_a_message() -> None:
     in_its_own_process(_forgotten)
 
 

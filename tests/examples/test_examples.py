@@ -68,7 +68,7 @@ def test_every_command_of_the_readme_is_run_below() -> None:
     assert [heading for heading in headings if commands(heading)] == ["digits", "gpt", "gan", "text-classification"]
 
 
-def test_every_file_that_can_be_run_tells_how() -> None:
+def test_every_file_that_can_be_run_documents_its_command() -> None:
     for path in sorted((ROOT / "examples").rglob("*.py")):
         if "__main__" in path.read_text():
             assert re.search(rf"^(Run it with:|   ) python {path.name}", path.read_text(), flags=re.MULTILINE), path

@@ -112,9 +112,9 @@ def test_a_call_on_some_processes_is_reported() -> None:
     finally:
         for one in running.values():
             one.kill()
-    for key, words in TOLD.items():
+    for key, message in TOLD.items():
         result = results[key].check(1)
-        assert all(one in result.stderr for one in words), result.stderr
+        assert all(one in result.stderr for one in message), result.stderr
         assert "has been no progress" not in result.stderr
         assert result.stderr.count("Traceback (most recent call last)") == 1, result.stderr
     assert results["ddp", "late"].check(0).stdout.count("done") == 2

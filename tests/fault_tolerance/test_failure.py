@@ -125,9 +125,9 @@ trainer.fit(Net(), DataLoader(torch.ones(64, 2), 4))
 """
 
 
-@pytest.mark.parametrize("place", ["destroy", "hook"])
-def test_what_waits_for_ever_after_an_error_does_not_keep_the_job(place: str, tmp_path: Path) -> None:
-    done = run_python(BLOCKED, place, cwd=tmp_path, timeout=150).check(1)
+@pytest.mark.parametrize("blocked_in", ["destroy", "hook"])
+def test_what_waits_for_ever_after_an_error_does_not_keep_the_job(blocked_in: str, tmp_path: Path) -> None:
+    done = run_python(BLOCKED, blocked_in, cwd=tmp_path, timeout=150).check(1)
     assert done.stderr.count("ValueError: no such thing") == 1
     assert "rank 1 of 2 failed" in done.stderr
     assert "did not end within" in done.stderr

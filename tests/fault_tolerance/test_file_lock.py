@@ -32,7 +32,7 @@ time.sleep(3600)
 """
 
 
-def test_the_second_one_hears_who_has_it(tmp_path: Path) -> None:
+def test_the_second_one_gets_the_name_of_the_holder(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     assert first.acquire() is None
     holder = second.acquire(timeout=0)

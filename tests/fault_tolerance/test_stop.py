@@ -62,7 +62,7 @@ def test_repeated_sigterm_is_one(coordinator: StopCoordinator) -> None:
     assert coordinator.check(1) == "SIGTERM"
 
 
-def test_request_in_words_and_at_the_end(coordinator: StopCoordinator) -> None:
+def test_the_message_of_a_request_and_one_at_the_end(coordinator: StopCoordinator) -> None:
     coordinator.request("val_loss did not improve")
     coordinator.request("max_time is over")
     assert coordinator.finish(4) == "val_loss did not improve"
@@ -127,15 +127,15 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(name: str, hook: st
 
 
 @pytest.mark.parametrize(
-    ("hook", "checkpoints", "words"),
+    ("hook", "checkpoints", "message"),
     [
         ("setup", True, "stopped after step 0: SIGTERM. There is no checkpoint (there was no step): started again, it"),
         ("on_train_batch_end", True, "stopped after step 1: SIGTERM. To go on, start it again with ckpt_path='last'"),
         ("on_train_batch_end", False, "stopped after step 1: SIGTERM. There is no checkpoint (no ModelCheckpoint has"),
     ],
 )
-def test_the_last_words_tell_what_is_saved(
-    hook: str, checkpoints: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_last_message_names_what_is_saved(
+    hook: str, checkpoints: bool, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Stopped(Callback):
         pass
@@ -145,8 +145,8 @@ def test_the_last_words_tell_what_is_saved(
     with pytest.raises(SystemExit) as ended:
         trainer.fit(Toy(), loader(3))
     assert ended.value.code == 143
-    assert words in capsys.readouterr().out
-    assert any(tmp_path.rglob("manifest.json")) == ("To go on" in words)
+    assert message in capsys.readouterr().out
+    assert any(tmp_path.rglob("manifest.json")) == ("To go on" in message)
 
 
 def test_a_stop_before_the_first_new_step_names_the_checkpoint_of_before(

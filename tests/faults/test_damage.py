@@ -276,7 +276,7 @@ def exchange(state: dict[str, Any], key: str, value: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         (lambda state: exchange(state, "exp_avg", torch.zeros(1)), r"'exp_avg' of .* has the shape \[1\]"),
         (lambda state: exchange(state, "step", torch.zeros(0)), r"'step' of .* has the shape \[0\]"),
@@ -295,12 +295,12 @@ def exchange(state: dict[str, Any], key: str, value: torch.Tensor) -> None:
     ],
     ids=["moment", "step", "no state", "no groups", "measured", "metrics", "callback", "counter"],
 )
-def test_entries_that_do_not_fit_are_named(change: Callable[[Any], Any], words: str, stopped: Path) -> None:
+def test_entries_that_do_not_fit_are_named(change: Callable[[Any], Any], message: str, stopped: Path) -> None:
     path = last(stopped)
     state = read_checkpoint(path)
     change(state)
     write_checkpoint(path, state, info={"step": 1}, overwrite=True)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         train(stopped.parent, 3)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints with changed content and right checksums are refused in words or train on, and do nothing else."""
+"""Checkpoints with changed content and right checksums are refused with a message or train on, and do nothing else."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ class Counting:
     """An iterable with a state of its own."""
 
     def __init__(self) -> None:
-        self.batches, self.place = list(loader(8)), 0
+        self.batches, self.position = list(loader(8)), 0
 
     def __iter__(self) -> Iterator[Any]:
-        while self.place < len(self.batches):
-            self.place += 1
-            yield self.batches[self.place - 1]
-        self.place = 0
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+        self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
+        return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
+        self.position = state["position"]
 
 
 class StopAfter(Callback):
@@ -146,7 +146,7 @@ def _shard(value: torch.Tensor) -> Shard:
 
 # -- the changes -------------------------------------------------------------------------------------------------------
 
-Place = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 NUMBERS: list[Any] = [
     *(0, 1, -1, 2, 7, 2**31, 2**62, 2**63, 2**64, -(2**63), 10**400, 0.5, -0.5, 1e308, -1e308, 1e-320),
@@ -173,7 +173,7 @@ def anything(rng: Random, tree: Any) -> Any:
     """Return a value that may stand anywhere, or one of the tree."""
     kind = rng.randrange(6)
     if kind == 0:
-        return copy.deepcopy(at(tree, rng.choice(list(places(tree)))))
+        return copy.deepcopy(at(tree, rng.choice(list(paths(tree)))))
     if kind == 1:
         nested: Any = rng.choice(NUMBERS)
         for _ in range(rng.choice([1, 50, 99, 101, 300, 3000])):
@@ -188,18 +188,18 @@ def anything(rng: Random, tree: Any) -> Any:
     return copy.deepcopy(rng.choice([NUMBERS, TEXTS, OTHERS][kind - 3]))
 
 
-def places(tree: Any, here: Place = ()) -> Iterator[Place]:
+def paths(tree: Any, here: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the paths of all values, but for those that a change has put very deep."""
     yield here
     if len(here) > 30:
         return
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in children:
-        yield from places(value, (*here, key))
+        yield from paths(value, (*here, key))
 
 
-def at(tree: Any, place: Place) -> Any:
-    for key in place:
+def at(tree: Any, path: KeyPath) -> Any:
+    for key in path:
         tree = tree[key]
     return tree
 
@@ -207,9 +207,9 @@ def at(tree: Any, place: Place) -> Any:
 def change(rng: Random, tree: Any) -> None:
     """Change one value: another number, type, key or place."""
     # By depth first: a few long lists would have most of the values.
-    by_depth: dict[int, list[Place]] = {}
-    for place in places(tree):
-        by_depth.setdefault(len(place), []).append(place)
+    by_depth: dict[int, list[KeyPath]] = {}
+    for path in paths(tree):
+        by_depth.setdefault(len(path), []).append(path)
     if len(by_depth) == 1:
         return  # nothing is left
     *above, key = rng.choice(by_depth[rng.choice([depth for depth in by_depth if depth])])
@@ -319,7 +319,7 @@ def limits() -> Iterator[None]:
 
 
 def judge(name: str, use: Callable[[], object]) -> str | None:
-    """Return what is wrong with the end of `use`; None if it ended well or with an error in words."""
+    """Return what is wrong with the end of `use`; None if it ended well or with an error with a message."""
     try:
         with limits():
             use()
@@ -351,7 +351,7 @@ def quiet_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("quiet_log")
-def test_a_changed_checkpoint_is_refused_in_words_or_trains_on(
+def test_a_changed_checkpoint_is_refused_with_a_message_or_trains_on(
     inputs: Inputs, originals: dict[str, Path], memory_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     problems = []

@@ -52,7 +52,7 @@ class BreakPoint(NamedTuple):
     """The step with which the resumed run begins; several: that depends on when there is validation."""
 
 
-PLACES = {
+BREAK_POINTS = {
     "end of step": BreakPoint("on_train_step_end", 1, "stop", every=2, resumes_at=(1,)),
     "mid-epoch": BreakPoint("on_train_batch_start", 3, resumes_at=(1,)),
     "inside a window": BreakPoint("on_before_backward", 4, resumes_at=(1,)),
@@ -60,7 +60,7 @@ PLACES = {
     "epoch end": BreakPoint("on_train_epoch_start", 2, resumes_at=(3,)),
     "after the last batch": BreakPoint("on_train_epoch_end", 1, resumes_at=(3,)),
 }
-MORE_PLACES = {
+MORE_BREAK_POINTS = {
     "steps after the last checkpoint": BreakPoint("on_train_batch_start", 11, every=4, resumes_at=(4,)),
     "max_steps": BreakPoint("", 4, "max_steps", resumes_at=(4,)),
 }
@@ -189,7 +189,7 @@ class SaveFinal(Callback):
         trainer.save_checkpoint(Path(trainer.settings.default_root_dir) / "final")
 
 
-def break_at(place: BreakPoint) -> Callback:
+def break_at(break_point: BreakPoint) -> Callback:
     """Return a callback that breaks the run at a point."""
     passed = 0
 
@@ -198,13 +198,13 @@ def break_at(place: BreakPoint) -> Callback:
         if trainer.sanity_checking:
             return
         passed += 1
-        if passed == place.when and place.how == "stop":
+        if passed == break_point.when and break_point.how == "stop":
             trainer.stop("broken")
-        elif passed == place.when:
+        elif passed == break_point.when:
             raise Killed
 
     callback = Callback()
-    setattr(callback, place.hook, pass_by)
+    setattr(callback, break_point.hook, pass_by)
     return callback
 
 
@@ -252,19 +252,19 @@ def train(
     return begin.step
 
 
-def broken_and_resumed(cell: Cell, place: BreakPoint, folder: Path, **inputs: Any) -> int:
+def broken_and_resumed(cell: Cell, break_point: BreakPoint, folder: Path, **inputs: Any) -> int:
     """Break a run, resume it, and return the step at which the resumed run began."""
     made = {name: make() for name, make in inputs.items()}
-    if place.how == "max_steps":
-        train(cell, folder, [], max_steps=place.when, **made)
+    if break_point.how == "max_steps":
+        train(cell, folder, [], max_steps=break_point.when, **made)
     else:
         try:
-            train(cell, folder, [break_at(place)], place.every, **made)
+            train(cell, folder, [break_at(break_point)], break_point.every, **made)
         except Killed:
             pass
         else:
-            assert place.how == "stop", "the run has ended by itself"
-    return train(cell, folder, [SaveFinal()], place.every, **{name: make() for name, make in inputs.items()})
+            assert break_point.how == "stop", "the run has ended by itself"
+    return train(cell, folder, [SaveFinal()], break_point.every, **{name: make() for name, make in inputs.items()})
 
 
 def differences(uninterrupted: Path, resumed: Path) -> list[str]:
@@ -277,9 +277,9 @@ def differences(uninterrupted: Path, resumed: Path) -> list[str]:
 EVERY_CELL = tuple(Cell(optimizer, workers) for optimizer in ("adamw", "sgd") for workers in (0, 2))
 
 
-def places(cell: Cell) -> list[str]:
+def break_points(cell: Cell) -> list[str]:
     """Return the names of the points at which this cell is broken."""
-    return [*PLACES, *(MORE_PLACES if cell.workers == 0 else {})]
+    return [*BREAK_POINTS, *(MORE_BREAK_POINTS if cell.workers == 0 else {})]
 
 
 def matrix(folder: str, wanted: dict[Cell, list[str]]) -> dict[tuple[Cell, str], list[str]]:
@@ -290,10 +290,10 @@ def matrix(folder: str, wanted: dict[Cell, list[str]]) -> dict[tuple[Cell, str],
         uninterrupted = Path(folder) / str(cell)
         train(cell, uninterrupted, [SaveFinal()])
         for name in names:
-            place = {**PLACES, **MORE_PLACES}[name]
+            break_point = {**BREAK_POINTS, **MORE_BREAK_POINTS}[name]
             resumed = Path(folder) / f"{cell}-{name}"
-            begun = broken_and_resumed(cell, place, resumed)
-            wrong_step = [f"began at step {begun}"] if begun not in place.resumes_at else []
+            begun = broken_and_resumed(cell, break_point, resumed)
+            wrong_step = [f"began at step {begun}"] if begun not in break_point.resumes_at else []
             found[cell, name] = wrong_step + differences(uninterrupted, resumed)
     faulthandler.cancel_dump_traceback_later()
     return found
@@ -356,7 +356,7 @@ def stateful(folder: str) -> dict[str, list[str]]:
         train(Cell(), uninterrupted, [SaveFinal()], loader=make(workers))
         for name in ("inside a window", "inside validation", "epoch end"):
             resumed = Path(folder) / f"stateful{workers}-{name}"
-            broken_and_resumed(Cell(), PLACES[name], resumed, loader=lambda workers=workers: make(workers))
+            broken_and_resumed(Cell(), BREAK_POINTS[name], resumed, loader=lambda workers=workers: make(workers))
             found[f"StatefulDataLoader, {workers} workers, {name}"] = differences(uninterrupted, resumed)
     return found
 

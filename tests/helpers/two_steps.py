@@ -50,7 +50,7 @@ def train(trainer: Trainer) -> None:
 
 
 def refused(error: TrainerError, names: list[str]) -> str:
-    """Check the message of a refusal: in words, of bounded length, about one of the arguments."""
+    """Check the message of a refusal: a message of bounded length, about one of the arguments."""
     text = str(error)
     if not 10 < len(text) < 20_000 or "Traceback" in text:
         raise WrongError(f"a message of {len(text)} characters: {text[:500]}")

@@ -202,23 +202,23 @@ def test_where_it_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> No
     Path("elsewhere").mkdir()
     Path("elsewhere", "gone.py").touch()
     monkeypatch.syspath_prepend(str(Path("elsewhere").resolve()))  # as the folder in which Python was started
-    for words, reason in PROGRAMS.values():
-        monkeypatch.setattr(sys, "orig_argv", [sys.executable, *words])
+    for arguments, reason in PROGRAMS.values():
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, *arguments])
         found = can_relaunch({})
-        assert (found or "").startswith(reason), (words, found)
-        assert bool(found) is bool(reason), (words, found)
+        assert (found or "").startswith(reason), (arguments, found)
+        assert bool(found) is bool(reason), (arguments, found)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     assert can_relaunch({}) == "it was itself started by multiprocessing"
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert can_relaunch({}) == "it is an interactive session"
 
 
-@pytest.mark.parametrize("words", [("-u", "/dev/stdin"), ("-",)])
-def test_a_program_from_a_pipe_is_not_started_twice(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [("-u", "/dev/stdin"), ("-",)])
+def test_a_program_from_a_pipe_is_not_started_twice(arguments: tuple[str, ...]) -> None:
     """/dev/stdin is empty for the processes that would be started: they would end well, and have done nothing."""
     source = b"from trainer.launchers.launcher import can_relaunch\nprint(can_relaunch())"
     env = {**os.environ, "PYTHONPATH": str(ROOT)} | {"PYTEST_CURRENT_TEST": ""}
-    done = subprocess.run([sys.executable, *words], input=source, capture_output=True, env=env)
+    done = subprocess.run([sys.executable, *arguments], input=source, capture_output=True, env=env)
     assert done.stdout.startswith(b"its program came from "), done
 
 

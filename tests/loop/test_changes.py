@@ -99,7 +99,7 @@ LOADERS: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", LOADERS)
-def test_other_data_are_refused_within_an_epoch_and_told_at_its_end(
+def test_other_data_are_refused_within_an_epoch_and_reported_at_its_end(
     case: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, lines = LOADERS[case]
@@ -117,7 +117,7 @@ def test_other_data_are_refused_within_an_epoch_and_told_at_its_end(
     assert f"changed since {written / 'epoch=0'} was written:" in caplog.text
 
 
-def test_what_is_no_change_is_not_told(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_change_is_not_reported(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         for name in ("step=1", "step=8", "epoch=0", "step=20"):
             fit(tmp_path, 22, DataLoader(data(), 4, shuffle=True), ckpt_path=written / name)
@@ -138,7 +138,7 @@ def test_what_is_no_change_is_not_told(written: Path, tmp_path: Path, caplog: py
     ],
     ids=["lr", "schedule", "dropout", "frozen", "window", "limit", "seeds", "precision"],
 )
-def test_other_changes_are_told_in_one_message(
+def test_other_changes_are_reported_in_one_message(
     module: Any, settings: Any, name: str, line: str, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resume(**more: Any) -> str:
@@ -155,7 +155,7 @@ def test_other_changes_are_told_in_one_message(
     assert resume(allow_changes=[name]) == ""
 
 
-def test_a_batch_of_another_size_is_told_and_goes_on(
+def test_a_batch_of_another_size_is_reported_and_goes_on(
     written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
@@ -163,7 +163,7 @@ def test_a_batch_of_another_size_is_told_and_goes_on(
     assert "batch_size: 4 over all processes then, 8 over all processes now" in caplog.text
 
 
-def test_nothing_left_is_told(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_left_is_reported(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         assert fit(tmp_path, 6, DataLoader(data(), 4, shuffle=True), ckpt_path=written / "step=8") == 8
     assert [r.message for r in caplog.records] == [
@@ -172,7 +172,7 @@ def test_nothing_left_is_told(written: Path, tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         (["data"], r"allow_changes=\['data'\]: give names out of dataset, loader.* Did you mean 'dataset'"),
         ("dataset", "allow_changes='dataset': give a list of names"),
@@ -181,8 +181,8 @@ def test_nothing_left_is_told(written: Path, tmp_path: Path, caplog: pytest.LogC
     ],
     ids=["unknown", "text", "number", "flag"],
 )
-def test_names_that_are_none_are_refused(given: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_names_that_are_none_are_refused(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         fit(tmp_path, 1, DataLoader(data(), 4), allow_changes=given)
 
 
@@ -240,7 +240,7 @@ def loader_of(kind: str, other: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [
         ("indices", "dataset: indices: 64 numbers "),
         ("parts", "dataset: indices: 2 numbers "),
@@ -250,7 +250,7 @@ def loader_of(kind: str, other: bool) -> Any:
     ],
 )
 def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
-    kind: str, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fit(tmp_path, 3, loader_of(kind, False))
     with caplog.at_level(logging.WARNING, "trainer"):
@@ -258,7 +258,7 @@ def test_other_samples_behind_the_same_length_are_refused_within_an_epoch(
     assert caplog.text == ""
     with pytest.raises(ConfigError, match="in the middle of an epoch") as error:
         fit(tmp_path, 5, loader_of(kind, True), ckpt_path=tmp_path / "step=3")
-    assert words in str(error.value)
+    assert message in str(error.value)
 
 
 class Scheduled(Net):
@@ -286,7 +286,7 @@ def warm_up(steps: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("then", "now", "words"),
+    ("then", "now", "message"),
     [
         (two_stages(9), two_stages(8), "CosineAnnealingLR.T_max: 9 then, 8 now (the checkpoint's is used)\n"),
         (
@@ -303,7 +303,7 @@ def warm_up(steps: int) -> Any:
     ids=["inside", "function", "frequency"],
 )
 def test_what_is_in_a_schedule_is_compared_and_what_is_used_is_true(
-    then: Any, now: Any, words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    then: Any, now: Any, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resume(schedule: Any, **more: Any) -> str:
         caplog.clear()
@@ -313,7 +313,7 @@ def test_what_is_in_a_schedule_is_compared_and_what_is_used_is_true(
 
     fit(tmp_path, 3, DataLoader(data(), 4), Scheduled(then))
     assert resume(then) == ""
-    assert words in resume(now)
+    assert message in resume(now)
     assert resume(now, allow_changes=["schedulers"]) == ""
 
 

@@ -62,7 +62,7 @@ def test_links_in_a_run_directory_are_replaced_and_never_followed(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "second name", "pipe"])
-def test_a_lock_that_is_no_plain_file_is_refused_in_words(kind: str, tmp_path: Path) -> None:
+def test_a_lock_that_is_no_plain_file_is_refused_with_a_message(kind: str, tmp_path: Path) -> None:
     run_dir = train(tmp_path / "runs").run_dir
     victim = tmp_path / "victim"
     if kind != "dangling link":
@@ -177,7 +177,7 @@ def test_a_reader_looks_again_while_checkpoints_change(tmp_path: Path, monkeypat
     assert CheckpointDirectory(folder).resolve("last").name == "step=8"
 
 
-def test_links_in_the_place_of_folders_are_not_followed(tmp_path: Path) -> None:
+def test_links_instead_of_folders_are_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     precious = elsewhere / "predictions-rank00000-of-00001.json"

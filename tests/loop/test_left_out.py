@@ -57,7 +57,7 @@ def test_states_of_callbacks_and_data_that_are_missing_are_named_in_one_warning(
     caplog.clear()
     counts = Counts()
     quiet(max_epochs=2, callbacks=counts).fit(Toy(), loader(2), loader(1), ckpt_path=path)
-    [reported] = [words for words in warnings_of(caplog) if "the state of" in words]
+    [reported] = [message for message in warnings_of(caplog) if "the state of" in message]
     for name in ("the callback Counts-2", "the callback mine", "EarlyStopping", "ModelCheckpoint", "the data module"):
         assert name in reported
     assert "callback Counts," not in reported
@@ -71,16 +71,16 @@ def test_nothing_is_reported_where_nothing_is_missing(tmp_path: Path, caplog: py
     quiet(max_epochs=1, callbacks=again, enable_checkpointing=True).fit(Toy(), loader(2), loader(1), ckpt_path=path)
     quiet(fast_dev_run=True).fit(Toy(), loader(2), loader(1), ckpt_path=path)
     quiet().validate(Toy(), loader(1), ckpt_path=path)
-    assert [words for words in warnings_of(caplog) if "nothing is left to train" not in words] == []
+    assert [message for message in warnings_of(caplog) if "nothing is left to train" not in message] == []
 
 
 @pytest.mark.parametrize("loaders", [None, {}], ids=["none", "no loader by name"])
-def test_a_validation_step_without_a_loader_is_told(loaders: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_validation_step_without_a_loader_is_reported(loaders: Any, caplog: pytest.LogCaptureFixture) -> None:
     quiet(max_epochs=1).fit(Toy(), loader(1), loaders)
     assert warnings_of(caplog) == ["Toy has a validation_step, but there is no validation loader: nothing is validated"]
 
 
-def test_a_validation_loader_without_a_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_validation_loader_without_a_step_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     module = Toy()
     module.validation_step = None  # type: ignore[assignment, method-assign]
     quiet(max_epochs=1).fit(module, loader(1), loader(1))
@@ -90,7 +90,7 @@ def test_a_validation_loader_without_a_step_is_told(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize(
     "settings", [{"limit_val_batches": 0}, {"limit_val_batches": 0.0}, {"overfit_batches": 1}], ids=str
 )
-def test_validation_that_is_off_is_not_told(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_validation_that_is_off_is_not_reported(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     quiet(max_epochs=1, **settings).fit(Toy(), loader(1))
     assert warnings_of(caplog) == []
 
@@ -101,7 +101,7 @@ quiet(max_epochs=1, devices=2).fit(Toy(), loader(2))
 """
 
 
-def test_several_processes_tell_it_once() -> None:
+def test_several_processes_report_it_once() -> None:
     assert run_python(TWO).check().stderr.count("there is no validation loader") == 1
 
 

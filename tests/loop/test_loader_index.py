@@ -11,7 +11,7 @@ from trainer import Callback, ConfigError
 from trainer.callbacks import LambdaCallback
 
 
-def test_a_method_may_need_the_index_of_the_only_loader_or_have_no_place_for_it() -> None:
+def test_a_method_may_need_the_index_of_the_only_loader_or_not_take_it() -> None:
     seen: list[Any] = []
 
     class Module(Toy):

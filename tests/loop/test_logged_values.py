@@ -389,7 +389,7 @@ def test_the_loaders_name_stays_last() -> None:
     assert math.isfinite(values["val_epoch"])
 
 
-def test_a_value_by_step_in_an_evaluation_is_told() -> None:
+def test_a_value_by_step_in_an_evaluation_is_reported() -> None:
     class ByStep(Toy):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", float(batch_idx), on_step=True, on_epoch=False)
@@ -450,7 +450,7 @@ def _seldom_on_one_rank() -> Any:
     return seen[0]["seldom"]
 
 
-def test_a_value_that_another_process_logged_in_this_step_takes_the_place_of_an_earlier_one() -> None:
+def test_a_value_that_another_process_logged_in_this_step_replaces_an_earlier_one() -> None:
     assert run_distributed(_seldom_on_one_rank) == [40.0, 40.0]
 
 

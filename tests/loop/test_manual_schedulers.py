@@ -79,7 +79,7 @@ class Scheduled(Toy):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-def test_a_schedule_of_ones_own_is_in_the_checkpoint(tmp_path: Path) -> None:
+def test_a_schedule_of_the_user_is_in_the_checkpoint(tmp_path: Path) -> None:
     first, second = Halving(), Halving()
     trainer = quiet(max_steps=3)
     trainer.fit(Scheduled(first), loader(5))
@@ -105,7 +105,7 @@ def test_an_override_steps_a_schedule_without_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "schedule", "words"),
+    ("kind", "schedule", "message"),
     [
         (Automatic, Halving(), "Give it a method step"),
         (Automatic, ReduceLROnPlateau, "the class ReduceLROnPlateau"),
@@ -117,17 +117,17 @@ def test_an_override_steps_a_schedule_without_step() -> None:
         (Scheduled, {"scheduler": Halving(), "interval": "batch"}, "allowed are 'epoch' and 'step'"),
     ],
 )
-def test_what_is_no_schedule(kind: Any, schedule: Any, words: str) -> None:
+def test_what_is_no_schedule(kind: Any, schedule: Any, message: str) -> None:
     module = kind(None)
     module.schedule = (lambda optimizer: schedule) if isinstance(schedule, type) else schedule
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         quiet(max_epochs=1).fit(module, loader(1))
 
 
 @pytest.mark.parametrize(
     ("option", "reported"), [({"monitor": "loss"}, 1), ({"frequency": 2}, 1), ({"interval": "step"}, 0)]
 )
-def test_options_without_an_effect_are_told(
+def test_options_without_an_effect_are_reported(
     option: dict[str, Any], reported: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     quiet(max_epochs=1).fit(Scheduled({"scheduler": Halving(), **option}), loader(1))

@@ -59,12 +59,12 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "epochs as text": ({"max_epochs": "3"}, ["max_epochs='3'", "integer"]),
     "negative steps": ({"max_steps": -2}, ["max_steps=-2", "integer"]),
     "more at least than at most": ({"min_epochs": 3, "max_epochs": 2}, ["min_epochs=3", "max_epochs=2"]),
-    "time in words": ({"max_time": "2h"}, ["max_time='2h'", "'DD:HH:MM:SS'", "{'hours': 2}"]),
+    "time as text": ({"max_time": "2h"}, ["max_time='2h'", "'DD:HH:MM:SS'", "{'hours': 2}"]),
     "time in unknown units": ({"max_time": {"hour": 2}}, ["max_time={'hour': 2}", "{'hours': 2}"]),
     "negative time": ({"max_time": timedelta(hours=-1)}, ["max_time=", "not negative"]),
     "more than all batches": ({"limit_train_batches": 1.5}, ["limit_train_batches=1.5", "0.0 to 1.0", "int"]),
     "negative limit": ({"limit_val_batches": -1}, ["limit_val_batches=-1", "number of batches"]),
-    "limit in words": ({"limit_val_batches": "all"}, ["limit_val_batches='all'", "number of batches"]),
+    "limit as text": ({"limit_val_batches": "all"}, ["limit_val_batches='all'", "number of batches"]),
     "validation never": ({"val_check_interval": 0}, ["val_check_interval=0", "limit_val_batches=0"]),
     "two limits": ({"overfit_batches": 1, "fast_dev_run": True}, ["overfit_batches", "fast_dev_run", "choose one"]),
     "fast_dev_run as text": ({"fast_dev_run": "yes"}, ["fast_dev_run='yes'", "True, False or a number"]),
@@ -152,7 +152,7 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["one of every_n_train_steps, every_n_epochs"],
     ),
     "less than all": (lambda: ModelCheckpoint(save_top_k=-2), ["save_top_k=-2", "-1: all"]),
-    "interval in words": (
+    "interval as text": (
         lambda: ModelCheckpoint(train_time_interval="1h"),
         ["'1h'", "a timedelta", "seconds (a number)"],
     ),

@@ -93,10 +93,10 @@ def test_the_last_finite_checkpoint_stays(
     if "monitor" in options:
         assert found["-> best"] == (4 if options["mode"] == "min" else 2)
         assert checkpoint.best_model_score == -found["-> best"]
-    told = [record.message for record in caplog.records if "is written for you to look at" in record.message]
-    assert len(told) == 1
-    assert told[0].startswith("step 6: weights or optimizer states are not finite (model.layer.weight, ")
-    assert told[0].endswith(f"and 'last' still points to {checkpoint.last}.")
+    messages = [record.message for record in caplog.records if "is written for you to look at" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith("step 6: weights or optimizer states are not finite (model.layer.weight, ")
+    assert messages[0].endswith(f"and 'last' still points to {checkpoint.last}.")
 
     train(tmp_path, Spoilt(99), ckpt_path="last", **options)
     found = steps_in(tmp_path)
@@ -119,7 +119,7 @@ class SetInfinite(Callback):
         with torch.no_grad():
             if self.what == "buffer":
                 module.get_buffer("seen").fill_(math.nan)
-            elif self.what == "moment":
+            elif self.what == "average":
                 first = next(iter(trainer.optimizers[0].state.values()))["momentum_buffer"]
                 first.view(-1)[0] = math.inf
             else:
@@ -139,7 +139,7 @@ class WithMomentum(Toy):
     ("what", "name"),
     [
         ("buffer", "model.seen"),
-        ("moment", "optimizers.0.state.layer.weight.momentum_buffer"),
+        ("average", "optimizers.0.state.layer.weight.momentum_buffer"),
         ("weight", "model.layer.weight"),
     ],
 )
@@ -206,7 +206,7 @@ class BadScore(Toy):
 
 
 @pytest.mark.parametrize(("mode", "score", "best"), [("min", -math.inf, 2), ("max", math.inf, 4), ("max", math.nan, 4)])
-def test_a_score_that_is_not_finite_is_told_and_never_the_best(
+def test_a_score_that_is_not_finite_is_reported_and_never_the_best(
     mode: Any, score: float, best: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
@@ -274,9 +274,9 @@ class SpoilRankOne(Callback):
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.global_step == 3 and (trainer.rank == 1 or not trainer.strategy.shards_state):
-            moments = [s["exp_avg"] for s in trainer.optimizers[0].state.values() if "exp_avg" in s]
-            for moment in moments:
-                own = getattr(moment, "_local_tensor", moment).view(-1)
+            averages = [s["exp_avg"] for s in trainer.optimizers[0].state.values() if "exp_avg" in s]
+            for average in averages:
+                own = getattr(average, "_local_tensor", average).view(-1)
                 if own.numel():
                     own[0] = math.inf
 
@@ -340,7 +340,7 @@ class Masked(TrainModule):
 
 @pytest.mark.parametrize("window", [1, 2, 4])
 @pytest.mark.parametrize("counts", ["number", "tensor", "unknown"])
-def test_a_batch_without_items_has_no_loss_to_be_told(
+def test_a_batch_without_items_has_no_loss_to_report(
     counts: str, window: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     targets = torch.arange(32) % 3
@@ -350,9 +350,9 @@ def test_a_batch_without_items_has_no_loss_to_be_told(
     with caplog.at_level(logging.WARNING, "trainer"):
         quiet(max_epochs=2, accumulate_grad_batches=window).fit(module, DataLoader(data, 4))
     assert torch.isfinite(module.layer.weight).all()
-    told = [record.message for record in caplog.records if record.message.startswith("the loss of step")]
-    assert len(told) == (1 if counts == "unknown" else 0)
-    assert all("define num_items" in one for one in told)
+    messages = [record.message for record in caplog.records if record.message.startswith("the loss of step")]
+    assert len(messages) == (1 if counts == "unknown" else 0)
+    assert all("define num_items" in one for one in messages)
 
 
 class Overflows(Toy):
@@ -371,8 +371,8 @@ class Overflows(Toy):
         return gradient * math.inf if self.global_step < self.until else gradient
 
 
-def test_a_loss_scale_that_collapses_is_told_and_then_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    words = r"the loss scale of '16-mixed' has fallen to .* by step"
+def test_a_loss_scale_that_collapses_is_reported_and_then_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    message = r"the loss scale of '16-mixed' has fallen to .* by step"
     with caplog.at_level(logging.WARNING, "trainer"):
         quiet(max_steps=25, precision="16-mixed", log_every_n_steps=5).fit(Overflows(14), loader(32))
         assert "loss scale" not in caplog.text  # a few overflows are the rule
@@ -380,11 +380,11 @@ def test_a_loss_scale_that_collapses_is_told_and_then_ends_the_run(caplog: pytes
         quiet(max_steps=40, precision="16-mixed", log_every_n_steps=5).fit(module, loader(48))
     assert caplog.text.count("the loss scale of '16-mixed' has fallen to 0.0625 by step 20") == 1
     assert torch.isfinite(module.layer.weight).all()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         quiet(max_steps=400, precision="16-mixed").fit(Overflows(1000), loader(200))
 
 
-def test_a_schedule_that_ends_in_nan_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_that_ends_in_nan_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     class Schedule(Toy):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -397,7 +397,7 @@ def test_a_schedule_that_ends_in_nan_is_told(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "words"),
+    ("option", "value", "message"),
     [
         ("lr", math.nan, "SGD of .*configure_optimizers has lr=nan: give a finite number"),
         ("lr", math.inf, "lr=inf"),
@@ -407,19 +407,19 @@ def test_a_schedule_that_ends_in_nan_is_told(caplog: pytest.LogCaptureFixture) -
     ],
     ids=["nan", "inf", "tensor", "decay", "momentum"],
 )
-def test_options_of_optimizers_are_finite(option: str, value: Any, words: str) -> None:
+def test_options_of_optimizers_are_finite(option: str, value: Any, message: str) -> None:
     class Options(Toy):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             optimizer.param_groups[0][option] = value
             return optimizer
 
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         quiet(max_epochs=1).fit(Options(), loader(2))
 
 
 @pytest.mark.parametrize("every", [1, 50])
-def test_a_loss_in_which_no_parameter_takes_part_is_told(every: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_in_which_no_parameter_takes_part_is_reported(every: int, caplog: pytest.LogCaptureFixture) -> None:
     class Lone(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return torch.ones(3, requires_grad=True).sum()

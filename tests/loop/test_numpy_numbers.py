@@ -100,8 +100,8 @@ def test_a_hyperparameter_that_is_no_number_is_refused_in_the_constructor(wrong:
         Net(betas=(wrong,))
 
 
-@pytest.mark.parametrize("place", ["optimizer", "scheduler"])
-def test_what_no_checkpoint_holds_is_refused_before_the_first_step(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("holder", ["optimizer", "scheduler"])
+def test_what_no_checkpoint_holds_is_refused_before_the_first_step(holder: str, tmp_path: Path) -> None:
     class Odd(Toy):
         def on_train_start(self) -> None:
             raise AssertionError("training has begun")
@@ -109,13 +109,13 @@ def test_what_no_checkpoint_holds_is_refused_before_the_first_step(place: str, t
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), lr=0.1)
             scheduler = ExponentialLR(optimizer, 0.5)
-            if place == "optimizer":
+            if holder == "optimizer":
                 optimizer.param_groups[0]["since"] = np.datetime64("2026-01-01")
             else:
                 scheduler.since = np.datetime64("2026-01-01")  # type: ignore[attr-defined]
             return [optimizer], [scheduler]
 
-    where = r"optimizers\[0\]\['param_groups'\]\[0\]" if place == "optimizer" else r"schedulers\[0\]"
+    where = r"optimizers\[0\]\['param_groups'\]\[0\]" if holder == "optimizer" else r"schedulers\[0\]"
     with pytest.raises(CheckpointError, match=rf"cannot store {where}\['since'\]: it is a numpy.datetime64"):
         quiet(max_epochs=1, callbacks=ModelCheckpoint(tmp_path), enable_checkpointing=True).fit(Odd(), loader(1))
 

@@ -18,9 +18,9 @@ from tests.helpers.resume_runs import (
     EVERY_CELL,
     SAMPLES,
     Cell,
+    break_points,
     differences,
     matrix,
-    places,
     plain,
     plain_on_two,
     stateful,
@@ -40,9 +40,9 @@ class Found(NamedTuple):
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Run the matrix on one or two processes, in one start."""
     wanted: dict[Cell, list[str]] = {cell: [] for cell in EVERY_CELL}
-    for world, cell, place in selected(request, "found", "cell", "place"):
+    for world, cell, break_point in selected(request, "found", "cell", "break_point"):
         if world == request.param:
-            wanted[cell].append(place)
+            wanted[cell].append(break_point)
     folder = tmp_path_factory.mktemp("matrix")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -50,9 +50,11 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Found(request.param, folder, {key: [line for rank in results for line in rank[key]] for key in results[0]})
 
 
-@pytest.mark.parametrize(("cell", "place"), [(cell, place) for cell in EVERY_CELL for place in places(cell)], ids=str)
-def test_a_broken_run_ends_with_the_same_bits(found: Found, cell: Cell, place: str) -> None:
-    different = found.different[cell, place]
+@pytest.mark.parametrize(
+    ("cell", "break_point"), [(cell, break_point) for cell in EVERY_CELL for break_point in break_points(cell)], ids=str
+)
+def test_a_broken_run_ends_with_the_same_bits(found: Found, cell: Cell, break_point: str) -> None:
+    different = found.different[cell, break_point]
     assert not different, "\n".join(different)
 
 

@@ -57,7 +57,7 @@ def test_the_rest_of_the_epoch_is_the_rest_of_the_order(tmp_path: Path, first: i
     assert going_on == order[first * steps : first * steps + 2 * then]
 
 
-def test_a_place_inside_a_batch_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_path_of_a_value_inside_a_batch_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     order = run(tmp_path, batch_size=4, max_steps=1)
     with caplog.at_level(logging.WARNING, logger="trainer"):
         again = run(tmp_path, batch_size=8, max_steps=2)

@@ -122,7 +122,7 @@ def test_a_closures_next_forward_does_not_keep_the_batch_of_the_one_before() -> 
 # -- modes -------------------------------------------------------------------------------------------------------------
 
 
-def test_modules_in_eval_mode_stay_so_and_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_modules_in_eval_mode_stay_so_and_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     class Frozen(Toy):
         def __init__(self) -> None:
             super().__init__()
@@ -502,13 +502,13 @@ class Short(BatchSampler):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_raises_stop_iteration_is_told(workers: int) -> None:
+def test_a_dataset_that_raises_stop_iteration_is_reported(workers: int) -> None:
     with pytest.raises(ConfigError, match=r"raised StopIteration for the indices .*write next\(iterator, None\)"):
         quiet(max_epochs=1).fit(Toy(), DataLoader(RunsOut(), batch_size=2, num_workers=workers))
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate"])
-def test_a_sampler_with_a_wrong_length_is_told(stage: str) -> None:
+def test_a_sampler_with_a_wrong_length_is_reported(stage: str) -> None:
     data = loader(2).dataset
     short = DataLoader(data, batch_sampler=Short(SequentialSampler(range(8)), 4, False))
     with pytest.raises(ConfigError, match=r"gave only 2 batches, and its length is 10: its \w+ has a wrong __len__"):
@@ -521,7 +521,7 @@ class Stream(IterableDataset[Any]):
             yield torch.ones(4), torch.ones(1)
 
 
-def test_an_iterable_shorter_than_its_limit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_iterable_shorter_than_its_limit_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     trainer = quiet(max_epochs=2, limit_train_batches=5)
     with caplog.at_level(logging.WARNING, "trainer"):
         trainer.fit(Toy(), DataLoader(Stream(), batch_size=4))

@@ -1,4 +1,4 @@
-"""Errors of the file system beside the checkpoints: training goes on without notes; what must be read is told."""
+"""Errors of the file system beside the checkpoints: training goes on without notes; what must be read is reported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_is_published_stays_so_where_leftovers_cannot_be_looked_at(
     assert there(tmp_path) == ["step=5", "step=6"]
 
 
-def test_rows_that_are_lost_at_the_end_are_told(
+def test_rows_that_are_lost_at_the_end_are_reported(
     refuse: Callable[[str, str, int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     refuse("replace", "metrics.csv", errno.ENOSPC)
@@ -123,7 +123,7 @@ def test_rows_that_cannot_be_read_are_not_overwritten(
     assert (trainer.run_dir / "metrics.csv").read_bytes() == rows
 
 
-def test_a_root_that_does_not_answer_is_an_error_in_words(
+def test_a_root_that_does_not_answer_is_an_error_with_a_message(
     refuse: Callable[[str, str, int], None], tmp_path: Path
 ) -> None:
     fit([steps()], default_root_dir=tmp_path)
@@ -132,16 +132,16 @@ def test_a_root_that_does_not_answer_is_an_error_in_words(
         fit([steps()], default_root_dir=tmp_path, ckpt_path="last")
 
 
-def test_a_pointer_that_cannot_be_written_is_told_without_advice_for_readers(
+def test_a_pointer_that_cannot_be_written_is_reported_without_advice_for_readers(
     refuse: Callable[[str, str, int], None], tmp_path: Path
 ) -> None:
     refuse("open", "step=3/manifest.json", errno.EIO)
     with pytest.raises(CheckpointError) as caught:
         fit([steps(dirpath=tmp_path)])
-    words = str(caught.value)
-    assert "step=3 was written, and cannot write" in words
-    assert "step=3/manifest.json cannot be read: Input/output error. ckpt_path='last' finds it" in words
-    assert "It may be intact" not in words
+    message = str(caught.value)
+    assert "step=3 was written, and cannot write" in message
+    assert "step=3/manifest.json cannot be read: Input/output error. ckpt_path='last' finds it" in message
+    assert "It may be intact" not in message
 
 
 def test_a_lock_that_cannot_be_closed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from tests.helpers.examples import example_module
 from trainer import TrainModule
 from trainer.errors import ConfigError
-from trainer.model.blocks import BlockPolicy, blocks_in_words, find_blocks
+from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks
 
 
 class Block(nn.Module):
@@ -216,7 +216,7 @@ def test_everything_that_matches_nothing_is_named_with_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "words"),
+    ("policy", "message"),
     [
         (10_000, "no submodule of Tree has 10,000 parameters or more. Its classes"),
         (lambda name, child: False, "returned False for every submodule"),
@@ -227,14 +227,14 @@ def test_everything_that_matches_nothing_is_named_with_what_there_is() -> None:
         ([1], r"got \[1\]"),
     ],
 )
-def test_a_policy_that_cannot_be_is_reported(policy: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_policy_that_cannot_be_is_reported(policy: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         find_blocks(Tree(layers=blocks(2)), policy)
 
 
-def test_blocks_in_words() -> None:
+def test_describe_blocks() -> None:
     module = Tree(layers=blocks(3), head=nn.Linear(8, 1))
-    assert blocks_in_words(find_blocks(module, ["Block"])) == "3 x Block (layers.0 to layers.2)"
+    assert describe_blocks(find_blocks(module, ["Block"])) == "3 x Block (layers.0 to layers.2)"
     found = find_blocks(module, lambda name, child: name in ("layers.0", "head"))
-    assert blocks_in_words(found) == "Block (layers.0), Linear (head)"
-    assert blocks_in_words({}) == "nothing"
+    assert describe_blocks(found) == "Block (layers.0), Linear (head)"
+    assert describe_blocks({}) == "nothing"

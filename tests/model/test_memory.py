@@ -100,7 +100,7 @@ def test_every_strategy_has_a_row() -> None:
     assert set(STRATEGIES) <= set(", ".join(rows).split(", "))
 
 
-def test_the_layout_of_options_and_of_a_strategy_of_ones_own() -> None:
+def test_the_layout_of_options_and_of_a_strategy_of_the_user() -> None:
     assert layout_of(FSDPStrategy("HYBRID_SHARD", device_mesh=(4, 2))) == MemoryLayout(3, by_machine=True, shards=2)
     assert layout_of(FSDPStrategy(reshard_after_forward=False)) == MemoryLayout(3, keep_gathered=True)
     assert layout_of(FSDPStrategy("SHARD_GRAD_OP", reshard_after_forward=True)) == MemoryLayout(3)

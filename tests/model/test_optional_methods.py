@@ -79,23 +79,25 @@ def without(name: str) -> type[Forward]:
     return type("Forward", (Forward,), {name: getattr(TrainModule, name)})
 
 
-CASES = [(place, name) for place in ("class", "object") for name in OPTIONAL]
-CASES += [(place, name) for place in ("derived class", "mixin", "copy") for name in ("val_dataloader", "num_items")]
+CASES = [(defined_in, name) for defined_in in ("class", "object") for name in OPTIONAL]
+CASES += [
+    (defined_in, name) for defined_in in ("derived class", "mixin", "copy") for name in ("val_dataloader", "num_items")
+]
 
 
-@pytest.mark.parametrize(("place", "name"), CASES)
-def test_a_method_of_a_module_that_is_none_is_not_defined(place: str, name: str) -> None:
+@pytest.mark.parametrize(("defined_in", "name"), CASES)
+def test_a_method_of_a_module_that_is_none_is_not_defined(defined_in: str, name: str) -> None:
     expected = run_all(without(name)())
-    if place == "class":
+    if defined_in == "class":
         module = type("Module", (Forward,), {name: None})()
-    elif place == "derived class":
+    elif defined_in == "derived class":
         module = type("Derived", (type("Module", (Forward,), {name: wrong}),), {name: None})()
-    elif place == "mixin":
+    elif defined_in == "mixin":
         module = type("Module", (type("Plain", (), {name: None}), type("Defines", (Forward,), {name: wrong})), {})()
     else:
         module = type("Module", (Forward,), {name: wrong})()
         setattr(module, name, None)
-        module = copy.deepcopy(module) if place == "copy" else module
+        module = copy.deepcopy(module) if defined_in == "copy" else module
     assert not module.overrides(name)
     torch.testing.assert_close(run_all(module), expected, rtol=0, atol=0)
 
@@ -123,11 +125,11 @@ class Data(DataModule):
 
 
 @pytest.mark.parametrize("name", [*OF_DATA, *STATE, *HOOKS_OF_DATA])
-@pytest.mark.parametrize("place", ["class", "object"])
-def test_a_method_of_a_data_module_that_is_none_is_not_defined(name: str, place: str) -> None:
+@pytest.mark.parametrize("defined_in", ["class", "object"])
+def test_a_method_of_a_data_module_that_is_none_is_not_defined(name: str, defined_in: str) -> None:
     expected = run_all(Forward(), type("Data", (Data,), {name: getattr(DataModule, name)})())
-    data = type("Data", (Data,), {name: None if place == "class" else wrong})()
-    if place == "object":
+    data = type("Data", (Data,), {name: None if defined_in == "class" else wrong})()
+    if defined_in == "object":
         setattr(data, name, None)
     assert not data.overrides(name)
     torch.testing.assert_close(run_all(Forward(), data), expected, rtol=0, atol=0)

@@ -245,7 +245,7 @@ def said_by_both(call: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_processes_that_train_different_parameters_are_told(case: str, tmp_path: Path) -> None:
+def test_processes_that_train_different_parameters_are_reported(case: str, tmp_path: Path) -> None:
     said = said_by_both(f"raise_difference({case!r})", tmp_path)
     if case == "one rank":
         assert "rank 1 calls for a step in which layers.0.weight, layers.0.bias were unfrozen" in said

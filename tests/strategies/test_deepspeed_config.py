@@ -223,15 +223,15 @@ def test_an_optimizer_that_is_the_modules_is_no_contradiction(kind: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("section", "words"),
+    ("section", "message"),
     [
         ({"type": "SGD"}, "configure_optimizers returned a AdamW"),
         ({"type": "AdamW", "params": {"lr": 1e-2}}, "lr=0.01"),
         ({"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.5}}, "weight_decay=0.5"),
     ],
 )
-def test_another_optimizer_than_the_modules_is_a_contradiction(section: dict[str, Any], words: str) -> None:
-    assert words in problems_of({"optimizer": section})
+def test_another_optimizer_than_the_modules_is_a_contradiction(section: dict[str, Any], message: str) -> None:
+    assert message in problems_of({"optimizer": section})
 
 
 WARMUP = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 10}}}
@@ -270,7 +270,7 @@ def test_all_contradictions_come_in_one_message_with_both_values() -> None:
     given |= {"train_batch_size": 60, "gradient_accumulation_steps": 2, "steps_per_pint": 1}
     given["zero_optimization"] |= {"stge": 3, "offload_param": {"device": "nvme"}}
     text = problems_of(given, stage=2, clip_norm=0.5, precision=PRECISIONS["bf16-mixed"])
-    for words in (
+    for message in (
         "8 problems",
         "stage=3 in the DeepSpeed configuration, but the strategy has stage=2",
         "fp16.enabled=true in the DeepSpeed configuration, but the trainer's precision='bf16-mixed'",
@@ -281,11 +281,11 @@ def test_all_contradictions_come_in_one_message_with_both_values() -> None:
         "'steps_per_pint' is not a DeepSpeed key, and it would be ignored. Did you mean 'steps_per_print'?",
         "'zero_optimization.stge' is not a DeepSpeed key. Did you mean 'stage'?",
     ):
-        assert words in text
+        assert message in text
 
 
 @pytest.mark.parametrize(
-    ("given", "facts", "words"),
+    ("given", "facts", "message"),
     [
         ({"fp16": {"enabled": True}}, {}, "Give Trainer(precision='16-mixed')"),
         ({"bf16": {"enabled": False}}, {"precision": PRECISIONS["bf16-mixed"]}, "bf16.enabled=false"),
@@ -309,17 +309,17 @@ def test_all_contradictions_come_in_one_message_with_both_values() -> None:
         (7, {}, "give the path"),
     ],
 )
-def test_a_contradiction_is_reported(given: Any, facts: dict[str, Any], words: str) -> None:
-    assert words in problems_of(given, **facts)
+def test_a_contradiction_is_reported(given: Any, facts: dict[str, Any], message: str) -> None:
+    assert message in problems_of(given, **facts)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [('{"fp16": {"enabled": tr', "line 1"), ("[1]", "no JSON object"), ('{"fp16": {}, "fp16": {}}', "more than once")],
 )
-def test_a_broken_file_is_reported(text: str, words: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_reported(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(text)
-    assert words in problems_of(tmp_path / "ds.json")
+    assert message in problems_of(tmp_path / "ds.json")
 
 
 def test_nothing_is_said_of_what_is_not_known_yet() -> None:

@@ -278,7 +278,7 @@ def test_stage_3_evaluates_without_having_trained(found: dict[str, Any], late: b
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "message"),
     [
         ("two optimizers", "2 optimizers, and DeepSpeed's engine takes one"),
         ("not by element", "Adafactor needs full parameters"),
@@ -286,5 +286,5 @@ def test_stage_3_evaluates_without_having_trained(found: dict[str, Any], late: b
         ("other clipping", "clips by the norm 1.0, as it was at the start, and cannot clip by norm 2.0"),
     ],
 )
-def test_what_the_engine_cannot_do_is_reported(found: dict[str, Any], what: str, words: str) -> None:
-    assert words in found["refused"][what]
+def test_what_the_engine_cannot_do_is_reported(found: dict[str, Any], what: str, message: str) -> None:
+    assert message in found["refused"][what]

@@ -83,13 +83,13 @@ def test_the_trainers_arguments_are_compared_with_the_json_at_once() -> None:
             accumulate_grad_batches=2,
             gradient_clip_val=1.0,
         )
-    for words in (
+    for message in (
         "bf16.enabled=true",
         "gradient_accumulation_steps=4",
         "gradient_clipping=0.5",
         'micro-batch 3 x window 2 x processes 2 = 12. Write "auto".',
     ):
-        assert words in str(raised.value)
+        assert message in str(raised.value)
 
 
 def test_the_loaders_batch_size_is_compared_before_the_start() -> None:
@@ -180,7 +180,7 @@ def test_the_engine_is_on_the_device_that_was_asked_for(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("kind", "option", "words"),
+    ("kind", "option", "message"),
     [
         (DeepSpeedStrategy, "zero_stage", "DeepSpeedStrategy has no option 'zero_stage'. Use stage="),
         (
@@ -192,7 +192,7 @@ def test_the_engine_is_on_the_device_that_was_asked_for(tmp_path: Path, monkeypa
         (DDPStrategy, "find_unused_parameter", "Did you mean 'find_unused_parameters'"),
     ],
 )
-def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(words)):
+def test_an_unknown_option_is_refused_with_a_suggestion(kind: Any, option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         kind(**{option: 2})
     assert type(copy.deepcopy(kind())) is kind

@@ -306,7 +306,7 @@ def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "message"),
     [
         ("scalar", "cannot shard parameters without a dimension: scale"),
         ("logged part", "self.log('norm') got a DTensor, of which this process holds a part: log value.full_tensor()"),
@@ -317,12 +317,12 @@ def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str
         ("trained under fsdp", "Net was sharded by another strategy in an earlier run"),
     ],
 )
-def test_a_module_that_cannot_be_sharded(found: dict[str, Any], case: str, words: str) -> None:
-    assert words in found[case]
+def test_a_module_that_cannot_be_sharded(found: dict[str, Any], case: str, message: str) -> None:
+    assert message in found[case]
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"device_mesh": (2, 2)}, "for sharding_strategy='HYBRID_SHARD' only"),
         ({"device_mesh": (2, 1), "sharding_strategy": "HYBRID_SHARD"}, "is for 2 processes, but there are 4"),
@@ -331,9 +331,9 @@ def test_a_module_that_cannot_be_sharded(found: dict[str, Any], case: str, words
         ({"device_mesh": (2, 3), "sharding_strategy": "HYBRID_SHARD"}, "is for 6 processes, but there are 4"),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_reported_before_the_start(options: dict[str, Any], words: str) -> None:
+def test_a_mesh_that_does_not_fit_is_reported_before_the_start(options: dict[str, Any], message: str) -> None:
     problems = STRATEGIES["fsdp"](**options).problems(PRECISIONS["32-true"], "cpu", 4)
-    assert words in " ".join(problems)
+    assert message in " ".join(problems)
 
 
 def test_unknown_names_are_reported() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.processes import run_distributed
-from tests.helpers.resume_runs import Cell, matrix, places
+from tests.helpers.resume_runs import Cell, break_points, matrix
 from trainer.strategies import STRATEGIES
 
 OPTIMIZERS = {
@@ -27,7 +27,7 @@ def test_every_strategy_that_shards_the_state_is_tested_here() -> None:
 
 @pytest.mark.parametrize("strategy", OPTIMIZERS)
 def test_a_broken_run_ends_with_the_same_bits(strategy: str, tmp_path: Path) -> None:
-    wanted = {cell: places(cell) for cell in (Cell(optimizer, 0, strategy) for optimizer in OPTIMIZERS[strategy])}
+    wanted = {cell: break_points(cell) for cell in (Cell(optimizer, 0, strategy) for optimizer in OPTIMIZERS[strategy])}
     results = run_distributed(matrix, 2, str(tmp_path), wanted)
     for result in results:
         assert len(result) == sum(map(len, wanted.values()))

@@ -132,9 +132,9 @@ class PinnedStagingBuffer:
         for key, group in tensors.items():
             copies[key] = {}
             for name, tensor in group.items():
-                place = self._block[position : position + tensor.numel() * tensor.element_size()]
+                target = self._block[position : position + tensor.numel() * tensor.element_size()]
                 position += _padded(tensor)
-                copies[key][name] = _copy_into(place, tensor.detach())
+                copies[key][name] = _copy_into(target, tensor.detach())
         self._pending = [torch.accelerator.current_stream(device).record_event() for device in devices]
         return copies
 
@@ -159,11 +159,11 @@ class PinnedStagingBuffer:
             self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
-def _copy_into(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    copy, non_blocking = place.view(tensor.dtype).reshape(tensor.shape), has_streams(tensor.device.type)
+def _copy_into(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    copy, non_blocking = target.view(tensor.dtype).reshape(tensor.shape), has_streams(tensor.device.type)
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         # As bytes: torch cannot copy some of the small dtypes.
-        place.copy_(flat_bytes(tensor), non_blocking=non_blocking)
+        target.copy_(flat_bytes(tensor), non_blocking=non_blocking)
     else:
         copy.copy_(tensor, non_blocking=non_blocking)
     return copy

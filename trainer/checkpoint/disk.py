@@ -100,7 +100,7 @@ def reason(error: OSError | CheckpointError) -> str:
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path; the file written there in the block replaces `path` at its end, or nothing changes."""
-    temporary = temporary_beside(path)
+    temporary = temporary_path_for(path)
     try:
         yield temporary
         with open(temporary, "rb") as file:
@@ -157,7 +157,7 @@ class LocalStorage:
 
     @contextmanager
     def atomic_directory(self, final: Path, replace: bool) -> Iterator[Path]:
-        temporary = temporary_beside(final)
+        temporary = temporary_path_for(final)
         try:
             make_directory(final.parent)
             temporary.mkdir()
@@ -209,7 +209,7 @@ class LocalStorage:
             _log.warning("%s is a link: what it points to, %s, is not deleted.", folder, os.path.realpath(folder))
             folder.unlink()
             return
-        doomed = temporary_beside(folder, "del")
+        doomed = temporary_path_for(folder, "del")
         os.rename(folder, doomed)
         with suppress(OSError):  # it is gone for readers
             sync_directory(folder.parent)
@@ -267,7 +267,7 @@ class TemporaryPath:
             return False
 
 
-def temporary_beside(path: Path, kind: str = "tmp") -> Path:
+def temporary_path_for(path: Path, kind: str = "tmp") -> Path:
     """Return an unused name in the same directory, so that a rename to `path` never crosses file systems.
 
     The name contains that of `path`, cut to fit; in full for `kind` "old", which may have to be renamed back.
@@ -293,7 +293,7 @@ def sync_directory(folder: Path) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError as error:  # a folder that may be written to, but not listed
-        _tell_no_flush(folder, error)
+        _report_no_flush(folder, error)
         return
     try:
         flush_file(descriptor, folder)
@@ -308,10 +308,10 @@ def flush_file(descriptor: int, folder: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_FLUSH:
             raise
-        _tell_no_flush(folder, error)
+        _report_no_flush(folder, error)
 
 
-def _tell_no_flush(folder: Path, error: OSError) -> None:
+def _report_no_flush(folder: Path, error: OSError) -> None:
     mount = folder.absolute()
     while not mount.is_mount():
         mount = mount.parent
@@ -363,7 +363,7 @@ def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
     elif _exchange(temporary, final):
         undo = partial(_exchange, temporary, final)
     else:
-        aside = temporary_beside(final, "old")
+        aside = temporary_path_for(final, "old")
         os.rename(final, aside)
         try:
             os.rename(temporary, final)
@@ -410,7 +410,7 @@ def _discard(path: Path) -> None:
             path.unlink(missing_ok=True)
     if os.path.lexists(path) and not path.name.startswith(".del-"):
         with suppress(OSError):
-            os.rename(path, temporary_beside(path, "del"))
+            os.rename(path, temporary_path_for(path, "del"))
 
 
 def _is_running(pid: int) -> bool:
@@ -425,7 +425,7 @@ def _is_running(pid: int) -> bool:
 
 def _time_of(folder: Path) -> float:
     """Return the time of the file system's clock in seconds; this machine's time if nothing can be written there."""
-    probe = temporary_beside(folder / "clock")
+    probe = temporary_path_for(folder / "clock")
     try:
         with open(probe, "xb"):
             return probe.stat().st_mtime

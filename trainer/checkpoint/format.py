@@ -127,11 +127,11 @@ def read_manifest(path: str | StoragePath) -> Manifest:
         CheckpointError: `path` is not a committed checkpoint, or its manifest is damaged.
     """
     folder = _require_committed(as_storage_path(path))
-    place = str(folder / MANIFEST_FILE)
+    where = str(folder / MANIFEST_FILE)
     text = read_small_file(folder / MANIFEST_FILE, _MAX_MANIFEST)
-    body = from_json(text, place)
+    body = from_json(text, where)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"{place} is damaged, or is not the manifest of a checkpoint of this package")
+        raise CheckpointError(f"{where} is damaged, or is not the manifest of a checkpoint of this package")
     version = body.get("version")
     if type(version) is int and version > VERSION:
         raise CheckpointError(
@@ -144,8 +144,8 @@ def read_manifest(path: str | StoragePath) -> Manifest:
     except RecursionError:
         intact = False
     if not intact:
-        raise CheckpointError(f"{place} is damaged: its checksum does not match its contents")
-    return _parse_manifest(body, place)
+        raise CheckpointError(f"{where} is damaged: its checksum does not match its contents")
+    return _parse_manifest(body, where)
 
 
 def verify_checkpoint(path: str | StoragePath) -> list[str]:
@@ -230,15 +230,15 @@ def _require_committed(folder: StoragePath) -> StoragePath:
     raise CheckpointError(f"there is no checkpoint {folder}.{did_you_mean(folder.name, siblings)} {there}")
 
 
-def _parse_manifest(body: dict[str, Any], place: str) -> Manifest:
+def _parse_manifest(body: dict[str, Any], where: str) -> Manifest:
     if body.keys() != {"format", "version", "info", "files"} or type(body["version"]) is not int:
-        raise CheckpointError(f"{place} does not have the entries of a manifest")
+        raise CheckpointError(f"{where} does not have the entries of a manifest")
     info, files = body["info"], body["files"]
     if not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
-        raise CheckpointError(f"{place} does not have the entries of a manifest")
+        raise CheckpointError(f"{where} does not have the entries of a manifest")
     for name, entry in files.items():
         if not _FILE.fullmatch(name):
-            raise CheckpointError(f"{place} names a file that is not part of the format: {name!r:.100}")
+            raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
         if (
             not isinstance(entry, dict)
             or entry.keys() != {"bytes", "sha256"}
@@ -246,14 +246,14 @@ def _parse_manifest(body: dict[str, Any], place: str) -> Manifest:
             or not 0 <= entry["bytes"] < 2**63
             or not isinstance(entry["sha256"], str)
         ):
-            raise CheckpointError(f"{place}: the entry of {name!r:.100} is malformed")
+            raise CheckpointError(f"{where}: the entry of {name!r:.100} is malformed")
 
     def refuse(tensor: TensorInfo) -> None:
-        raise CheckpointError(f"{place}: its info refers to a tensor")
+        raise CheckpointError(f"{where}: its info refers to a tensor")
 
-    info = deserialize(info, refuse, place)
+    info = deserialize(info, refuse, where)
     if not isinstance(info, dict):
-        raise CheckpointError(f"{place} does not have the entries of a manifest")
+        raise CheckpointError(f"{where} does not have the entries of a manifest")
     return Manifest(info, {name: FileEntry(**entry) for name, entry in files.items()})
 
 
@@ -292,8 +292,8 @@ def _open_key(folder: StoragePath, manifest: Manifest, key: str, content: Any) -
     for name, (expected, extents) in _files_of(folder, manifest, infos, key).items():
         entry = manifest.files[name]
         with open_entry(folder / name, entry, hashing=False) as reader:
-            places = find_tensors(reader, entry.bytes, expected, str(folder / name))
-        for tensor_name, offset in places.items():
+            positions = find_tensors(reader, entry.bytes, expected, str(folder / name))
+        for tensor_name, offset in positions.items():
             extent = extents.get(tensor_name, FlatSlice(0, math.prod(infos[tensor_name].shape)))
             parts[tensor_name].append(FilePart(folder / name, offset, extent))
     tensors = {info.name: FileTensor(info.name, info.shape, info.dtype, parts[info.name]) for info in infos.values()}

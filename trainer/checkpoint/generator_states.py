@@ -88,12 +88,12 @@ def _numpy_problem(state: Any) -> str | None:
     return _difference({"gauss": 0.0, "has_gauss": 0, **state}, {"gauss": 0.0, "has_gauss": 0, **like}, "numpy")
 
 
-def _difference(state: Any, like: Any, place: str) -> str | None:
+def _difference(state: Any, like: Any, path: str) -> str | None:
     """Return how a state differs in structure from another one; None if it does not."""
     if isinstance(like, dict):
         if not isinstance(state, dict) or state.keys() != like.keys():
-            return f"{place!r} does not have the entries {', '.join(like)}"
-        found = (_difference(state[key], one, f"{place}.{key}") for key, one in like.items())
+            return f"{path!r} does not have the entries {', '.join(like)}"
+        found = (_difference(state[key], one, f"{path}.{key}") for key, one in like.items())
         return next((problem for problem in found if problem), None)
     if isinstance(like, np.ndarray):
         # `rng_state` writes words of 32 bits into a tensor of int64.
@@ -102,11 +102,11 @@ def _difference(state: Any, like: Any, place: str) -> str | None:
             *kinds,
             like.shape,
         )
-        return None if fits else f"{place!r} is not {like.size} words"
+        return None if fits else f"{path!r} is not {like.size} words"
     if type(state) is not type(like):
-        return f"{place!r} is a {type(state).__name__}"
-    if isinstance(like, int) and not 0 <= state <= _MAXIMA[place.rpartition(".")[2]]:
-        return f"{place!r} is {state}, and not from 0 to {_MAXIMA[place.rpartition('.')[2]]}"
+        return f"{path!r} is a {type(state).__name__}"
+    if isinstance(like, int) and not 0 <= state <= _MAXIMA[path.rpartition(".")[2]]:
+        return f"{path!r} is {state}, and not from 0 to {_MAXIMA[path.rpartition('.')[2]]}"
     return None
 
 

@@ -187,16 +187,16 @@ class RemoteStorage:
             OSError: the last attempt failed.
         """
 
-        def write(store: Any, place: str) -> FileEntry:
+        def write(store: Any, key: str) -> FileEntry:
             digest = hashlib.sha256()
             size = 0
-            with store.open(place, "wb") as file:
+            with store.open(key, "wb") as file:
                 for chunk in chunks:
                     file.write(chunk)
                     digest.update(chunk)
                     size += len(chunk)
                     fault_point("in_file")
-            written = int(store.size(place))
+            written = int(store.size(key))
             if written != size:
                 raise OSError(f"{path} has {written} bytes after {size} were written")
             return FileEntry(size, digest.hexdigest())
@@ -207,7 +207,7 @@ class RemoteStorage:
 
     def replace_file(self, path: RemotePath, contents: bytes) -> None:
         fault_point("before_pointer")
-        path.call(lambda store, place: store.pipe_file(place, contents))
+        path.call(lambda store, key: store.pipe_file(key, contents))
         fault_point("after_pointer")
 
     @contextmanager
@@ -251,7 +251,7 @@ class _RemoteFile:
         self._path = path
         self._file: Any = None
         self._position = 0
-        self.size = path.call(lambda store, place: int(store.size(place)))
+        self.size = path.call(lambda store, key: int(store.size(key)))
 
     def seek(self, position: int) -> None:
         self._position = position
@@ -261,7 +261,7 @@ class _RemoteFile:
         missing = min(size, max(0, self.size - self._position))
         parts = []
         while missing:
-            parts.append(self._path.call(lambda store, place: self._read_some(store, place, missing)))  # noqa: B023
+            parts.append(self._path.call(lambda store, key: self._read_some(store, key, missing)))  # noqa: B023
             self._position += len(parts[-1])
             missing -= len(parts[-1])
         return b"".join(parts)
@@ -277,11 +277,11 @@ class _RemoteFile:
             with suppress(Exception):  # nothing is written
                 file.close()
 
-    def _read_some(self, store: Any, place: str, size: int) -> bytes:
+    def _read_some(self, store: Any, key: str, size: int) -> bytes:
         """Return up to `size` bytes from the current position, at least one."""
         try:
             if self._file is None:
-                self._file = store.open(place, "rb")
+                self._file = store.open(key, "rb")
             if self._file.tell() != self._position:
                 self._file.seek(self._position)
             data: bytes = self._file.read(size)
@@ -297,7 +297,7 @@ def _time_of(folder: RemotePath) -> float | None:
     """Return the time of the store's clock, which may differ from this machine's; None if the store gives none."""
     probe = folder / f".clock-{os.urandom(4).hex()}.json"
     try:
-        probe.call(lambda store, place: store.pipe_file(place, b""))
+        probe.call(lambda store, key: store.pipe_file(key, b""))
         return probe.modified()
     finally:
         probe.delete()

@@ -115,11 +115,11 @@ def find_tensors(reader: ByteReader, size: int, expected: Mapping[str, TensorInf
         CheckpointError: the header does not describe exactly the `expected` tensors, or does not fit the size.
     """
     names, position = _read_header(reader, size, expected, where)
-    places = {}
+    positions = {}
     for name in names:
-        places[name] = position
+        positions[name] = position
         position += size_of(expected[name].dtype, expected[name].shape)
-    return places
+    return positions
 
 
 def _read_header(

@@ -148,8 +148,8 @@ def _checks(
     problems = strategy.problems(precision, device_type, world)
     yield from (CheckResult("FAIL", "strategy", problem) for problem in problems)
     machines = world // per_machine
-    place = f"{machines} machine{'s' if machines > 1 else ''} x {per_machine} processes on {device_type}"
-    yield CheckResult("OK", "processes", f"{world}: {place}")
+    processes = f"{machines} machine{'s' if machines > 1 else ''} x {per_machine} processes on {device_type}"
+    yield CheckResult("OK", "processes", f"{world}: {processes}")
     try:
         trainer = _trainer(configuration)
     except (ConfigError, ValueError) as error:

@@ -129,25 +129,25 @@ def environment() -> dict[str, Any]:
             answer = f"not asked: {decided} comes first"
         sources.append({"name": source.name, "decides_when": source.decides, "seen": seen, "answer": answer})
     try:
-        place = vars(detect_environment())
+        process = vars(detect_environment())
     except ConfigError as error:
-        place, problem = {}, str(error)
+        process, problem = {}, str(error)
     others = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
-    return {"started_by": place, "problem": problem, "sources": sources, "variables": others}
+    return {"started_by": process, "problem": problem, "sources": sources, "variables": others}
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    place, here, seen = found["started_by"], found["machine"], found["devices"]
+    process, here, seen = found["started_by"], found["machine"], found["devices"]
     lines = ["started by:"]
     if found["problem"]:
         lines.append(f"  error: {found['problem']}")
-    elif place["source"] == "single process":
+    elif process["source"] == "single process":
         lines.append("  no launcher: a single process (Trainer(devices=...) starts more)")
     else:
         lines.append(
-            f"  {place['source']}: rank {place['rank']} of {place['world_size']}, on this machine "
-            f"{place['local_rank']} of {place['local_world_size']}, machine {place['node_rank']} of "
-            f"{place['num_nodes']}, rendezvous at {place['master_addr']}:{place['master_port']}"
+            f"  {process['source']}: rank {process['rank']} of {process['world_size']}, on this machine "
+            f"{process['local_rank']} of {process['local_world_size']}, machine {process['node_rank']} of "
+            f"{process['num_nodes']}, rendezvous at {process['master_addr']}:{process['master_port']}"
         )
     lines.append("why (asked in this order):")
     for source in found["sources"]:

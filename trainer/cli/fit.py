@@ -38,20 +38,20 @@ def _fit(job: Job) -> None:
         job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, allow_changes=job.allow_changes)
     except SystemExit:
         # A run that a signal stopped has saved everything; its paths are printed, too.
-        _say(job)
+        _print(job)
         raise
-    _say(job)
+    _print(job)
 
 
-def _say(job: Job) -> None:
+def _print(job: Job) -> None:
     trainer = job.trainer
     if trainer.has_fit and trainer.is_global_zero:
-        words = closing_words(trainer.callback_metrics, trainer.global_step, trainer.run_dir, trainer.callbacks)
-        trainer.print("\n".join(words))
+        lines = closing_lines(trainer.callback_metrics, trainer.global_step, trainer.run_dir, trainer.callbacks)
+        trainer.print("\n".join(lines))
         sys.stdout.flush()
 
 
-def closing_words(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbacks: list[Callback]) -> list[str]:
+def closing_lines(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbacks: list[Callback]) -> list[str]:
     """Return the last metrics, the paths of the run's files, and the commands that show them."""
     from trainer.checkpoint.directory import CheckpointDirectory
 
@@ -61,27 +61,27 @@ def closing_words(metrics: Mapping[str, Any], steps: int, run_dir: Path, callbac
         lines += [f"after {steps} steps:", table(values)]
     if not run_dir.is_dir():  # fast_dev_run writes no files
         return lines
-    lines.append(f"run directory:  {shown(run_dir)}")
+    lines.append(f"run directory:  {relative(run_dir)}")
     checkpoints = run_dir / "checkpoints"
     config = run_dir / "config.yaml"
     if config.is_file():
-        lines.append(f"configuration:  {shown(config)}")
+        lines.append(f"configuration:  {relative(config)}")
     if checkpoints.is_dir():
-        lines.append(f"checkpoints:    {shown(checkpoints)}")
-    lines += places(callbacks)
+        lines.append(f"checkpoints:    {relative(checkpoints)}")
+    lines += output_lines(callbacks)
     if config.is_file() and checkpoints.is_dir():
         which = "best" if CheckpointDirectory(checkpoints).pointer("best") is not None else "last"
-        lines.append(f"validate it:    trainer validate --config {shown(config)} --ckpt-path {which}")
+        lines.append(f"validate it:    trainer validate --config {relative(config)} --ckpt-path {which}")
     return lines
 
 
-def places(callbacks: list[Callback]) -> list[str]:
+def output_lines(callbacks: list[Callback]) -> list[str]:
     """Return a line for each callback that has written something to look at."""
-    found = [place for callback in callbacks if (place := callback.where_to_look()) is not None]
-    return [f"{label:<15} {shown(path)}" for label, path in found]
+    found = [location for callback in callbacks if (location := callback.output_location()) is not None]
+    return [f"{label:<15} {relative(path)}" for label, path in found]
 
 
-def shown(path: Path) -> str:
+def relative(path: Path) -> str:
     """Return a path relative to the current folder where that is shorter."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else os.fspath(path)

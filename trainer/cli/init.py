@@ -67,17 +67,17 @@ def _write(template: str | None, folder: str | None) -> None:
         )
     if template not in TEMPLATES:
         raise unknown_name_error("template", template, TEMPLATES)
-    place = local_path(folder)
-    if place.exists() and not place.is_dir():
+    target = local_path(folder)
+    if target.exists() and not target.is_dir():
         raise ConfigError(f"{folder} is a file: give the name of a new folder.")
-    if place.is_dir() and any(place.iterdir()):
+    if target.is_dir() and any(target.iterdir()):
         raise ConfigError(f"{folder} is not empty, and nothing in it is replaced: give the name of a new folder.")
     try:
         leave = shutil.ignore_patterns("__pycache__", "runs", ".*")
-        shutil.copytree(FOLDER / template, place, dirs_exist_ok=True, ignore=leave, copy_function=shutil.copyfile)
+        shutil.copytree(FOLDER / template, target, dirs_exist_ok=True, ignore=leave, copy_function=shutil.copyfile)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}.") from error
-    files = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file())
+    files = sorted(path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file())
     print(f"{folder}: {', '.join(files)}\n\n  cd {shlex.quote(folder)}\n  trainer fit --config config.yaml\n  pytest")
     absent = [package for module, package in NEEDS.get(template, {}).items() if find_spec(module) is None]
     if absent:

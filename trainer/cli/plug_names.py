@@ -9,7 +9,7 @@ from pathlib import Path
 
 @cache
 def precisions() -> dict[str, str]:
-    """Return the precisions of `trainer.precision.PRECISIONS`, with their dtypes in words."""
+    """Return the precisions of `trainer.precision.PRECISIONS`, with descriptions of their dtypes."""
     found = {}
     for node in ast.walk(_source("trainer.precision")):
         if not isinstance(node, ast.Call) or ast.unparse(node.func) != "Precision":

@@ -58,7 +58,7 @@ class ClassSpec:
     cls: type
     arguments: dict[str, Any]
     source: Source
-    place: str
+    path: str
     sources: dict[str, Source] = field(default_factory=dict)
     """The source of each argument."""
 
@@ -72,10 +72,10 @@ class ClassSpec:
         try:
             return self.cls(**arguments)
         except TrainerError as error:
-            source, message = named_source(str(error), self.sources) or self.source, f"{self.place}: {error}"
+            source, message = named_source(str(error), self.sources) or self.source, f"{self.path}: {error}"
             raise ConfigError(str(Problem(source, message))) from error
         except Exception as error:
-            message = f"{self.place}: making {self.cls.__name__} failed: {one_line_error(error)}"
+            message = f"{self.path}: making {self.cls.__name__} failed: {one_line_error(error)}"
             raise ConfigError(str(Problem(self.source, message))) from error
 
 
@@ -133,7 +133,7 @@ class Checker:
             return None
         if value not in ("last", "best"):
             try:
-                place, there = as_storage_path(value), checkpoint_may_exist(value)
+                path, there = as_storage_path(value), checkpoint_may_exist(value)
             except ConfigError as error:
                 self.findings.add(node.source, f"ckpt_path: {error}")
                 return None
@@ -141,7 +141,7 @@ class Checker:
                 close = did_you_mean(value, ["last", "best"])
                 allowed = "Allowed: last, best, or a checkpoint's folder."
                 self.findings.add(node.source, f"ckpt_path: there is no {value!r}.{close} {allowed}")
-            value = node.value = str(place.absolute() if isinstance(place, Path) else place)
+            value = node.value = str(path.absolute() if isinstance(path, Path) else path)
         return value
 
     def allow_changes(self, node: Node | None) -> list[str]:
@@ -182,9 +182,9 @@ class Checker:
 
     # -- classes ------------------------------------------------------------------------------------------------------
 
-    def class_spec(self, node: Node, bases: tuple[type, ...], place: KeyPath) -> ClassSpec | None:
+    def class_spec(self, node: Node, bases: tuple[type, ...], path: KeyPath) -> ClassSpec | None:
         """Return a choice of class in canonical form; None when something is wrong with it."""
-        where = dotted(place)
+        where = dotted(path)
         nested = entries(node).get("init_args")
         name = entries(node).get("class_path")
         table = table_of(bases)
@@ -194,42 +194,40 @@ class Checker:
             words = f"{where}: given {given}, allowed: 'class_path: {example}' (or file.py:Class), and init_args."
             self.findings.add(node.source, words)
             return None
-        cls = self.named_class(name, bases, table, place)
-        return None if cls is None else self.spec_of(cls, nested, place, node.source, name.source)
+        cls = self.named_class(name, bases, table, path)
+        return None if cls is None else self.spec_of(cls, nested, path, node.source, name.source)
 
-    def named_class(
-        self, node: Node, bases: tuple[type, ...], table: Mapping[str, type], place: KeyPath
-    ) -> type | None:
+    def named_class(self, node: Node, bases: tuple[type, ...], table: Mapping[str, type], path: KeyPath) -> type | None:
         """Return the class with a name (see `find_class`); None if there is no such class."""
         try:
             found = find_class(str(node.value), bases, table, node.source)
         except ConfigError as error:
-            self.findings.add(node.source, f"{dotted(place)}: {error}")
+            self.findings.add(node.source, f"{dotted(path)}: {error}")
             return None
         node.value = found.name
         return found.cls
 
-    def spec_of(self, cls: type, node: Node | None, place: KeyPath, source: Source, named_at: Source) -> ClassSpec:
+    def spec_of(self, cls: type, node: Node | None, path: KeyPath, source: Source, named_at: Source) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; those that it cannot do without are asked for."""
-        arguments = self.arguments(node, cls, place)
+        arguments = self.arguments(node, cls, path)
         needed = [name for name, p in parameters_of(cls).named.items() if p.default is p.empty]
         missing = [name for name in needed if name not in entries(node)]
         if missing:
             needs = f"needs the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
-            fix = f"give it in the file under init_args, or --{dotted((*place, missing[0]))} VALUE."
-            self.findings.add(named_at, f"{dotted(place)} ({cls.__name__}) {needs}: {fix}")
-        return ClassSpec(cls, arguments, source, dotted(place), sources_of(node))
+            fix = f"give it in the file under init_args, or --{dotted((*path, missing[0]))} VALUE."
+            self.findings.add(named_at, f"{dotted(path)} ({cls.__name__}) {needs}: {fix}")
+        return ClassSpec(cls, arguments, source, dotted(path), sources_of(node))
 
-    def arguments(self, node: Node | None, cls: type, place: KeyPath) -> dict[str, Any]:
+    def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
         """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
-        who = f"{dotted(place)} ({cls.__name__})" if place != ("trainer",) else "trainer"
+        who = f"{dotted(path)} ({cls.__name__})" if path != ("trainer",) else "trainer"
         parameters = parameters_of(cls)
         values = {}
         for name, child in entries(node).items():
-            if place == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
+            if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
                 continue
             if name in parameters.named:
-                values[name] = self.value(child, parameters.named[name].annotation, (*place, name))
+                values[name] = self.value(child, parameters.named[name].annotation, (*path, name))
             elif parameters.open:
                 values[name] = child.plain()
             else:
@@ -239,52 +237,52 @@ class Checker:
 
     # -- values -------------------------------------------------------------------------------------------------------
 
-    def value(self, node: Node, annotation: Any, place: KeyPath) -> Any:
+    def value(self, node: Node, annotation: Any, path: KeyPath) -> Any:
         """Return a value as its annotation wants it, with specs for objects; `INVALID` when it does not fit."""
-        if place == ("trainer", "strategy"):
+        if path == ("trainer", "strategy"):
             return self.strategy(node)
-        if place == ("trainer", "precision"):
+        if path == ("trainer", "precision"):
             annotation = str | int  # no file can hold a Precision; `Settings` knows the names
         objects, items = tuple(objects_in(annotation)), items_of(annotation)
         if isinstance(node.value, dict) and objects:
             structured = next((cls for cls in objects if dataclasses.is_dataclass(cls)), None)
             if "class_path" in node.value or (structured is None and not takes_mapping(annotation)):
-                node.value = canonical_class(node, place, self.findings).value
-                return self.class_spec(node, objects, place) or INVALID
+                node.value = canonical_class(node, path, self.findings).value
+                return self.class_spec(node, objects, path) or INVALID
             if structured is not None:
-                return self.spec_of(structured, node, place, node.source, node.source)
+                return self.spec_of(structured, node, path, node.source, node.source)
         if isinstance(node.value, list) and items is not None:
-            return [self.value(item, items, (*place, index)) for index, item in enumerate(node.value)]
+            return [self.value(item, items, (*path, index)) for index, item in enumerate(node.value)]
         try:
             value = validate(node.plain(), annotation)
         except TypeMismatchError as mismatch:
-            value = self.coerce(node, annotation, place, mismatch)
+            value = self.coerce(node, annotation, path, mismatch)
         if isinstance(value, Path):
             node.value = str(value.absolute())
         return value
 
-    def coerce(self, node: Node, annotation: Any, place: KeyPath, mismatch: TypeMismatchError) -> Any:
+    def coerce(self, node: Node, annotation: Any, path: KeyPath, mismatch: TypeMismatchError) -> Any:
         """Return the class that a text names, or what was typed as text; if it is neither, report the mismatch."""
         objects, classes = tuple(objects_in(annotation)), tuple(classes_in(annotation))
         if isinstance(node.value, str) and objects:
             node.value = {"class_path": Node(node.value, node.source, node.text)}
-            return self.class_spec(node, objects, place) or INVALID
+            return self.class_spec(node, objects, path) or INVALID
         if isinstance(node.value, str) and classes:
-            return self.named_class(node, classes, {}, place) or INVALID
+            return self.named_class(node, classes, {}, path) or INVALID
         if node.text is not None and not isinstance(node.value, (dict, list)):
             with suppress(TypeMismatchError):
                 value = validate(node.text, annotation)
                 node.value = node.text
                 return value
-        part, inner = node, place  # the part that does not fit
+        part, inner = node, path  # the part that does not fit
         for step in mismatch.path:
             children: dict[Any, Node] = dict(enumerate(part.value)) if isinstance(part.value, list) else entries(part)
             if step in children:  # others are the names of union members
                 part, inner = children[step], (*inner, step)
-        inside = f" in {dotted(place)}" if inner != place else ""
+        inside = f" in {dotted(path)}" if inner != path else ""
         self.findings.add(
             part.source,
-            f"{dotted(inner)}: given {repr_value(part)}{in_words(part.value)}, "
+            f"{dotted(inner)}: given {repr_value(part)}{unseen_type(part.value)}, "
             f"allowed{inside}: {allowed(annotation)}.{quotes_hint(node, annotation)}",
         )
         return INVALID
@@ -330,7 +328,7 @@ def quotes_hint(node: Node, annotation: Any) -> str:
     return ""
 
 
-def in_words(value: Any) -> str:
+def unseen_type(value: Any) -> str:
     """Return the type of a value where it cannot be seen from the value: " (text)" and the like."""
     if isinstance(value, str):
         return " (text)"

@@ -60,15 +60,15 @@ def find_class(name: str, bases: tuple[type, ...], table: Mapping[str, type], so
         if table:
             raise ConfigError(f"{unknown_name_error(kind, name, table)} Or package.module.Class, or file.py:Class.")
         raise ConfigError(f"given {name!r}, allowed: package.module.Class, or file.py:Class.")
-    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if place.endswith(".py"):
-        module, where = _from_file(place, source)
+    location, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if location.endswith(".py"):
+        module, where = _from_file(location, source)
     else:
         folder = None
         if ":" in name:  # folder:package.module.Class
-            folder = local_path(place)
-            place, _, attribute = attribute.rpartition(".")
-        module, where = _from_package(place, name, folder, source)
+            folder = local_path(location)
+            location, _, attribute = attribute.rpartition(".")
+        module, where = _from_package(location, name, folder, source)
     return ResolvedClass(_require_class(_attribute(module, attribute, bases, where), bases), f"{where}{attribute}")
 
 
@@ -161,22 +161,22 @@ def _origin(name: str) -> Path | None:
     return Path(os.path.abspath(spec.origin)) if spec is not None and spec.origin else None
 
 
-def _from_package(place: str, name: str, folder: Path | None, source: Source) -> tuple[ModuleType, str]:
+def _from_package(location: str, name: str, folder: Path | None, source: Source) -> tuple[ModuleType, str]:
     if folder is not None:
         if not folder.is_dir():
             raise ConfigError(
                 f"{name!r}: there is no folder {str(folder)!r}. Write package.module.Class, or file.py:Class."
             )
         _extend_sys_path(folder)
-    if len(place) > 250 or not all(part.isidentifier() for part in place.split(".")):
+    if len(location) > 250 or not all(part.isidentifier() for part in location.split(".")):
         raise ConfigError(f"{name!r} is not a class: write package.module.Class, or file.py:Class.")
-    top = place.partition(".")[0]
+    top = location.partition(".")[0]
     folders = [source.folder, Path.cwd()] if folder is None else [folder]
     homes = [home for home in folders if home is not None and ((home / top).is_dir() or (home / f"{top}.py").is_file())]
     with project(Path(os.path.abspath(homes[0]))) if homes else nullcontext():
-        module = _import(place, name)
+        module = _import(location, name)
     root = folder or _user_folder(module)
-    return module, f"{root}:{place}." if root is not None else f"{place}."
+    return module, f"{root}:{location}." if root is not None else f"{location}."
 
 
 def _import(module: str, name: str) -> ModuleType:

@@ -327,9 +327,9 @@ def _read_toml(text: str, source: Source, findings: Diagnostics) -> Node | None:
     try:
         return _toml_node(tomllib.loads(text), source, 0)
     except tomllib.TOMLDecodeError as error:
-        place = re.search(r" ?\(at line (\d+), column (\d+)\)", str(error))
-        reason = str(error).replace(place[0], f" (column {place[2]})") if place else str(error)
-        line = int(place[1]) if place else text.count("\n") + 1
+        position = re.search(r" ?\(at line (\d+), column (\d+)\)", str(error))
+        reason = str(error).replace(position[0], f" (column {position[2]})") if position else str(error)
+        line = int(position[1]) if position else text.count("\n") + 1
         findings.add(source.at(line), f"not valid TOML: {reason}.")
     except (_TooLargeError, RecursionError) as error:
         findings.add(source, _too_large(error))

@@ -121,17 +121,17 @@ def _resolved(tree: Node) -> dict[str, Any]:
     """Return the checked tree as plain data. A class without arguments is given by its name alone; default_root_dir is
     always there, because its meaning depends on where the command was typed."""
     data = tree.plain()
-    resolved = {key: _name_alone(data[key]) for key in KEYS if key in data}
+    resolved = {key: _single_name(data[key]) for key in KEYS if key in data}
     trainer = resolved["trainer"] = resolved.get("trainer") or {}
     for name in ("strategy", "callbacks", "logger"):
         if isinstance(trainer.get(name), list):
-            trainer[name] = [_name_alone(item) for item in trainer[name]]
+            trainer[name] = [_single_name(item) for item in trainer[name]]
         elif name in trainer:
-            trainer[name] = _name_alone(trainer[name])
+            trainer[name] = _single_name(trainer[name])
     root = local_path(trainer.get("default_root_dir", Settings.default_root_dir))
     trainer["default_root_dir"] = str(root.absolute())
     return resolved
 
 
-def _name_alone(value: Any) -> Any:
+def _single_name(value: Any) -> Any:
     return value["class_path"] if isinstance(value, dict) and list(value) == ["class_path"] else value

@@ -94,9 +94,9 @@ class Diagnostics:
         raise_problems([str(problem) for problem in sorted(self.problems, key=position)], "the configuration")
 
 
-def dotted(place: KeyPath) -> str:
+def dotted(path: KeyPath) -> str:
     """Return a path as it is written on the command line: `trainer.callbacks.0.patience`."""
-    return ".".join(str(part) for part in place)
+    return ".".join(str(part) for part in path)
 
 
 # -- class choices ----------------------------------------------------------------------------------------------------
@@ -106,10 +106,10 @@ def dotted(place: KeyPath) -> str:
 LISTS_OF_CLASSES = (("trainer", "callbacks"), ("trainer", "logger"))
 
 
-def holds_class(place: KeyPath) -> bool:
+def holds_class(path: KeyPath) -> bool:
     """Whether the value at this place of a configuration is a choice of class."""
-    return place in (("module",), ("data",), ("trainer", "strategy"), ("trainer", "logger")) or (
-        len(place) == 3 and place[:2] in LISTS_OF_CLASSES and is_index(place[2])
+    return path in (("module",), ("data",), ("trainer", "strategy"), ("trainer", "logger")) or (
+        len(path) == 3 and path[:2] in LISTS_OF_CLASSES and is_index(path[2])
     )
 
 
@@ -118,19 +118,19 @@ def is_index(key: Any) -> bool:
     return (type(key) is int and key >= 0) or (isinstance(key, str) and whole_number(key) is not None)
 
 
-def canonical(node: Node, findings: Diagnostics, place: KeyPath = ()) -> Node:
-    """Return a configuration, or the part of it at `place`, with every choice of class in its long form."""
-    if place == ("trainer",) and not isinstance(node.value, (dict, NoneType)):
+def canonical(node: Node, findings: Diagnostics, path: KeyPath = ()) -> Node:
+    """Return a configuration, or the part of it at `path`, with every choice of class in its long form."""
+    if path == ("trainer",) and not isinstance(node.value, (dict, NoneType)):
         findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.")
-    if place == LISTS_OF_CLASSES[0] and not (isinstance(node.value, (list, NoneType)) or is_numbered(node)):
+    if path == LISTS_OF_CLASSES[0] and not (isinstance(node.value, (list, NoneType)) or is_numbered(node)):
         node = Node([node], node.source)
-    several = place in LISTS_OF_CLASSES
+    several = path in LISTS_OF_CLASSES
     if isinstance(node.value, list) and several:
-        return Node([canonical(item, findings, (*place, i)) for i, item in enumerate(node.value)], node.source)
-    if isinstance(node.value, dict) and (place in ((), ("trainer",)) or (several and is_numbered(node))):
-        children = {key: canonical(child, findings, (*place, key)) for key, child in node.value.items()}
+        return Node([canonical(item, findings, (*path, i)) for i, item in enumerate(node.value)], node.source)
+    if isinstance(node.value, dict) and (path in ((), ("trainer",)) or (several and is_numbered(node))):
+        children = {key: canonical(child, findings, (*path, key)) for key, child in node.value.items()}
         return Node(children, node.source, node.text)
-    return canonical_class(node, place, findings) if holds_class(place) else node
+    return canonical_class(node, path, findings) if holds_class(path) else node
 
 
 def is_numbered(node: Node) -> bool:
@@ -138,7 +138,7 @@ def is_numbered(node: Node) -> bool:
     return isinstance(node.value, dict) and bool(node.value) and all(map(is_index, node.value))
 
 
-def canonical_class(node: Node, place: KeyPath, findings: Diagnostics) -> Node:
+def canonical_class(node: Node, path: KeyPath, findings: Diagnostics) -> Node:
     """Return `Name` or `{class_path: Name, lr: 1}` as `{class_path: Name, init_args: {lr: 1}}`; others as they are."""
     if isinstance(node.value, str):
         return Node({"class_path": node}, node.source)
@@ -146,16 +146,16 @@ def canonical_class(node: Node, place: KeyPath, findings: Diagnostics) -> Node:
         return node
     given = dict(node.value)
     named = given.pop("class_path", None)
-    if named is None and place == ("trainer", "strategy"):
+    if named is None and path == ("trainer", "strategy"):
         named = given.pop("name", None)
     nested = given.pop("init_args", None)
     if nested is not None and not isinstance(nested.value, (dict, NoneType)):
-        where = dotted((*place, "init_args"))
+        where = dotted((*path, "init_args"))
         findings.add(nested.source, f"{where}: given {repr_value(nested)}, allowed: arguments by name.")
     arguments = dict(entries(nested))
     for key in (key for key in given if key in arguments):
         there = f"here, and under init_args at {arguments[key].source}"
-        findings.add(given[key].source, f"{dotted((*place, key))} is given twice: {there}. Keep one.")
+        findings.add(given[key].source, f"{dotted((*path, key))} is given twice: {there}. Keep one.")
     arguments.update(given)
     inner = Node(arguments, node.source if nested is None else nested.source) if arguments else None
     chosen = {"class_path": named, "init_args": inner}
@@ -176,21 +176,21 @@ def repr_value(node: Node) -> str:
 # -- one over the other -----------------------------------------------------------------------------------------------
 
 
-def merge(below: Node, above: Node, findings: Diagnostics, place: KeyPath = ()) -> Node:
+def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -> Node:
     """Merge `above` over `below`: mappings deeply, everything else replaced.
 
     Another class at a place of choice starts from its own defaults: what was given to the first class is left out,
     with a note. Numbered keys over a list change its elements. Both trees are in the canonical form.
     """
-    if is_numbered(above) and (isinstance(below.value, list) or place in LISTS_OF_CLASSES):
-        return _merge_elements(below, above, findings, place)
+    if is_numbered(above) and (isinstance(below.value, list) or path in LISTS_OF_CLASSES):
+        return _merge_elements(below, above, findings, path)
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
-        _note_left_out(below, above, findings, place)
+        _note_left_out(below, above, findings, path)
         return above
-    if holds_class(place) and _other_class(below, above):
+    if holds_class(path) and _other_class(below, above):
         if "init_args" in below.value:
             findings.notes.append(
-                f"{above.source}: {dotted(place)} is now {above.value['class_path'].value}; the arguments given to "
+                f"{above.source}: {dotted(path)} is now {above.value['class_path'].value}; the arguments given to "
                 f"{below.value['class_path'].value} at {below.source} are left out."
             )
         return above
@@ -199,20 +199,20 @@ def merge(below: Node, above: Node, findings: Diagnostics, place: KeyPath = ()) 
         # The command line knows text only: --x.4 means the entry 4 that a file wrote as a number.
         number = whole_number(key) if isinstance(key, str) else key
         known = number if number is not None and number in merged and key not in merged else key
-        inside = place if key == "init_args" else (*place, key)
+        inside = path if key == "init_args" else (*path, key)
         nothing = Node({} if isinstance(child.value, dict) else None, child.source)
         merged[known] = merge(merged.get(known, nothing), child, findings, inside)
     return Node(merged, above.source if "class_path" in above.value else below.source)
 
 
-def _note_left_out(below: Node, above: Node, findings: Diagnostics, place: KeyPath) -> None:
+def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
     """Note that one file's list of classes replaces another's: easily done unawares, with callbacks."""
     if above.source == COMMAND_LINE or not isinstance(below.value, list) or not isinstance(above.value, list):
         return
     classes = [str(name.value) for item in below.value if (name := entries(item).get("class_path")) is not None]
     if classes and below.plain() != above.plain():
         findings.notes.append(
-            f"{above.source}: {dotted(place)} takes the place of the list at {below.source} "
+            f"{above.source}: {dotted(path)} takes the place of the list at {below.source} "
             f"({', '.join(classes)}), which is left out. Put all of them into one file."
         )
 
@@ -229,16 +229,16 @@ def _without_folder(class_path: Any) -> Any:
     return class_path
 
 
-def _merge_elements(below: Node, above: Node, findings: Diagnostics, place: KeyPath) -> Node:
+def _merge_elements(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> Node:
     items = list(below.value) if isinstance(below.value, list) else []
     for key, child in entries(above).items():
         if int(key) < len(items):
-            items[int(key)] = merge(items[int(key)], child, findings, (*place, int(key)))
+            items[int(key)] = merge(items[int(key)], child, findings, (*path, int(key)))
             continue
-        has = f"{dotted(place)} has {len(items)}, numbered 0 to {len(items) - 1}"
+        has = f"{dotted(path)} has {len(items)}, numbered 0 to {len(items) - 1}"
         if not items:
-            has = f"no file has a list of {place[-1]}" if below.value != [] else f"{dotted(place)} is an empty list"
-        findings.add(child.source, f"{dotted((*place, key))}: there is no such element; {has}.")
+            has = f"no file has a list of {path[-1]}" if below.value != [] else f"{dotted(path)} is an empty list"
+        findings.add(child.source, f"{dotted((*path, key))}: there is no such element; {has}.")
     return Node(items, below.source)
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import Never
 
-from trainer.arguments import LISTS, MAPPINGS, PYTHON, Words, hints_of, in_words, options_of
+from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def validate(value: Any, annotation: Any) -> Any:
 
 def allowed(annotation: Any) -> str:
     """Return an annotation in the words of configuration files."""
-    return in_words(annotation, _FILES)
+    return describe_annotation(annotation, _FILES)
 
 
-def _object_in_words(option: Any) -> str:
+def _describe_object(option: Any) -> str:
     if not isinstance(option, type) or get_origin(option) is not None:
         return str(option).replace("typing.", "")
     path = " (class_path and init_args)" if is_object(option) else ""
@@ -127,7 +127,7 @@ def _object_in_words(option: Any) -> str:
     return f"a {option.__name__}{path}"
 
 
-_FILES = Words(
+_FILES = TypeNames(
     {
         **PYTHON.types,
         bool: "true or false",
@@ -137,7 +137,7 @@ _FILES = Words(
         **dict.fromkeys(MAPPINGS, "a mapping"),
     },
     json.dumps,
-    _object_in_words,
+    _describe_object,
 )
 
 

@@ -112,7 +112,7 @@ class DistributedBatchSampler:
             else:
                 yield SeededIndices(request, base, position, samples, total)
 
-    def in_words(self, dataset_length: int | None) -> str:
+    def describe(self, dataset_length: int | None) -> str:
         """Return a description of the sampler and its length, without anything that depends on the world size."""
         kind, size = type(self.sampler).__name__, _length(self.sampler)
         if self.random_access is not None and self.random_access.sequential and size == dataset_length:

@@ -115,7 +115,7 @@ class BatchLoader(ABC):
 
         Args:
             length: None: unknown, and not checked.
-            source: the object whose length it is, in words.
+            source: a description of the object whose length it is.
             slack: the difference that is allowed.
         """
         if length is None:

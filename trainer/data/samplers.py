@@ -113,7 +113,7 @@ def _with_replacement(size: int) -> Callable[[int, int], Order]:
 def _subset(indices: Any) -> Callable[[int, int], Order]:
     def draw(seed: int, epoch: int) -> Order:
         permutation = Permutation(len(indices), seed, epoch)
-        return lambda positions: [indices[place] for place in permutation.at(positions).tolist()]
+        return lambda positions: [indices[position] for position in permutation.at(positions).tolist()]
 
     return draw
 

@@ -100,7 +100,7 @@ class ShardedDataLoader(BatchLoader):
         return {
             "loader": "DataLoader, split by the trainer",
             "dataset": type(dataset).__name__ if length is None else f"{type(dataset).__name__}, {length} samples",
-            "sampler": sampler.in_words(length),
+            "sampler": sampler.describe(length),
             "shuffle": "shuffled" if sampler.shuffled else "in order",
             "batch_size": "" if sampler.has_batch_sampler else f"{sampler.batch_size * world_size} over all processes",
             "drop_last": str(sampler.drop_last),

@@ -16,7 +16,7 @@ _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of 
 
 
 def choose_accelerator(accelerator: str) -> tuple[str, str]:
-    """Return the device type (`"cpu"`, `"cuda"`, `"mps"`; on TPUs `"tpu"` or `"xla"`) and the reason in words.
+    """Return the device type (`"cpu"`, `"cuda"`, `"mps"`; on TPUs `"tpu"` or `"xla"`) and the reason.
 
     An accelerator that torch knows from elsewhere (`torch.accelerator`), such as `"xpu"` or `"npu"`, is chosen by its
     type, and by "auto" where there is no GPU and no TPU.
@@ -91,7 +91,7 @@ def device_number(local_rank: int, device_ids: Sequence[int] | None, visible: in
 
 
 def parse_devices(devices: int | str | Sequence[int], device_type: str) -> tuple[int, list[int] | None, str]:
-    """Return the number of processes on this machine, the GPU numbers if they were given, and the reason in words.
+    """Return the number of processes on this machine, the GPU numbers if they were given, and the reason.
 
     Args:
         devices: `"auto"` (1 on cpu and mps, and on xla, where one process drives all devices; all visible ones of

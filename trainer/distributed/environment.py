@@ -69,7 +69,7 @@ class Source:
 
     name: str
     decides: str
-    """The condition under which it is the one, in words."""
+    """The condition under which it is the one, as a text."""
     variables: tuple[str, ...]
     read: Callable[[Mapping[str, str]], Environment | str]
     """Returns the ranks of this process, or the reason why this is not the source. May raise a ConfigError."""
@@ -97,7 +97,7 @@ def _incomplete_torchrun(environ: Mapping[str, str]) -> list[str]:
     alone = given.get("WORLD_SIZE") == "1" and given.get("RANK", "0") == "0"
     if (alone and not given.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) or not given.keys() & set(_PLACE[:3]):
         return []
-    return [f"{_shown(given)} set, but not {', '.join(name for name in _REQUIRED if name not in given)}. {_HOW}"]
+    return [f"{_list(given)} set, but not {', '.join(name for name in _REQUIRED if name not in given)}. {_HOW}"]
 
 
 def _incomplete_mpirun(environ: Mapping[str, str]) -> list[str]:
@@ -114,7 +114,7 @@ def _incomplete_mpirun(environ: Mapping[str, str]) -> list[str]:
         if size > 1 and missing and not (size_name.startswith("PMI_") and of_slurm):
             given = {name: environ[name] for choice in mpi.names for name in choice if environ.get(name)}
             problems.append(
-                f"{_shown(given)} set, but not {', '.join(missing)}: one of {size} processes, and nothing says which "
+                f"{_list(given)} set, but not {', '.join(missing)}: one of {size} processes, and nothing says which "
                 f"of this machine. Start with {mpi.start}, which sets all of them, or with torchrun, or unset them "
                 f"(unset {' '.join(given)}) to run as a single process."
             )
@@ -123,16 +123,16 @@ def _incomplete_mpirun(environ: Mapping[str, str]) -> list[str]:
 
 def _disagreements(environment: Environment, environ: Mapping[str, str]) -> list[str]:
     """Report variables of torchrun that differ from the source that decides."""
-    place = (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size)
+    ranks = (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size)
     return [
         f"{name}={environ[name]} is set, but {environment.source} says {value}. Unset {name}, or set all of "
         f"{', '.join(_REQUIRED)} to decide by them."
-        for name, value in zip(_PLACE, place, strict=True)
+        for name, value in zip(_PLACE, ranks, strict=True)
         if (environ.get(name) or str(value)) != str(value)
     ]
 
 
-def _shown(variables: Mapping[str, str]) -> str:
+def _list(variables: Mapping[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in variables.items())
 
 

@@ -19,7 +19,7 @@ def fake_process_group(world_size: int, per_machine: int) -> Iterator[None]:
     # Torch's own tool for this; importing it registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    place = {
+    variables = {
         "RANK": 0,
         "LOCAL_RANK": 0,
         "WORLD_SIZE": world_size,
@@ -30,7 +30,7 @@ def fake_process_group(world_size: int, per_machine: int) -> Iterator[None]:
         "MASTER_PORT": 1,
         "TORCHELASTIC_RUN_ID": "dry-run",
     }
-    with patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+    with patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield

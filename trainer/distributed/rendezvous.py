@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from trainer.distributed.environment import Environment
-from trainer.errors import ConfigError, TrainerError, ranks_in_words
+from trainer.errors import ConfigError, TrainerError, format_ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -396,7 +396,7 @@ def _answer_all(store: Store, number: str, world_size: int, timeout: timedelta) 
                     missing.discard(rank)
         return not missing
 
-    _wait(store, 0, all_here, timeout, lambda: f"{ranks_in_words(sorted(missing))} of {world_size} have not come")
+    _wait(store, 0, all_here, timeout, lambda: f"{format_ranks(sorted(missing))} of {world_size} have not come")
 
 
 def _wait(store: Store, rank: int, ready: Callable[[], bool], timeout: timedelta, who: Callable[[], str]) -> None:

@@ -17,7 +17,7 @@ ENVIRONMENT = "python3 -m venv .venv-xla && .venv-xla/bin/pip install torch==2.9
 
 
 def choose_tpu_stack() -> tuple[str | None, str]:
-    """Return the device type and, in words, its package and the reason; or None, and why there is none.
+    """Return the device type, and a text with its package and the reason; or None, and why there is none.
 
     `"tpu"` is TorchTPU's: an ordinary device, where the ordinary strategies run. `"xla"` is that of torch_xla, where
     only the strategies made for it run. Neither package is imported.

@@ -104,7 +104,7 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
             f"{''.join(traceback.format_exception_only(error))}"
         )
     else:
-        text = f"rank {rank} stops because {_in_words(first)}\n"
+        text = f"rank {rank} stops because {_describe_failure(first)}\n"
     write_error(text)
     _suppress_traceback(error)
     return first == str(rank)
@@ -133,7 +133,7 @@ def first_failure(store: Store) -> int | None:
 
 def follow_failure(store: Store, rank: int) -> None:
     """Print that this process ends because another failed; for a process that cannot call `report_failure`."""
-    write_error(f"rank {rank} stops because {_in_words(store.get(_KEY).decode())}\n")
+    write_error(f"rank {rank} stops because {_describe_failure(store.get(_KEY).decode())}\n")
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -148,7 +148,7 @@ def write_error(text: str) -> None:
     sys.stderr.flush()
 
 
-def _in_words(claim: str) -> str:
+def _describe_failure(claim: str) -> str:
     return f"rank {claim.split()[0]} {'is gone' if _GONE in claim else 'failed'}"
 
 

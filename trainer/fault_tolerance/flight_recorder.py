@@ -39,7 +39,7 @@ def waiting_in(folder: Path | None, rank: int) -> str:
 
     def read() -> str:
         text = _dump()
-        words = _in_words(json.loads(text).get("entries", []))
+        words = _describe_collectives(json.loads(text).get("entries", []))
         if folder is not None and words:
             # Under a new name first: there may be a link to another file.
             descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".tmp-flight-recorder-")
@@ -104,7 +104,7 @@ def _in_time(read: Callable[[], T], otherwise: T) -> T:
     return found[0] if found else otherwise
 
 
-def _in_words(entries: list[dict[str, Any]]) -> str:
+def _describe_collectives(entries: list[dict[str, Any]]) -> str:
     if not entries:
         return ""
     waiting = next((entry for entry in entries if not entry["retired"]), None)

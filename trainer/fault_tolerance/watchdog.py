@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import ranks_in_words
+from trainer.errors import format_ranks
 from trainer.fault_tolerance.failure import first_failure, write_error
 from trainer.fault_tolerance.flight_recorder import waiting_in
 from trainer.fault_tolerance.process_monitor import mark_done
@@ -177,11 +177,9 @@ class _WatchThread:
         least = min(state["heartbeats"] for state in states.values())
         behind = [rank for rank, state in states.items() if state["heartbeats"] == least]
         if silent:
-            who = (
-                f"{ranks_in_words(silent)} did not answer: stopped, or something there holds Python's interpreter lock."
-            )
+            who = f"{format_ranks(silent)} did not answer: stopped, or something there holds Python's interpreter lock."
         elif len(behind) < self._world_size:
-            who = f"{ranks_in_words(behind)} {'is' if len(behind) == 1 else 'are'} behind."
+            who = f"{format_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind."
         else:
             who = "No rank is behind the others; the stacks above show what each one waits for."
         if len({state["collective"] for state in states.values()}) > 1:

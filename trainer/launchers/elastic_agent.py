@@ -100,7 +100,7 @@ class Agent(LocalElasticAgent):
         """Print which processes were killed by a signal: they could not report it themselves."""
         for rank, code in sorted(self.failed_ranks.items()):
             if code < 0 and code != -signal.SIGTERM and self.signalled is None:
-                _say(f"rank {rank} was ended by {signal.Signals(-code).name}")
+                _print_message(f"rank {rank} was ended by {signal.Signals(-code).name}")
 
     def leave(self) -> None:
         """After an error, keep the machine that hosts the store alive until the others have ended."""
@@ -114,7 +114,7 @@ class Agent(LocalElasticAgent):
                 left = group.store.add("trainer/left", 0)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        notice = threading.Timer(_NOTICE_S, _say, [f"waiting for {self._machines}"])
+        notice = threading.Timer(_NOTICE_S, _print_message, [f"waiting for {self._machines}"])
         notice.daemon = True
         if self._machines:
             notice.start()
@@ -158,12 +158,12 @@ class Agent(LocalElasticAgent):
             elif self._remaining_restarts > 0:
                 self.report_signals()
                 total = worker_group.spec.max_restarts
-                _say(f"starting all processes again ({total - self._remaining_restarts + 1} of {total})")
+                _print_message(f"starting all processes again ({total - self._remaining_restarts + 1} of {total})")
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:
-            _say("a machine has joined or rejoined: starting all processes again")
+            _print_message("a machine has joined or rejoined: starting all processes again")
         super()._restart_workers(worker_group)
 
     def _stopped(self) -> bool:
@@ -182,6 +182,6 @@ def silence_elastic() -> None:
         elastic.propagate = False
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

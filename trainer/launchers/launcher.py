@@ -144,8 +144,8 @@ def program_of(arguments: Sequence[str]) -> tuple[str, str]:
             return "script", word
         if word == "--check-hash-based-pycs":
             next(left, None)
-        for place, letter in enumerate("" if word.startswith("--") else word[1:], start=2):
-            value = word[place:]  # of an option that takes one; else it is the next word
+        for position, letter in enumerate("" if word.startswith("--") else word[1:], start=2):
+            value = word[position:]  # of an option that takes one; else it is the next word
             if letter in "cm":
                 return f"-{letter}", value or next(left, "")
             if letter in "WX":

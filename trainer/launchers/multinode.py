@@ -62,7 +62,7 @@ def launch_on_machine(command: Sequence[str], num_processes: int, max_restarts: 
         RendezvousTimeoutError,
     )
 
-    place = f"{machines.host}:{machines.port}"
+    endpoint = f"{machines.host}:{machines.port}"
     # torch's second store would need a second open port, and would end with the machine that happens to have rank 0.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
@@ -74,10 +74,10 @@ def launch_on_machine(command: Sequence[str], num_processes: int, max_restarts: 
             f"--rdzv-conf join_timeout={2 * seconds}."
         ) from None
     except RendezvousClosedError:
-        raise TrainerError(f"the other machines at {place} have ended this run: see their output.") from None
+        raise TrainerError(f"the other machines at {endpoint} have ended this run: see their output.") from None
     except (RendezvousConnectionError, RendezvousStateError):
         raise TrainerError(
-            f"lost {place}, where the machines meet: the launcher there has ended, or the network is down."
+            f"lost {endpoint}, where the machines meet: the launcher there has ended, or the network is down."
         ) from None
 
 

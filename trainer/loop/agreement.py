@@ -26,7 +26,7 @@ from trainer.arguments import local_path
 from trainer.data.loader import BatchLoader
 from trainer.data.sampler_state import is_filled
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import ConfigError, ranks_in_words
+from trainer.errors import ConfigError, format_ranks
 from trainer.hyperparameters import is_scalar
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
@@ -99,7 +99,7 @@ def _by_rank(values: list[str]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     place = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
-    return ", and ".join(f"{_short(value, place)} on {ranks_in_words(where)}" for value, where in ranks.items())
+    return ", and ".join(f"{_short(value, place)} on {format_ranks(where)}" for value, where in ranks.items())
 
 
 def _short(value: str, place: int) -> str:
@@ -233,7 +233,7 @@ def _tensors(module: TrainModule) -> Iterator[tuple[str, object]]:
         yield f"buffer {name}", _tensor(buffer)
     for name, layer in module.named_modules():
         # Those with parameters of other shapes are named above already.
-        yield f"layer {name}", layer_in_words(layer)
+        yield f"layer {name}", describe_layer(layer)
 
 
 def _orders(module: TrainModule) -> Iterator[tuple[str, object]]:
@@ -241,7 +241,7 @@ def _orders(module: TrainModule) -> Iterator[tuple[str, object]]:
     yield "the order of the buffers", [name for name, _ in module.named_buffers()]
 
 
-def layer_in_words(layer: torch.nn.Module) -> str:
+def describe_layer(layer: torch.nn.Module) -> str:
     """Return a layer's class and options as text."""
     try:
         options = layer.extra_repr()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainer import __version__
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean
-from trainer.loop.agreement import as_text, layer_in_words, optimizer_facts
+from trainer.loop.agreement import as_text, describe_layer, optimizer_facts
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
 
@@ -74,7 +74,7 @@ def allowed_problems(allow_changes: Any) -> list[str]:
 
 def facts_of_module(module: TrainModule) -> dict[str, str]:
     """Return the layers with their options, and the frozen parameters. Call it before a strategy wraps the module."""
-    layers = {name or type(module).__name__: layer_in_words(layer) for name, layer in module.named_modules()}
+    layers = {name or type(module).__name__: describe_layer(layer) for name, layer in module.named_modules()}
     frozen = {f"{name}, frozen": "yes" for name, p in module.named_parameters() if not p.requires_grad}
     return layers | frozen
 

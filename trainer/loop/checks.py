@@ -113,8 +113,8 @@ def checkpoint_may_exist(ckpt_path: Any) -> bool:
     """Return True if `ckpt_path` exists, or may exist: `.../last` and `.../best` are resolved later."""
     if ckpt_path in (None, "last", "best"):
         return True
-    place = as_storage_path(ckpt_path)
-    return place.exists() or (place.name in ("last", "best") and place.parent.exists())
+    path = as_storage_path(ckpt_path)
+    return path.exists() or (path.name in ("last", "best") and path.parent.exists())
 
 
 def _wrong_data(stage: str, data: dict[str, Any], datamodule: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Describe a run in words: the choices and their reasons, and hints for more speed."""
+"""Describe a run: the choices and their reasons, and hints for more speed."""
 
 from __future__ import annotations
 

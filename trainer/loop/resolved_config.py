@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from trainer.arguments import fits, hints_of, in_words, raise_if_raising
+from trainer.arguments import describe_annotation, fits, hints_of, raise_if_raising
 from trainer.callback import (
     DEFAULT_CALLBACKS,
     PROFILERS,
@@ -47,7 +47,7 @@ class ResolvedConfig:
     compilation: Compilation | None
     """The parts to compile and the options of torch.compile; None: do not compile."""
     reasons: dict[str, str]
-    """The reasons for "device", "devices", "strategy" and "precision", in words."""
+    """The reasons for "device", "devices", "strategy" and "precision", as texts."""
     time_limit: Callback | None = None
     """The callback that holds `max_time`."""
 
@@ -82,7 +82,7 @@ def _other_types(settings: Settings, problems: list[str]) -> list[str]:
     """Return a problem for each value that does not fit its annotation, and that no other problem names."""
     hints = hints_of(Settings.__init__, Settings)
     return [
-        f"{name}={value!r}: give {in_words(hints[name])}."
+        f"{name}={value!r}: give {describe_annotation(hints[name])}."
         for name, value in vars(settings).items()
         if not fits(value, hints[name]) and not any(name in problem for problem in problems)
     ]

@@ -56,11 +56,11 @@ def require_saved(run: Run) -> None:
     unsaved = "; ".join(problem for problem in problems if problem is not None)
     if not unsaved:
         return
-    words = f"training has ended at step {run.progress.step}, and its last weights are NOT SAVED: {unsaved}"
+    message = f"training has ended at step {run.progress.step}, and its last weights are NOT SAVED: {unsaved}"
     if exit_code(run.stop_reason) != EXIT_RETRY or not exit_code_is_free():
-        raise WriteError(words)
+        raise WriteError(message)
     if run.strategy.processes.is_global_zero:
-        log.error("%s The exit code stays %d: the run that is started again repeats these steps.", words, EXIT_RETRY)
+        log.error("%s The exit code stays %d: the run that is started again repeats these steps.", message, EXIT_RETRY)
 
 
 def end_with_error(run: Run, error: BaseException) -> None:
@@ -100,8 +100,8 @@ def _explain_restored_state(run: Run, error: BaseException) -> CheckpointError |
         return None
     if isinstance(error, (TrainerError, torch.OutOfMemoryError)):
         return None
-    places = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not any(place.startswith("torch.optim") for place in places):
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(name.startswith("torch.optim") for name in modules):
         return None
     explained = CheckpointError(
         f"the optimizer or scheduler cannot go on from the state in {run.resumed_from} "

@@ -10,7 +10,7 @@ from itertools import chain
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
-from trainer.model.parameter_tables import ParameterTables, changes_in_words
+from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
@@ -135,4 +135,4 @@ class TrainableParameters:
             "unfrozen": [name for name, trains in now.items() if trains and self._names.get(name) is False],
             "frozen": [name for name, trains in now.items() if not trains and self._names.get(name)],
         }
-        return changes_in_words(changes) or "an optimizer's groups of parameters were changed"
+        return describe_changes(changes) or "an optimizer's groups of parameters were changed"

@@ -24,7 +24,7 @@ class TensorBuffer:
     def __init__(self) -> None:
         self.weights: list[float] = []
         self._values = torch.empty(0)
-        self._places: list[torch.Tensor] = []
+        self._slots: list[torch.Tensor] = []
         self._dtype: torch.dtype | None = None
         self._device = -1
 
@@ -38,21 +38,21 @@ class TensorBuffer:
         """Allocate for values of this dtype and device."""
         assert not self.weights
         self._dtype, self._device = value.dtype, value.get_device()
-        self._values, self._places = torch.empty(self.SIZE, dtype=value.dtype, device=value.device), []
+        self._values, self._slots = torch.empty(self.SIZE, dtype=value.dtype, device=value.device), []
 
     def add(self, value: torch.Tensor, weight: float) -> None:
         count = len(self.weights)
-        if count == len(self._places):
-            self._make_place()
-        self._places[count].copy_(value.detach() if value.requires_grad else value)
+        if count == len(self._slots):
+            self._make_slot()
+        self._slots[count].copy_(value.detach() if value.requires_grad else value)
         self.weights.append(weight)
 
     @torch.inference_mode(False)
-    def _make_place(self) -> None:
-        self._places.append(self._values[len(self._places)])
+    def _make_slot(self) -> None:
+        self._slots.append(self._values[len(self._slots)])
 
     def tensors(self) -> list[torch.Tensor]:
-        return self._places[: len(self.weights)]
+        return self._slots[: len(self.weights)]
 
     def values(self) -> torch.Tensor:
         """Return the buffered values as a 1-dim tensor."""
@@ -233,12 +233,12 @@ def total_of(tensors: list[torch.Tensor]) -> torch.Tensor:
 def to_host(tensors: list[torch.Tensor]) -> list[float]:
     """Return one-element tensors as numbers, with one copy from each device."""
     by_device: dict[torch.device, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(place)
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
     numbers = [0.0] * len(tensors)
-    for places in by_device.values():
+    for indices in by_device.values():
         with torch.no_grad():
-            stacked = _stacked([tensors[place] for place in places])
-        for place, number in zip(places, stacked.tolist(), strict=True):
-            numbers[place] = number
+            stacked = _stacked([tensors[index] for index in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            numbers[index] = number
     return numbers

@@ -64,7 +64,7 @@ def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn
             f"and a submodule; got {policy!r}."
         )
     if not found:
-        raise ConfigError(f"{problem}. {_classes_in_words(module)}")
+        raise ConfigError(f"{problem}. {_list_classes(module)}")
     return found
 
 
@@ -74,7 +74,7 @@ def exclude_tied_weights(module: nn.Module, blocks: dict[str, nn.Module]) -> dic
     return {name: block for name, block in blocks.items() if not _tied(block, owners)}
 
 
-def blocks_in_words(blocks: dict[str, nn.Module]) -> str:
+def describe_blocks(blocks: dict[str, nn.Module]) -> str:
     """Return text such as `"12 x Block (net.blocks.0 to net.blocks.11), Embedding (net.embedding)"`, or `"nothing"`."""
     names: dict[str, list[str]] = {}
     for name, block in blocks.items():
@@ -139,7 +139,7 @@ def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.
     unmatched = [kind for kind in kinds if not any(_is_a(child, kind) for _, child in children)]
     problems = [_no_such_class(module, kind) for kind in unmatched]
     if problems:
-        problems[-1] += " " + _classes_in_words(module)
+        problems[-1] += " " + _list_classes(module)
     raise_problems(problems, "the choice of blocks")
     return {name: child for name, child in children if any(_is_a(child, kind) for kind in kinds)}
 
@@ -165,7 +165,7 @@ def _named(kind: str | type) -> str:
     return kind.__name__ if isinstance(kind, type) else kind
 
 
-def _classes_in_words(module: nn.Module) -> str:
+def _list_classes(module: nn.Module) -> str:
     """Return the classes of the submodules, those with most parameters first."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from trainer.errors import did_you_mean, raise_problems
-from trainer.model.blocks import BlockPolicy, blocks_in_words, find_blocks, has_forward
+from trainer.model.blocks import BlockPolicy, describe_blocks, find_blocks, has_forward
 from trainer.model.recompilation import RecompilationMonitor
 
 log = logging.getLogger("trainer")
@@ -231,7 +231,7 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
         log.warning(
             "compile= leaves uncompiled: %s. torch.compile does not support TorchScript, nn.RNN, nn.GRU, nn.LSTM, "
             "and a module of torch's own only if nothing that it calls has hooks or is compiled by itself.",
-            blocks_in_words(uncompiled),
+            describe_blocks(uncompiled),
         )
     elif not parts:
         log.warning(

@@ -44,7 +44,7 @@ class ParameterTables:
         }
 
 
-def changes_in_words(changes: dict[str, list[str]]) -> str:
+def describe_changes(changes: dict[str, list[str]]) -> str:
     """Return changes, each with the names of its parameters, as a clause such as "a was added; b, c were removed"."""
     clauses = [
         f"{', '.join(names)} {'was' if len(names) == 1 else 'were'} {how}" for how, names in changes.items() if names

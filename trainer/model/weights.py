@@ -22,20 +22,20 @@ def read_map_location(map_location: MapLocation) -> torch.device | None:
     Raises:
         ConfigError: `map_location` has another form, or the device is not on this machine.
     """
-    place: Any = map_location
+    location: Any = map_location
     try:
         if isinstance(map_location, Mapping):
             devices = {str(torch.device(key)): torch.device(value) for key, value in map_location.items()}
-            place = devices.get("cpu", "cpu")
+            location = devices.get("cpu", "cpu")
         elif callable(map_location):
             storage = torch.UntypedStorage(0)
             moved = map_location(storage, "cpu")
-            place = (storage if moved is None else moved).device
-        if place is None:
+            location = (storage if moved is None else moved).device
+        if location is None:
             return None
-        if not isinstance(place, (str, torch.device)):
-            raise TypeError(f"it is a {type(place).__name__}")
-        return torch.empty(0, device=place).device
+        if not isinstance(location, (str, torch.device)):
+            raise TypeError(f"it is a {type(location).__name__}")
+        return torch.empty(0, device=location).device
     except Exception as error:
         raise ConfigError(
             f"map_location={map_location!r} gives no device of this machine ({type(error).__name__}: {error}). Give a "

@@ -47,11 +47,11 @@ def each_damage(folder: str | Path) -> Iterator[str]:
 
 
 def _ways(name: str, original: bytes) -> Iterator[tuple[str, bytes | None]]:
-    places = {"first byte": 0, "middle": len(original) // 2, "last byte": len(original) - 1}
+    positions = {"first byte": 0, "middle": len(original) // 2, "last byte": len(original) - 1}
     if name.endswith(".safetensors"):
         header = 8 + int.from_bytes(original[:8], "little")
-        places |= {"length of the header": 7, "header": 8, "end of the header": header - 1, "first tensor": header}
-    for what, position in places.items():
+        positions |= {"length of the header": 7, "header": 8, "end of the header": header - 1, "first tensor": header}
+    for what, position in positions.items():
         if 0 <= position < len(original):
             yield f"{what} flipped", _flipped(original, position, 0xFF)
     yield "one bit flipped", _flipped(original, len(original) * 2 // 3, 0x01)

@@ -126,14 +126,14 @@ def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int) -> 
             room = most
         shards[-1][name] = weight
         room -= needed
-    total, place = 0, {}
+    total, weight_map = 0, {}
     storage = LocalStorage()
     with storage.atomic_directory(out, replace=out.exists()) as folder:
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             storage.write_file(folder / file, TensorFile(shard))
             total += sum(size_of(weight.dtype, weight.shape) for weight in shard.values())
-            place.update(dict.fromkeys(shard, file))
-        index = {"metadata": {"total_size": total}, "weight_map": place}
+            weight_map.update(dict.fromkeys(shard, file))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         storage.write_file(folder / INDEX_FILE, [(json.dumps(index, indent=2) + "\n").encode()])
     return total

@@ -45,7 +45,7 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
     given = as_storage_path(path)
     with reading(given):
         if not given.exists():
-            raise CheckpointError(f"there is no {path}{_beside(given)}")
+            raise CheckpointError(f"there is no {path}{_suggestion(given)}")
         if (given / CHECKPOINTS).is_dir():
             return [given / CHECKPOINTS]
     if checkpoints_in(given) or _half_written(given):
@@ -152,7 +152,7 @@ def _is_of_checkpoint(name: str) -> bool:
     return name.endswith(".safetensors") or name == "checkpoint.json"
 
 
-def _beside(given: StoragePath) -> str:
+def _suggestion(given: StoragePath) -> str:
     parent = given.parent
     names = [path.name for path in parent.iterdir() if not path.name.startswith(".")] if parent.is_dir() else []
     return f".{did_you_mean(given.name, names)}"

@@ -21,7 +21,7 @@ TENSORS_SHOWN = 20
 
 def table_of(found: list[Found], metrics: list[str]) -> list[str]:
     """Return a table with a line for each checkpoint; the problems of damaged ones follow it."""
-    names = metrics or _most_telling(found)
+    names = metrics or _main_metrics(found)
     head = ["name", "step", "epoch", *map(plain, names), "size", "written", "", "state"]
     rows = [head]
     for one in found:
@@ -43,7 +43,7 @@ def table_of(found: list[Found], metrics: list[str]) -> list[str]:
     return [f"  {line}" for line in [*lines, *(plain(problem) for one in found for problem in one.damage)]]
 
 
-def _most_telling(found: list[Found]) -> list[str]:
+def _main_metrics(found: list[Found]) -> list[str]:
     """Return the names of a few metrics for the table, those of validation first."""
     every = (one.info.get("metrics") for one in found)
     names = {name for metrics in every if isinstance(metrics, dict) for name in metrics if isinstance(name, str)}

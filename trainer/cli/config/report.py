@@ -55,7 +55,7 @@ class Entry:
     key: str
     value: str
     kind: str
-    words: str
+    message: str
 
 
 @dataclass
@@ -116,15 +116,15 @@ class MigrationReport:
         facts = {**self.facts, "value": value, "lower": str(value).lower(), "json": json.dumps(value, default=str)}
         facts["number"] = number(value)
         facts["integer"] = int(facts["number"] or 0)
-        inner, words = re.fullmatch(r"(?:<(.*?)>\s*)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+        inner, message = re.fullmatch(r"(?:<(.*?)>\s*)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
         settings = parse_settings((inner or "").format_map(facts))
         problem = self._contradiction(settings)
         if problem:
-            kind, words, settings = IMPOSSIBLE, "", {}
+            kind, message, settings = IMPOSSIBLE, "", {}
         facts["line"] = problem or ", ".join(self.draft.set(name, setting) for name, setting in settings.items())
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        self.entries.append(Entry(key, shown, kind, (words or "{line}").format_map(facts)))
+        self.entries.append(Entry(key, shown, kind, (message or "{line}").format_map(facts)))
 
     def _contradiction(self, settings: Mapping[str, Any]) -> str:
         """Return why settings are left out, or ""; the first precision counts, and all of a DeepSpeed JSON."""
@@ -144,11 +144,11 @@ class MigrationReport:
         """Return all keys, grouped by kind of translation, and the next command. `written`: the new file, if any."""
         lines = [f"{self.source} is {self.format}." + ("" if written is None else f" Written: {written}")]
         for kind in KINDS:
-            entries = [(f"{entry.key}: {entry.value}", entry.words) for entry in self.entries if entry.kind == kind]
+            entries = [(f"{entry.key}: {entry.value}", entry.message) for entry in self.entries if entry.kind == kind]
             width = min(46, max((len(left) for left, _ in entries), default=0))
             lines += ["", f"{kind}:"] if entries else []
-            for left, words in entries:
-                right = textwrap.wrap(words, WIDTH - width - 4, break_long_words=False, break_on_hyphens=False)
+            for left, message in entries:
+                right = textwrap.wrap(message, WIDTH - width - 4, break_long_words=False, break_on_hyphens=False)
                 right = right if len(left) <= width else ["", *right]
                 lines += [f"  {left:<{width}}  {right[0]}".rstrip(), *(" " * (width + 4) + more for more in right[1:])]
         lines += ["", "start it with: " + self.start(f"trainer fit --config {written or 'run.yaml'} module.yaml")]

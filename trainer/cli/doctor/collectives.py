@@ -28,15 +28,17 @@ def exchange(megabytes: int = MEGABYTES, timeout_seconds: float = PATIENCE_S) ->
     from trainer.distributed.environment import detect_environment
     from trainer.distributed.rendezvous import join_store
 
-    place = detect_environment()
-    rank, world = place.rank, place.world_size
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
-    device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
+    environment = detect_environment()
+    rank, world = environment.rank, environment.world_size
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= environment.local_world_size
+    device = torch.device("cuda", environment.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, store=join_store(place, timeout), rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        backend, store=join_store(environment, timeout), rank=rank, world_size=world, timeout=timeout
+    )
     elements = megabytes * 2**20 // 4
     mine = torch.full((elements,), float(rank + 1), device=device)
     total = mine.clone()
@@ -100,9 +102,9 @@ def collectives(number: int) -> CheckResult:
             name = os.environ["GLOO_SOCKET_IFNAME"]
             fix = f"GLOO_SOCKET_IFNAME={name}: is there such an interface? `ip link` lists them."
         return CheckResult("FAIL", "collectives", f"{number} processes cannot exchange tensors: {last}", fix)
-    words = f"{found['world_size']} processes on {found['device']} ({found['backend']})"
+    subject = f"{found['world_size']} processes on {found['device']} ({found['backend']})"
     if found["wrong"]:
         fix = "Hardware or driver: run nccl-tests and `nvidia-smi -q`; NCCL_P2P_DISABLE=1 tells whether it is the link."
-        return CheckResult("FAIL", "collectives", f"{words}: wrong numbers from {' and '.join(found['wrong'])}.", fix)
+        return CheckResult("FAIL", "collectives", f"{subject}: wrong numbers from {' and '.join(found['wrong'])}.", fix)
     speeds = ", ".join(f"{name} {found[name] / 1e9:.2f} GB/s" for name in ("all_reduce", "all_gather"))
-    return CheckResult("OK", "collectives", f"{words}: right numbers, {speeds} ({MEGABYTES} MiB)")
+    return CheckResult("OK", "collectives", f"{subject}: right numbers, {speeds} ({MEGABYTES} MiB)")

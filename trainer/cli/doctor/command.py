@@ -43,15 +43,15 @@ def run(arguments: list[str]) -> int:
     # stdout holds nothing but the JSON, whatever the user's files print.
     with redirect_stdout(sys.stderr) if "--json" in arguments else nullcontext():
         given, configuration = _read(arguments)
-        place = detect_environment()
-        for result in _checks(given, configuration, arguments, place.local_rank == 0):
+        environment = detect_environment()
+        for result in _checks(given, configuration, arguments, environment.local_rank == 0):
             results.append(result)
             # Rank 0 prints everything; the other ranks print only their problems.
-            if not given.json and place.rank == 0:
+            if not given.json and environment.rank == 0:
                 print(result.line(), flush=True)
             elif not given.json and result.status != "OK":
-                print(f"rank {place.rank}: {result.line()}", flush=True)
-    if place.rank == 0:
+                print(f"rank {environment.rank}: {result.line()}", flush=True)
+    if environment.rank == 0:
         print(as_json(results) if given.json else f"\n{summary(results)}", flush=True)
     return int(failed(results))
 

@@ -68,10 +68,10 @@ def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
         return None
     found: tuple[str, str | None] = ("", None)
     for line in lines:
-        _, place, kind = line.split()[:3]
-        place = place.replace("\\040", " ")
-        if path.absolute().is_relative_to(place) and len(place) >= len(found[0]):
-            found = (place, kind)
+        _, mount_point, kind = line.split()[:3]
+        mount_point = mount_point.replace("\\040", " ")
+        if path.absolute().is_relative_to(mount_point) and len(mount_point) >= len(found[0]):
+            found = (mount_point, kind)
     return found[1]
 
 
@@ -80,9 +80,9 @@ def _writing(folder: Path) -> Iterator[CheckResult]:
     path = folder / "sample"
     speed = SAMPLE / _seconds_to_append(path, os.urandom(SAMPLE))
     flush = _seconds_to_append(path, b"1")
-    words = f"{speed / 1e6:,.0f} MB/s with fsync, {1000 * flush:.1f} ms for a small one"
+    text = f"{speed / 1e6:,.0f} MB/s with fsync, {1000 * flush:.1f} ms for a small one"
     fix = "Checkpoints wait for a dozen of these: write them less often, or elsewhere, or with async_save=True."
-    yield verdict("WARN", flush > SLOW_SYNC_S, "writing", words, fix)
+    yield verdict("WARN", flush > SLOW_SYNC_S, "writing", text, fix)
     skew = path.stat().st_mtime - time.time()
     if abs(skew) > SKEW_S:
         found = f"the files' times differ from this machine's clock by {skew:+.0f} s."
@@ -122,5 +122,5 @@ def _checkpoint(folder: Path) -> CheckResult:
     if problems or not same:
         fix = "The disk or its file system loses data: do not train here."
         return CheckResult("FAIL", "checkpoint", f"what was read is not what was written. {' '.join(problems)}", fix)
-    words = f"8 MiB saved in {1000 * (saved - began):.0f} ms, verified and loaded in {1000 * (loaded - saved):.0f} ms"
-    return CheckResult("OK", "checkpoint", f"{words}, every bit the same")
+    text = f"8 MiB saved in {1000 * (saved - began):.0f} ms, verified and loaded in {1000 * (loaded - saved):.0f} ms"
+    return CheckResult("OK", "checkpoint", f"{text}, every bit the same")

@@ -88,16 +88,16 @@ def devices() -> Iterator[CheckResult]:
         for number in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(number)
             free, total = torch.cuda.mem_get_info(number)
-            words = f"{properties.name}, {gib(free)} of {gib(total)} are free"
+            text = f"{properties.name}, {gib(free)} of {gib(total)} are free"
             subject, capability = f"cuda:{number}", f"{properties.major}{properties.minor}"
             newest = max((int(name) for name in architectures if name.isdigit()), default=0)
             if newest and int(capability) // 10 > newest // 10:
                 fix = f"This torch is built for {', '.join(sorted(architectures))}: install a newer one."
-                found = f"{words}; compute capability {capability} is unknown to torch."
+                found = f"{text}; compute capability {capability} is unknown to torch."
                 yield CheckResult("FAIL", subject, found, fix)
             else:
                 used = "Somebody else uses it: nvidia-smi shows who."
-                yield verdict("WARN", free < total / 2, subject, words, used)
+                yield verdict("WARN", free < total / 2, subject, text, used)
     elif there and built:
         fix = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES; a driver that is too old for this torch is the usual cause."
         yield CheckResult("FAIL", "devices", f"there is a GPU, but torch (built for {built}) sees none.", fix)
@@ -116,8 +116,8 @@ def _memory() -> Iterator[CheckResult]:
     if free is None:
         yield CheckResult("OK", "cpu", f"{cores} cores for this process")
         return
-    words = f"{cores} cores for this process, {gib(free)} of memory are free"
-    yield verdict("WARN", free < ENOUGH_MEMORY, "memory", words, "Each process needs about 1 GiB for torch alone.")
+    text = f"{cores} cores for this process, {gib(free)} of memory are free"
+    yield verdict("WARN", free < ENOUGH_MEMORY, "memory", text, "Each process needs about 1 GiB for torch alone.")
 
 
 def _available_memory() -> int | None:
