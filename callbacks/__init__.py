@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 if __name__ != "trainer.callbacks":
     raise ImportError(
         f"this folder was imported as {__name__!r}; it is a part of the trainer package. "
@@ -35,3 +37,12 @@ CALLBACKS: dict[str, type[Callback]] = {
 }
 """Every callback and logger by the name of its class. All are imported with the first `Trainer`, so they import heavy
 packages inside the functions that need them."""
+
+if not TYPE_CHECKING:  # with it, a type checker would accept every name
+
+    def __getattr__(name: str) -> None:
+        import sys
+
+        from trainer.errors import no_such_name
+
+        raise no_such_name(sys.modules[__name__], name)

@@ -1,5 +1,9 @@
 """The strategies, a line for each: the file, and the class as users import it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 if __name__ != "trainer.strategies":
     raise ImportError(
         f"this folder is the package 'trainer.strategies', and it was imported as {__name__!r}. "
@@ -27,3 +31,12 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 """Every strategy by the name that `Trainer(strategy=)` takes. All are imported with the first `Trainer`, so they import
 heavy packages, torch.distributed.fsdp too, inside the functions that need them."""
+
+if not TYPE_CHECKING:  # with it, a type checker would accept every name
+
+    def __getattr__(name: str) -> None:
+        import sys
+
+        from trainer.errors import no_such_name
+
+        raise no_such_name(sys.modules[__name__], name)

@@ -47,10 +47,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # Imported on first use, so that `trainer --help` does not wait for torch.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # with it, a type checker would accept every name
 
-    return getattr(import_module(_HOMES[name]), name)
+    def __getattr__(name: str) -> Any:
+        # Imported on first use, so that `trainer --help` does not wait for torch.
+        if name not in _HOMES:
+            import sys
+
+            from trainer.errors import no_such_name
+
+            raise no_such_name(sys.modules[__name__], name)
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)

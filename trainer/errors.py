@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
 
 
 def printable(text: str) -> str:
@@ -141,6 +144,21 @@ def unknown_name_error(
     return ConfigError(
         f"unknown {kind} {name!r}.{did_you_mean(str(name), names, equivalents)} Known: {', '.join(names)}."
     )
+
+
+def no_such_name(package: ModuleType, name: str) -> AttributeError | ImportError:
+    """Return the error that `__getattr__` of a package raises for an unknown name.
+
+    An AttributeError, on which `hasattr`, `pickle` and `inspect` rely; but in `from package import name`, where Python
+    would replace it and its message, an ImportError.
+    """
+    public = [known for known, value in vars(package).items() if callable(value) and not known.startswith("_")]
+    text = str(unknown_name_error(f"name in {package.__name__}:", name, vars(package).get("__all__", public)))
+    caller = sys._getframe(2)  # Python's import system asks for an attribute, and then for a submodule
+    in_import = caller.f_code.co_name == "_handle_fromlist" and caller.f_globals["__name__"] == "importlib._bootstrap"
+    if in_import and not name.startswith("__") and find_spec(f"{package.__name__}.{name}") is None:
+        return ImportError(text, name=package.__name__, path=package.__file__)
+    return AttributeError(text)
 
 
 def first_of(items: Iterable[object], most: int = 3) -> str:
