@@ -62,7 +62,7 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._switch_off()
-        self._values = trainer.run.session.progress_bar_metrics
+        self._values = trainer.flushed_progress_bar_metrics
         if trainer.is_global_zero and self.refresh_rate:
             with suppress(Exception):
                 self._display, self._next = _open_display(sys.stderr, self.leave), 0.0

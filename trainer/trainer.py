@@ -863,9 +863,20 @@ class Trainer:
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """The values of `callback_metrics` with `prog_bar=True`, as numbers: each access reads the device."""
+        """The values of `callback_metrics` with `prog_bar=True`, as numbers: each access reads the device.
+
+        `flushed_progress_bar_metrics` has those of the last flush, without reading the device.
+        """
         latest = {} if self._run is None else self._run.metrics.latest("progress_bar")
         return {name: float(value) for name, value in {**self._session.progress_bar_metrics, **latest}.items()}
+
+    @property
+    def flushed_progress_bar_metrics(self) -> Mapping[str, float]:
+        """The values with `prog_bar=True` as of the last flush, reduced over all processes. Never reads the device.
+
+        Each flush updates the mapping, so that a progress bar may keep it; it is not to be changed.
+        """
+        return self._session.progress_bar_metrics
 
     @property
     def loggers(self) -> list[Logger]:

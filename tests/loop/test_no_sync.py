@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,6 +166,29 @@ def test_an_accumulating_window_reads_nothing_either() -> None:
     between = Between(Reads(), first=1, last=5)
     fit(between, accumulate_grad_batches=2, log_every_n_steps=6)
     assert between.found.seen == {}
+
+
+def test_a_bar_may_ask_for_its_values_in_each_step() -> None:
+    shown: dict[int, dict[str, float]] = {}
+    latest: dict[int, float] = {}
+    kept: Mapping[str, float] = {}
+
+    class Bar(Callback):
+        def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+            nonlocal kept
+            kept = trainer.flushed_progress_bar_metrics
+
+        def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+            shown[trainer.global_step] = dict(kept)
+            if trainer.global_step == 12:
+                latest[12] = trainer.progress_bar_metrics["loss"]
+
+    between = Between(Reads(), first=1, last=11)
+    fit(Bar(), between)
+    assert between.found.seen == {}
+    assert shown[11] == {}
+    assert list(shown[13]) == ["loss"]
+    assert shown[13]["loss"] == shown[23]["loss"] == pytest.approx(latest[12])
 
 
 def test_a_read_would_be_seen() -> None:
