@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,6 +20,7 @@ from trainer.checkpoint.format import is_committed
 from trainer.checkpoint.retention import Retention
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
+from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
 from trainer.metrics.monitor import log_assumed_mode, resolve_mode
@@ -128,13 +128,13 @@ class ModelCheckpoint(Checkpoint):
     ) -> None:
         problems = [
             *_contradictions(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval),
-            *_template_problems(filename),
+            *template_problems(filename),
             *_folder_problems(dirpath),
         ]
         raise_problems(problems, "ModelCheckpoint's arguments")
         self.dirpath = None if dirpath is None else str(as_storage_path(dirpath))
         self.filename = filename or "{epoch}-{step}"
-        self.names_in_filename = [name for name, _ in _FIELD.findall(self.filename) if name not in ("epoch", "step")]
+        self.names_in_filename = logged_names(self.filename)
         self.monitor = monitor
         self.mode = resolve_mode(mode, monitor or "", "ModelCheckpoint")
         self._unclear_mode = mode is None
@@ -444,7 +444,7 @@ class ModelCheckpoint(Checkpoint):
         values = {**dict.fromkeys(self.names_in_filename, math.nan), **metrics}
         if self.monitor in self.names_in_filename:
             values[self.monitor] = math.nan if value is None else value
-        return _fill_in(self.filename, values, self.auto_insert_metric_name)
+        return format_name(self.filename, values, self.auto_insert_metric_name)
 
     def _free_name(self, name: str, to_delete: list[str]) -> tuple[str, WriteError | None]:
         """Return the name, with a version if it is taken by a checkpoint that is not in `to_delete`.
@@ -689,53 +689,4 @@ def _folder_problems(dirpath: str | Path | None) -> list[str]:
         as_storage_path(dirpath)
     except ConfigError as error:
         return [f"dirpath: {error}"]
-    return []
-
-
-_FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
-"""A placeholder and its format."""
-
-
-def _fill_in(template: str, values: Mapping[str, float], with_names: bool) -> str:
-    """Format a checkpoint's name: "{epoch}-{val_loss:.2f}" -> "epoch=3-val_loss=0.17", or "3-0.17" without names."""
-
-    def fill(match: re.Match[str]) -> str:
-        name, text = match[1], format(values[match[1]], match[2] or "")
-        return f"{name}={text}" if with_names else text
-
-    return _FIELD.sub(fill, template).replace("/", "_")
-
-
-def _template_problems(template: str | None) -> list[str]:
-    """Return the mistakes in a template, to be reported before the first checkpoint is written."""
-    if template is None:
-        return []
-    rest = _FIELD.sub("", template)
-    if "{" in rest or "}" in rest:
-        return [f"filename={template!r}: a brace has no partner. Write '{{epoch}}-{{val_loss:.2f}}' or the like."]
-    problems = []
-    for name, form in _FIELD.findall(template):
-        try:
-            format(0 if name in ("epoch", "step") else 0.0, form)
-        except (ValueError, OverflowError, MemoryError) as error:
-            problems.append(f"filename={template!r}: {name!r} cannot be written as {form!r} ({error}). Use '.2f'.")
-    if not problems:
-        values = {name: 0 if name in ("epoch", "step") else 0.0 for name, _ in _FIELD.findall(template)}
-        problems = _wrong_name(template, _fill_in(template, values, with_names=True))
-    return problems
-
-
-_MAX_NAME = 200
-"""Maximum bytes of a checkpoint's name: file systems allow 255, and versions and temporary names need some."""
-
-
-def _wrong_name(template: str, name: str) -> list[str]:
-    """Return a message for each reason for which no folder can have this name, which was made from the template."""
-    size = len(name.encode("utf-8", "replace"))
-    if size > _MAX_NAME:
-        return [f"filename={template[:40]!r}...: a name of {size} bytes is too long, give one of {_MAX_NAME} at most."]
-    if "\0" in name or not name.isprintable() or name.encode("utf-8", "ignore").decode() != name:
-        return [f"filename={template!r}: no file can have this name. Leave out control characters."]
-    if template and (name.startswith(".") or not name.strip()):
-        return [f"filename={template!r}: give a name that does not begin with '.'."]
     return []
