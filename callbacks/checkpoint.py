@@ -479,12 +479,7 @@ class ModelCheckpoint(Checkpoint):
             on_committed()
 
     def _commit(
-        self,
-        directory: CheckpointDirectory | None,
-        name: str,
-        last: str | None,
-        best: str | None,
-        obsolete: list[str],
+        self, directory: CheckpointDirectory | None, name: str, last: str | None, best: str | None, obsolete: list[str]
     ) -> None:
         """Set "last" and "best" after a commit, then delete the obsolete checkpoints.
 

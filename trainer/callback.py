@@ -186,13 +186,7 @@ class Callback:
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None: ...
@@ -203,13 +197,7 @@ class Callback:
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
     def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None: ...
@@ -220,13 +208,7 @@ class Callback:
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        module: TrainModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
 
 

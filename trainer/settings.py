@@ -98,8 +98,7 @@ class Settings:
     )
 
     log_every_n_steps: int = argument(
-        50,
-        "Steps between two flushes of the log: values are reduced, read and sent to loggers. 0: by epoch only.",
+        50, "Steps between two flushes of the log: values are reduced, read and sent to loggers. 0: by epoch only."
     )
     callbacks: Callback | list[Callback] | None = argument(
         None, "Callbacks, which are called at the hooks of a run; see trainer/callback.py."

@@ -10,15 +10,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError, WriteError, reason
-from trainer.checkpoint.format import (
-    DATA_FILE,
-    FORMAT,
-    KEY,
-    VERSION,
-    is_committed,
-    part_file,
-    with_checksum,
-)
+from trainer.checkpoint.format import DATA_FILE, FORMAT, KEY, VERSION, is_committed, part_file, with_checksum
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import TensorFile
 from trainer.checkpoint.serialization import Serialized, serialize, to_json

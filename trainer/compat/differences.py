@@ -19,16 +19,8 @@ class Difference(NamedTuple):
 
 
 _NAMES = (
-    Difference(
-        "names",
-        "`LightningModule`, `LightningDataModule`",
-        "`TrainModule`, `DataModule`",
-    ),
-    Difference(
-        "imports",
-        "`import lightning as L`",
-        "`from trainer import Trainer, TrainModule, Callback`",
-    ),
+    Difference("names", "`LightningModule`, `LightningDataModule`", "`TrainModule`, `DataModule`"),
+    Difference("imports", "`import lightning as L`", "`from trainer import Trainer, TrainModule, Callback`"),
     Difference(
         "ranks and folders",
         "`trainer.global_rank`, `trainer.log_dir`",
@@ -64,11 +56,7 @@ _STEPS = (
         "`trainer.global_step` counts every optimizer's step",
         "one per step, however many optimizers; with manual optimization one per batch",
     ),
-    Difference(
-        "work per step",
-        "`on_train_batch_end` for work per step",
-        "also `on_train_step_end`: once per update",
-    ),
+    Difference("work per step", "`on_train_batch_end` for work per step", "also `on_train_step_end`: once per update"),
     Difference(
         "short window",
         "loss divided by `accumulate_grad_batches`, even in a short last window",
@@ -95,11 +83,7 @@ _STEPS = (
         "gradients are cleared between forward and backward, so `training_step` sees the last `.grad`",
         "cleared before the step, so that they take no memory during the forward",
     ),
-    Difference(
-        "zero_grad",
-        "`on_before_zero_grad` after the forward",
-        "before the first micro-batch of the step",
-    ),
+    Difference("zero_grad", "`on_before_zero_grad` after the forward", "before the first micro-batch of the step"),
     Difference(
         "zero_grad of a validation",
         "`on_validation_model_zero_grad` is not called in the sanity check; elsewhere it clears the gradients, also "
@@ -167,11 +151,7 @@ _STEPS = (
         "`teardown` is not called after an error",
         "is called, even if that of another callback raises",
     ),
-    Difference(
-        "Ctrl-C",
-        "Ctrl-C exits with 1",
-        "finishes the step, saves, exits with 130",
-    ),
+    Difference("Ctrl-C", "Ctrl-C exits with 1", "finishes the step, saves, exits with 130"),
 )
 
 _LOGGING = (
@@ -191,11 +171,7 @@ _LOGGING = (
         "always reduced over processes, where it is logged, monitored or returned; `callback_metrics` "
         "has the process's own latest value by step",
     ),
-    Difference(
-        "reduce_fx",
-        "`reduce_fx=torch.max`",
-        '`reduce_fx="max"`: "mean", "sum", "min" or "max"',
-    ),
+    Difference("reduce_fx", "`reduce_fx=torch.max`", '`reduce_fx="max"`: "mean", "sum", "min" or "max"'),
     Difference(
         "samples of a batch",
         "means are weighted by the first dimension of a batch's first tensor",
@@ -247,15 +223,9 @@ _LOGGING = (
         "works everywhere during a run except in `teardown`; a value logged before training belongs to the first "
         "epoch, and one logged with `on_step=True` at the start or end of an epoch to that epoch",
     ),
+    Difference("sanity check", "values of the sanity check are in `callback_metrics` while it runs", "are discarded"),
     Difference(
-        "sanity check",
-        "values of the sanity check are in `callback_metrics` while it runs",
-        "are discarded",
-    ),
-    Difference(
-        "callback_metrics",
-        '`trainer.callback_metrics["x"] = ...`',
-        "each access returns a new dict: use `self.log`",
+        "callback_metrics", '`trainer.callback_metrics["x"] = ...`', "each access returns a new dict: use `self.log`"
     ),
     Difference(
         "metrics over loaders",
@@ -271,9 +241,7 @@ _LOGGING = (
 
 _DATA = (
     Difference(
-        "sampler",
-        "`use_distributed_sampler`",
-        "not needed: a plain DataLoader is split without repeating samples",
+        "sampler", "`use_distributed_sampler`", "not needed: a plain DataLoader is split without repeating samples"
     ),
     Difference(
         "order of samples",
@@ -282,9 +250,7 @@ _DATA = (
         "sample on some process",
     ),
     Difference(
-        "overfit_batches",
-        "`overfit_batches` limits the validation loader",
-        "validates on the same training batches",
+        "overfit_batches", "`overfit_batches` limits the validation loader", "validates on the same training batches"
     ),
     Difference(
         "length of a loader",
@@ -310,11 +276,7 @@ _DATA = (
 )
 
 _CHECKPOINTS = (
-    Difference(
-        "checkpoint format",
-        "`.ckpt` (pickle)",
-        "a folder of safetensors and JSON",
-    ),
+    Difference("checkpoint format", "`.ckpt` (pickle)", "a folder of safetensors and JSON"),
     Difference(
         "newest checkpoint",
         "`ModelCheckpoint(save_last=None)`: no `last`, and none is written when training ends",
@@ -330,20 +292,10 @@ _CHECKPOINTS = (
         '`ModelCheckpoint(monitor="val_acc")`, `EarlyStopping("val_acc")` mean "min"',
         'an error without `mode`; if the name does not tell the direction, "min"',
     ),
+    Difference("NaN as a score", "NaN as a score counts as infinite", "is never the best"),
+    Difference("save_top_k without monitor", "`save_top_k=3` without `monitor` is refused", "keeps the newest three"),
     Difference(
-        "NaN as a score",
-        "NaN as a score counts as infinite",
-        "is never the best",
-    ),
-    Difference(
-        "save_top_k without monitor",
-        "`save_top_k=3` without `monitor` is refused",
-        "keeps the newest three",
-    ),
-    Difference(
-        "unknown value in a filename",
-        '`ModelCheckpoint(filename="{val_loss}")` before a value is known: 0',
-        "nan",
+        "unknown value in a filename", '`ModelCheckpoint(filename="{val_loss}")` before a value is known: 0', "nan"
     ),
     Difference(
         "checkpoints of one name",
@@ -356,11 +308,7 @@ _CHECKPOINTS = (
         "a checkpoint at the end of an epoch is written before ReduceLROnPlateau's step",
         "after it",
     ),
-    Difference(
-        "resume",
-        "a mid-epoch resume repeats data",
-        "resumes at the next batch",
-    ),
+    Difference("resume", "a mid-epoch resume repeats data", "resumes at the next batch"),
     Difference(
         "hooks of a resume",
         "resuming at the end of an epoch runs the sanity check; resuming inside an epoch does not call "
@@ -394,11 +342,7 @@ _CHECKPOINTS = (
         "`Trainer(max_time=...)` is ignored beside a `Timer`",
         "both hold: the shorter time ends the run",
     ),
-    Difference(
-        "time of the sanity check",
-        '`Timer` counts the sanity check as "validate"',
-        "does not",
-    ),
+    Difference("time of the sanity check", '`Timer` counts the sanity check as "validate"', "does not"),
 )
 
 SECTIONS = {
