@@ -256,7 +256,9 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.async_save:
-            self._poll_async_save(trainer)
+            self._poll_writer(trainer)
+            if self._error is not None:
+                self._rollback(self._error)
         due = self._is_up_now(trainer) if self.seconds is not None else self._step_is_due(trainer.global_step)
         if due and not self._waits(trainer):
             self._save(trainer)
@@ -363,7 +365,9 @@ class ModelCheckpoint(Checkpoint):
         except WriteError as error:
             if isinstance(error, PointerError):
                 self.kept = self._remaining()
-            self._report_failure(error, log_it=trainer.is_global_zero)
+            if trainer.is_global_zero:
+                self._warn(error)
+            self._rollback(error)
             if not isinstance(error, PointerError):
                 return
         except BaseException:
@@ -550,12 +554,6 @@ class ModelCheckpoint(Checkpoint):
 
     # -- a write in the background -------------------------------------------------------------------------------------
 
-    def _poll_async_save(self, trainer: Trainer) -> None:
-        """Report on rank 0 what was committed since the last step, or raise the error; never waits."""
-        self._poll_writer(trainer)
-        if self._error is not None:
-            self._rollback(self._error)
-
     def _finish_write(self, trainer: Trainer, due: bool = False) -> None:
         """Wait for the write in flight, and give its error to all processes. Collective."""
         if not self.async_save:
@@ -568,6 +566,7 @@ class ModelCheckpoint(Checkpoint):
             self._rollback(error)
 
     def _poll_writer(self, trainer: Trainer) -> None:
+        """Report on rank 0 what was committed since the last call, and keep the error; never waits."""
         if self._writer is None:
             return
         path, error = self._writer.result()
@@ -580,11 +579,6 @@ class ModelCheckpoint(Checkpoint):
             self._warn(error)
             if isinstance(error, PointerError):
                 self._notify_saved(trainer, str(self._in_folder(self._newest() or "")))
-
-    def _report_failure(self, error: CheckpointError, log_it: bool) -> None:
-        if log_it:
-            self._warn(error)
-        self._rollback(error)
 
     def _warn(self, error: CheckpointError) -> None:
         if self.on_write_error == "warn" and isinstance(error, PointerError):

@@ -185,12 +185,10 @@ ARGUMENTS = tuple(field.name for field in dataclasses.fields(Settings))
 """The names of the Trainer's arguments."""
 
 
+_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 NONE_IS_DEFAULT = (
     "precision",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
+    *_LIMITS,
     "val_check_interval",
     "num_sanity_val_steps",
     "gradient_clip_algorithm",
@@ -255,14 +253,6 @@ DEFAULT_MAX_EPOCHS = 1000
 """Epochs of a `fit` without max_epochs, max_steps and max_time."""
 MOST_DEVICES = 4096
 """Maximum number of devices of one machine."""
-_LIMITS = (
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "val_check_interval",
-)
 
 
 def _wrong_folder(settings: Settings) -> list[str]:
@@ -289,7 +279,7 @@ def _wrong_numbers(settings: Settings) -> list[str]:
         if not optional and (type(value) is not int or value < smallest or (value >= 2**63 and name != "seed")):
             hint = " For a schedule use GradientAccumulationScheduler." if isinstance(value, dict) else ""
             problems.append(f"{name}={value!r}: give an integer from {smallest}.{hint}")
-    for name in _LIMITS:
+    for name in (*_LIMITS, "overfit_batches", "val_check_interval"):
         value = getattr(settings, name)
         most = 1 if type(value) is float else 2**63 - 1
         if type(value) not in (int, float) or not 0 <= value <= most:

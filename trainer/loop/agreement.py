@@ -98,13 +98,13 @@ def _by_rank(values: list[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    place = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
-    return ", and ".join(f"{_short(value, place)} on {format_ranks(where)}" for value, where in ranks.items())
+    position = next((n for n, characters in enumerate(zip(*values, strict=False)) if len(set(characters)) > 1), 0)
+    return ", and ".join(f"{_short(value, position)} on {format_ranks(where)}" for value, where in ranks.items())
 
 
-def _short(value: str, place: int) -> str:
-    """Return a value, or the part of a long one around `place`."""
-    begin = max(0, place - _MOST_SHOWN // 2) if len(value) > _MOST_SHOWN else 0
+def _short(value: str, position: int) -> str:
+    """Return a value, or the part of a long one around `position`."""
+    begin = max(0, position - _MOST_SHOWN // 2) if len(value) > _MOST_SHOWN else 0
     end = begin + _MOST_SHOWN
     return f"{'...' if begin else ''}{value[begin:end]}{'...' if end < len(value) else ''}"
 
@@ -277,10 +277,10 @@ def optimizer_facts(
     yield "optimizers", [type(optimizer) for optimizer in optimizers]
     for where, optimizer in _named(optimizers):
         for number, group in enumerate(optimizer.param_groups):
-            place = f"{where}, group {number}" if len(optimizer.param_groups) > 1 else where
-            yield f"{place}, parameters", [names.get(id(parameter)) for parameter in group["params"]]
+            owner = f"{where}, group {number}" if len(optimizer.param_groups) > 1 else where
+            yield f"{owner}, parameters", [names.get(id(parameter)) for parameter in group["params"]]
             for option in group.keys() - {"params"}:
-                yield f"{place}, {option}", group[option]
+                yield f"{owner}, {option}", group[option]
         for name, value in getattr(optimizer, "__dict__", {}).items():
             if is_scalar(value) and not name.startswith("_"):
                 yield f"{where}, {name}", value

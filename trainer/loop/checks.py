@@ -192,15 +192,14 @@ def datamodule_problems(datamodule: DataModule) -> list[str]:
     wrong = [
         check_signature(datamodule, method, parameters_of(getattr(DataModule, method)))
         for method in DATAMODULE_METHODS
-        if hasattr(DataModule, method) and datamodule.overrides(method)
+        if datamodule.overrides(method)
     ]
     wrong += [
         f"{type(datamodule).__name__}.{method} would never be called: define {instead} instead."
         for method, instead in DATAMODULE_EQUIVALENTS.items()
         if callable(getattr(datamodule, method, None))
     ]
-    known = tuple(method for method in DATAMODULE_METHODS if hasattr(DataModule, method))
-    return [*_misspelt(datamodule, DataModule, known).values(), *filter(None, wrong)]
+    return [*_misspelt(datamodule, DataModule, DATAMODULE_METHODS).values(), *filter(None, wrong)]
 
 
 def _missing(name: str, method: str) -> str:

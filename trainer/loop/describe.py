@@ -27,6 +27,7 @@ def describe(
         run_dir: the run directory.
     """
     settings = config.settings
+    interval = f"every {settings.log_every_n_steps} steps" if settings.log_every_n_steps else "at the end of epochs"
     lines = [
         f"device      {config.device_type} ({config.reasons['device']})",
         f"processes   {config.num_processes} ({config.reasons['devices']})",
@@ -37,7 +38,7 @@ def describe(
         + _global_batch(config, window, micro_batch),
         f"length      {_length(config)}",
         f"clipping    {_clipping(settings)}",
-        f"log         {_log_interval(settings)} to {_names(config.loggers) or 'no logger'}",
+        f"log         {interval} to {_names(config.loggers) or 'no logger'}",
         f"run dir     {run_dir}",
         "",
         "fit",
@@ -92,10 +93,6 @@ def _length(config: ResolvedConfig) -> str:
         f"{config.settings.max_time}" if config.settings.max_time is not None else "",
     ]
     return ", or ".join(limit for limit in limits if limit) or "no limit"
-
-
-def _log_interval(settings: Settings) -> str:
-    return f"every {settings.log_every_n_steps} steps" if settings.log_every_n_steps else "at the end of epochs"
 
 
 def _clipping(settings: Settings) -> str:

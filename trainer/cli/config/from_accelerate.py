@@ -214,7 +214,8 @@ def _read_facts(report: MigrationReport, kind: str) -> None:
     backend = str(given.get("dynamo_config.backend", "no")).lower()
     options: dict[str, Any] = {} if backend == "inductor" else {"backend": backend}
     for key, name in COMPILE.items():
-        if not _is_default(value := given.get(f"dynamo_config.{key}")):
+        value = given.get(f"dynamo_config.{key}")
+        if not is_off(value) and str(value).lower() != "default":
             options[name] = value if key == "mode" else True
     report.facts = {
         "kind": kind,
@@ -271,7 +272,3 @@ def _flags(report: MigrationReport, kind: str) -> list[str]:
         "shards": shards > 1,
     }
     return [name for name, is_up in flags.items() if is_up]
-
-
-def _is_default(value: Any) -> bool:
-    return is_off(value) or str(value).lower() == "default"
