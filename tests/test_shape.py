@@ -213,7 +213,7 @@ OTHER_MEANINGS = {"xla", "deepspeed"}
 """Names of strategies that are also a type of device, or a package."""
 
 
-def telling_apart(source: str) -> list[str]:
+def strategy_branches(source: str) -> list[str]:
     """Return the lines that know a concrete strategy: its class, its file, or its name."""
     classes = {kind.__name__ for kind in STRATEGIES.values()} | {"DistributedStrategy"}
     modules = {kind.__module__ for kind in STRATEGIES.values()} | {"trainer.strategies.distributed"}
@@ -234,14 +234,14 @@ def telling_apart(source: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name in FILES if room_of(name) not in ("strategies", "strategy")])
 def test_nothing_outside_strategies_asks_which_strategy_it_has(name: str) -> None:
-    assert telling_apart(FILES[name].read_text()) == []
+    assert strategy_branches(FILES[name].read_text()) == []
 
 
 def test_telling_strategies_apart_is_found() -> None:
-    assert telling_apart('if trainer.strategy.name == "ddp": ...')
-    assert telling_apart("isinstance(strategy, strategies.DDPStrategy)")
-    assert telling_apart("from trainer.strategies.ddp import anything")
-    assert not telling_apart('"""Like "ddp" in a docstring."""')
+    assert strategy_branches('if trainer.strategy.name == "ddp": ...')
+    assert strategy_branches("isinstance(strategy, strategies.DDPStrategy)")
+    assert strategy_branches("from trainer.strategies.ddp import anything")
+    assert not strategy_branches('"""Like "ddp" in a docstring."""')
 
 
 def asks_for_a_callback(source: str) -> list[str]:

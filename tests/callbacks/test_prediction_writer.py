@@ -18,24 +18,24 @@ from trainer.callbacks import PredictionWriter, read_predictions
 FORMATS = pytest.mark.parametrize("format", ["safetensors", "jsonl"])
 
 
-class Says(Toy):
+class Predicts(Toy):
     """A module whose prediction is a function of the batch's features."""
 
-    def __init__(self, says: Any) -> None:
+    def __init__(self, predict: Any) -> None:
         super().__init__()
-        self.says = says
+        self.predict = predict
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.says(batch[0])
+        return self.predict(batch[0])
 
 
 def features(batches: int = 3) -> torch.Tensor:
     return torch.cat([batch[0] for batch in loader(batches)])
 
 
-def write(says: Any, batches: int = 3, **options: Any) -> list[Any]:
+def write(predict: Any, batches: int = 3, **options: Any) -> list[Any]:
     writer = PredictionWriter("out", **options)
-    quiet(callbacks=[writer]).predict(Says(says), loader(batches))
+    quiet(callbacks=[writer]).predict(Predicts(predict), loader(batches))
     return list(read_predictions("out"))
 
 
@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(format: str, write_interval
 
 
 @pytest.mark.parametrize(
-    ("says", "described"),
+    ("predict", "described"),
     [
         (lambda x: "text", "a str"),
         (lambda x: {"a": x, "b": x[:2]}, r"\{'a': a tensor of shape \(4, 4\), 'b': a tensor of shape \(2, 4\)\}"),
@@ -84,9 +84,9 @@ def test_a_folder_that_cannot_be_written_to_is_named(format: str, write_interval
         (lambda x: {}, r"\{\}"),
     ],
 )
-def test_what_safetensors_cannot_hold(says: Any, described: str) -> None:
+def test_what_safetensors_cannot_hold(predict: Any, described: str) -> None:
     with pytest.raises(ConfigError, match=rf"got {described} from predict_step\. .* use format='jsonl'"):
-        write(says)
+        write(predict)
 
 
 @FORMATS
@@ -121,7 +121,7 @@ def test_several_loaders_in_their_order() -> None:
         def predict_dataloader(self) -> Any:
             return [loader(2), loader(1)]
 
-    quiet(callbacks=[PredictionWriter("out")]).predict(Says(lambda x: x), datamodule=Two())
+    quiet(callbacks=[PredictionWriter("out")]).predict(Predicts(lambda x: x), datamodule=Two())
     expected = torch.cat([features(2), features(1)])
     assert torch.equal(torch.stack(list(read_predictions("out"))), expected)
 

@@ -125,12 +125,12 @@ def test_bars_that_stay(attach: Attach) -> None:
 
 def test_print_does_not_break_the_bar(attach: Attach) -> None:
     terminal = attach()
-    say = LambdaCallback(
+    printing = LambdaCallback(
         on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: trainer.print(
             "batch", batch_idx, flush=True
         )
     )
-    fit(callbacks=[say])
+    fit(callbacks=[printing])
     final = screen(terminal.text())
     assert final[:-1] == [f"batch {n}" for n in range(6)] * 2
     assert final[-1].startswith("epoch 1/1: 100%")
@@ -240,8 +240,8 @@ def test_streams_that_cannot_be_written(kind: str, monkeypatch: pytest.MonkeyPat
         stream = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", stream)
-    say = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("hello"))
-    trainer = fit(callbacks=[say], enable_model_summary=True)
+    printing = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("hello"))
+    trainer = fit(callbacks=[printing], enable_model_summary=True)
     monkeypatch.undo()
     assert trainer.current_epoch == 2
     if stream is not None:
@@ -265,8 +265,8 @@ def test_a_terminal_that_goes_away(attach: Attach) -> None:
 
 def test_a_terminal_that_knows_only_ascii(attach: Attach) -> None:
     terminal = attach(encoding="ascii")
-    say = LambdaCallback(on_train_start=lambda trainer, module: trainer.print("größe"))
-    fit(callbacks=[say])
+    printing = LambdaCallback(on_train_start=lambda trainer, module: trainer.print("größe"))
+    fit(callbacks=[printing])
     text = terminal.text()
     assert r"gr\xf6\xdfe" in text
     assert "epoch 1/1: 100%|##" in text

@@ -24,23 +24,23 @@ def times(rank: int, data: float, forward: float, rest: float = 1.0, steps: int 
 
 def looks(callback: StragglerMonitor, *every: list[Times]) -> list[str]:
     """Return the messages after several looks."""
-    said = []
+    messages = []
     for one in every:
         callback._compare(one)
-        said += callback._warnings(one)
-    return said
+        messages += callback._warnings(one)
+    return messages
 
 
 def test_who_is_slow_each_time_is_named_once_with_what_it_waits_for() -> None:
     slow_data = [times(0, 0.1, 0.2), times(1, 0.1, 0.2), times(2, 0.5, 0.2)]
-    said = looks(StragglerMonitor(), *[slow_data] * 5)
-    assert said == [
+    messages = looks(StragglerMonitor(), *[slow_data] * 5)
+    assert messages == [
         "rank 2 on node2 keeps the others waiting: its part of a step takes 700.0 ms, the median of all is 300.0 ms. "
         "Most of it is waiting for data (500.0 ms, the median is 100.0): look at its disk and its num_workers."
     ]
     slow_forward = [times(0, 0.1, 0.9), times(1, 0.1, 0.2), times(2, 0.1, 0.2)]
-    assert "rank 0 on node0" in (said := looks(StragglerMonitor(patience=1), slow_forward))[0]
-    assert "Most of it is the forward (900.0 ms, the median is 200.0)" in said[0]
+    assert "rank 0 on node0" in (messages := looks(StragglerMonitor(patience=1), slow_forward))[0]
+    assert "Most of it is the forward (900.0 ms, the median is 200.0)" in messages[0]
 
 
 def test_who_is_slow_now_and_then_is_not_named_nor_who_is_slow_by_next_to_nothing() -> None:
@@ -88,7 +88,7 @@ def test_what_is_wrong_is_reported() -> None:
 
 def of_two(which: str) -> tuple[dict[int, Times], list[str]]:
     """Train with a slow forward or slow data on rank 1; return what rank 0 has measured and logged."""
-    said: list[str] = []
+    messages: list[str] = []
 
     class Slow(Toy):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -96,24 +96,24 @@ def of_two(which: str) -> tuple[dict[int, Times], list[str]]:
                 time.sleep(SLOW_S)
             return super().training_step(batch, batch_idx)
 
-    class Said(logging.Handler):
+    class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            messages.append(record.getMessage())
 
-    logging.getLogger("trainer").addHandler(Said(logging.WARNING))
+    logging.getLogger("trainer").addHandler(Collect(logging.WARNING))
     callback = StragglerMonitor(every_n_steps=3, patience=2)
     trainer = quiet(devices=2, strategy="ddp", max_epochs=1, callbacks=[callback])
     trainer.fit(Slow(), loader(20))
-    return callback.total, [text for text in said if "keeps the others waiting" in text]
+    return callback.total, [text for text in messages if "keeps the others waiting" in text]
 
 
 def test_two_processes_wait_for_the_slow_one_and_it_is_named() -> None:
-    (total, said), (also, quiet_one) = run_distributed(of_two, 2, "forward")
+    (total, messages), (also, quiet_one) = run_distributed(of_two, 2, "forward")
     assert total == also
     assert {rank: one.steps for rank, one in total.items()} == {0: 9, 1: 9}
     assert total[1].forward > 9 * SLOW_S > total[0].forward
     assert total[0].rest > total[1].rest
-    assert len(said) == 1
-    assert said[0].startswith("rank 1 on ")
-    assert "Most of it is the forward" in said[0]
+    assert len(messages) == 1
+    assert messages[0].startswith("rank 1 on ")
+    assert "Most of it is the forward" in messages[0]
     assert quiet_one == []

@@ -32,11 +32,11 @@ def test_this_machine_is_well_and_one_step_of_the_real_module_runs(project: Path
     result = run_python("-m", "trainer", "doctor", "--json", *options, cwd=project).check(0)
     found = json.loads(result.stdout)
     assert found["ok"]
-    said = {check["subject"]: check for check in found["checks"]}
-    assert said["collectives"]["found"].startswith("2 processes on ")
-    assert "right numbers" in said["collectives"]["found"]
-    assert "every bit the same" in said["checkpoint"]["found"]
-    assert said["one step"]["status"] == "OK"
+    results = {check["subject"]: check for check in found["checks"]}
+    assert results["collectives"]["found"].startswith("2 processes on ")
+    assert "right numbers" in results["collectives"]["found"]
+    assert "every bit the same" in results["checkpoint"]["found"]
+    assert results["one step"]["status"] == "OK"
     left = [path.name for path in project.iterdir() if not path.name.startswith(("__pycache__", "output-"))]
     assert sorted(left) == before
 
@@ -93,8 +93,8 @@ def test_help_needs_no_torch() -> None:
 
 def test_what_is_missing_is_reported_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *args, **more: None)
-    said = list(doctor_machine._compilers())
-    assert of(said, "compiler").fix.startswith("apt install g++")
+    results = list(doctor_machine._compilers())
+    assert of(results, "compiler").fix.startswith("apt install g++")
     monkeypatch.setattr(doctor_machine, "_version", lambda package: None)
     assert 'pip install "torchmetrics>=1.6.2"' in of(doctor_machine._versions(), "torchmetrics").found
 
@@ -106,19 +106,19 @@ def test_small_shared_memory_and_few_files_are_reported(monkeypatch: pytest.Monk
         pytest.skip("this system has no /dev/shm")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2**26, free=2**26))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    said = list(doctor_machine._limits())
-    assert of(said, "/dev/shm").line() == (
+    results = list(doctor_machine._limits())
+    assert of(results, "/dev/shm").line() == (
         "WARN  /dev/shm      64 MiB are free: DataLoader workers hand batches over in it; when it is full, 'Bus "
         "error'. Start the container with --shm-size=8g or --ipc=host."
     )
-    assert of(said, "open files").fix == "ulimit -n 4096"
+    assert of(results, "open files").fix == "ulimit -n 4096"
 
 
 def test_a_location_that_cannot_be_written_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = list(doctor_disk.disk(tmp_path / "file" / "runs"))
-    assert [result.status for result in said] == ["FAIL"]
-    assert "--trainer.default_root_dir" in said[0].fix
+    results = list(doctor_disk.disk(tmp_path / "file" / "runs"))
+    assert [result.status for result in results] == ["FAIL"]
+    assert "--trainer.default_root_dir" in results[0].fix
 
 
 def test_a_disk_that_loses_data_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

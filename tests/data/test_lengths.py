@@ -192,10 +192,10 @@ def test_a_process_whose_loader_is_wrong_ends_the_run_with_a_message_on_every_st
     running = {strategy: fork_python("train.py", strategy) for strategy in ON_ONE_RANK}
     try:
         for strategy, (*_, expected) in ON_ONE_RANK.items():
-            said = running[strategy].wait().check(1).stderr
-            assert "rank 1 of 2 failed" in said, said
-            assert expected in said, said
-            assert "the run hangs" not in said, said
+            output = running[strategy].wait().check(1).stderr
+            assert "rank 1 of 2 failed" in output, output
+            assert expected in output, output
+            assert "the run hangs" not in output, output
     finally:
         for one in running.values():
             one.kill()

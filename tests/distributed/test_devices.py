@@ -13,13 +13,13 @@ from trainer.errors import ConfigError
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Set the devices that torch finds."""
 
-    def say(cuda: int = 0, mps: bool = False) -> None:
+    def found_devices(cuda: int = 0, mps: bool = False) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    return say
+    return found_devices
 
 
 @pytest.mark.parametrize(

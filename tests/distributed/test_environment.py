@@ -164,12 +164,12 @@ def test_a_shell_that_srun_has_given_a_terminal(monkeypatch: pytest.MonkeyPatch)
     if pid == 0:
         os.environ.update({**SRUN, "SLURM_PTY_PORT": "35673", "PYTHONPATH": str(ROOT)})
         os.execv(sys.executable, [sys.executable, "-c", code])
-    said = b""
-    while b"source:" not in said or not said.endswith(b"\n"):
-        said += os.read(terminal, 1000)
+    output = b""
+    while b"source:" not in output or not output.endswith(b"\n"):
+        output += os.read(terminal, 1000)
     os.waitpid(pid, 0)
     os.close(terminal)
-    assert "source: single process" in said.decode()
+    assert "source: single process" in output.decode()
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         assert detect_environment({**SRUN, "SLURM_PTY_PORT": "35673"}).source == "Slurm"

@@ -98,11 +98,11 @@ def test_another_program_answers(kind: str, capfd: pytest.CaptureFixture[str]) -
     with Server(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         port = server.server_address[1]
-        said = repr(SERVERS[kind].splitlines()[0].decode("ascii", "backslashreplace"))
+        answer = repr(SERVERS[kind].splitlines()[0].decode("ascii", "backslashreplace"))
         with pytest.raises(TrainerError) as raised:
             connect("127.0.0.1", port, "where the machines meet", wait=60)
         server.shutdown()
-    assert f"is in use by something that is not torch's store, and answers {said}. Give another port" in str(
+    assert f"is in use by something that is not torch's store, and answers {answer}. Give another port" in str(
         raised.value
     )
     assert f":{port}" not in capfd.readouterr().err  # torch's own client would print its stack, many times

@@ -247,8 +247,8 @@ def test_layers_that_differ_are_reported_wherever_they_are_built(name: str, tmp_
     skip_if_missing(name)
     monkeypatch.chdir(tmp_path)
     for rank in run_each(build_on, [name])[name]:
-        for said in rank.values():
-            assert "parameter late.weight: '[2, 2] torch.float32, trained' on rank 0, and '[3, 2]" in said
+        for messages in rank.values():
+            assert "parameter late.weight: '[2, 2] torch.float32, trained' on rank 0, and '[3, 2]" in messages
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -275,11 +275,11 @@ def saving_and_configured(name: str) -> dict[str, Any]:
 def test_contents_of_files_and_places_of_shards_are_compared(tmp_path: Path, monkeypatch: Any) -> None:
     skip_if_missing("ZeRO-2 x2")
     monkeypatch.chdir(tmp_path)
-    for said in run_each(saving_and_configured, ["ZeRO-2 x2"])["ZeRO-2 x2"]:
-        assert "DeepSpeedStrategy, content of config: " in said["json"]
-        assert "1000" in said["json"]
-        assert "1001" in said["json"]
-        assert "path: 'folder by-rank-0' on rank 0, and 'folder by-rank-1' on rank 1" in said["path"]
+    for messages in run_each(saving_and_configured, ["ZeRO-2 x2"])["ZeRO-2 x2"]:
+        assert "DeepSpeedStrategy, content of config: " in messages["json"]
+        assert "1000" in messages["json"]
+        assert "1001" in messages["json"]
+        assert "path: 'folder by-rank-0' on rank 0, and 'folder by-rank-1' on rank 1" in messages["path"]
 
 
 # -- what may differ ---------------------------------------------------------------------------------------------------
@@ -369,9 +369,9 @@ def compare_on_four() -> str | None:
 
 def test_of_many_ranks_each_value_is_named_once(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    said = run_distributed(compare_on_four, 4)
-    assert len(set(said)) == 1
-    lines = said[0].splitlines()
+    messages = run_distributed(compare_on_four, 4)
+    assert len(set(messages)) == 1
+    lines = messages[0].splitlines()
     assert lines[1] == "  lr: 0.1 on ranks 0, 1, 3, and 0.2 on rank 2"
     assert re.fullmatch(r"  many: \.{3}[0, ]+1\] on ranks 0, 1, and \.{3}[0, ]+2\] on ranks 2, 3", lines[2]), lines[2]
     assert len(lines[2]) < 300

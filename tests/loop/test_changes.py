@@ -187,16 +187,16 @@ def test_names_that_are_none_are_refused(given: Any, message: str, tmp_path: Pat
 
 
 def resume_on_two(written: str, folder: str) -> list[str]:
-    said = []
+    outcomes = []
     for size, samples in ((2, 64), (2, 48)):
         loader = DataLoader(data(samples), size, shuffle=True)
         try:
             trainer = quiet(max_steps=10, default_root_dir=folder, devices=2, strategy="ddp")
             trainer.fit(Net(), loader, ckpt_path=f"{written}/step=8")
-            said.append("done")
+            outcomes.append("done")
         except ConfigError as error:
-            said.append(str(error))
-    return said
+            outcomes.append(str(error))
+    return outcomes
 
 
 def test_another_number_of_processes_is_no_change(written: Path, tmp_path: Path) -> None:

@@ -130,6 +130,6 @@ def test_an_unknown_init_device_is_refused_at_once(strategy: type) -> None:
 def test_deepspeed_needs_stage_3_for_it() -> None:
     from trainer.precision import PRECISIONS
 
-    said = DeepSpeedStrategy(stage=2, init_device="mixed").problems(PRECISIONS["32-true"], "cpu", 2)
-    assert said == ["init_device='mixed' needs stage 3, and the stage is 2."]
+    problems = DeepSpeedStrategy(stage=2, init_device="mixed").problems(PRECISIONS["32-true"], "cpu", 2)
+    assert problems == ["init_device='mixed' needs stage 3, and the stage is 2."]
     assert DeepSpeedStage3Strategy(init_device="mixed").problems(PRECISIONS["32-true"], "cpu", 2) == []

@@ -238,7 +238,7 @@ def test_a_validation_gathers_once() -> None:
     assert run_distributed(gathered_in_a_validation) == [[True, True, True, False]] * 2
 
 
-def said_by_both(call: str, folder: Path) -> str:
+def output_of_both(call: str, folder: Path) -> str:
     """Return what two processes print that end with an error."""
     source = f"from tests.strategies import test_changing_parameters as here\nhere.{call}\n"
     return run_python(source, nproc=2, cwd=folder, timeout=200).check(1).stderr
@@ -246,16 +246,16 @@ def said_by_both(call: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_processes_that_train_different_parameters_are_reported(case: str, tmp_path: Path) -> None:
-    said = said_by_both(f"raise_difference({case!r})", tmp_path)
+    output = output_of_both(f"raise_difference({case!r})", tmp_path)
     if case == "one rank":
-        assert "rank 1 calls for a step in which layers.0.weight, layers.0.bias were unfrozen" in said
-        assert "and rank 0 has gone on without" in said
+        assert "rank 1 calls for a step in which layers.0.weight, layers.0.bias were unfrozen" in output
+        assert "and rank 0 has gone on without" in output
     elif case == "other ranks":
-        assert "layers.0.weight, layers.0.bias were unfrozen" in said
-        assert "layers.2.weight, layers.2.bias were frozen" in said
+        assert "layers.0.weight, layers.0.bias were unfrozen" in output
+        assert "layers.2.weight, layers.2.bias were frozen" in output
     else:
-        assert "rank 1 of 2 failed" in said
-        assert "were unfrozen within a step" in said
+        assert "rank 1 of 2 failed" in output
+        assert "were unfrozen within a step" in output
 
 
 def raise_difference(case: str) -> None:
@@ -287,9 +287,9 @@ def skip_a_step() -> None:
 
 
 def test_a_step_that_one_rank_leaves_out_is_reported_at_the_end_of_the_epoch(tmp_path: Path) -> None:
-    said = said_by_both("skip_a_step()", tmp_path)
+    output = output_of_both("skip_a_step()", tmp_path)
     calls = "3 times manual_backward and {} times optimizer.step until the end of epoch 0"
-    assert f"rank 0 calls {calls.format(3)}, and rank 1 calls {calls.format(2)}" in said
+    assert f"rank 0 calls {calls.format(3)}, and rank 1 calls {calls.format(2)}" in output
 
 
 class OnOneRank(MLP):
@@ -308,4 +308,4 @@ def train_on_one_rank() -> None:
 
 
 def test_a_parameter_that_one_rank_uses_is_reported_in_the_same_step(tmp_path: Path) -> None:
-    assert "Parameters took no part in the loss of a step" in said_by_both("train_on_one_rank()", tmp_path)
+    assert "Parameters took no part in the loss of a step" in output_of_both("train_on_one_rank()", tmp_path)

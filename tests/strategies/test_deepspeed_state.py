@@ -110,8 +110,8 @@ def wrong_states(state: dict[str, Any]) -> dict[Any, str]:
             strategy.load_optimizer_state(optimizer, {**state["optimizer"], "kind": "SGD"})
         with pytest.raises(CheckpointError) as steps:
             strategy.load_optimizer_state(optimizer, of_two_times)
-        said = {"missing": missing, "shape": shape, "kind": kind, "steps": steps}
-        found.update({(engine, what): str(caught.value) for what, caught in said.items()})
+        errors = {"missing": missing, "shape": shape, "kind": kind, "steps": steps}
+        found.update({(engine, what): str(caught.value) for what, caught in errors.items()})
         run.strategy.teardown()
     return found
 

@@ -153,10 +153,10 @@ class Listening(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 class Collectives(TorchDispatchMode):
@@ -250,7 +250,7 @@ def on_each_process() -> dict[str, Any]:
     within = Net()
     within.last = DistributedDataParallel(within.last)  # type: ignore[assignment]
     found["ddp inside"] = refused(DDPStrategy(), within)
-    found["said"] = listening.said
+    found["messages"] = listening.messages
     return found
 
 
@@ -281,9 +281,9 @@ def test_blocks_are_gathered_again_for_their_backward_unless_kept(found: dict[st
 
 def test_it_says_what_it_wraps(found: dict[str, Any]) -> None:
     assert f"{BLOCKS} x Block" in found["once"][4]
-    assert any(f"{BLOCKS} x Block" in line for line in found["said"])
+    assert any(f"{BLOCKS} x Block" in line for line in found["messages"])
     assert "Linear" in found["by name"][4]
-    assert any("no repeated blocks in Bare" in line and "auto_wrap_policy=" in line for line in found["said"])
+    assert any("no repeated blocks in Bare" in line and "auto_wrap_policy=" in line for line in found["messages"])
 
 
 def test_statistics_of_a_batch_norm_stay_float32_and_the_losses_are_those_of_ddp(found: dict[str, Any]) -> None:
@@ -302,7 +302,7 @@ def test_views_that_blocks_return_may_be_changed_in_place(found: dict[str, Any])
 
 
 def test_it_says_which_blocks_are_left_out_because_they_are_tied(found: dict[str, Any]) -> None:
-    assert any(line.endswith("share weights with it: first, head") for line in found["said"])
+    assert any(line.endswith("share weights with it: first, head") for line in found["messages"])
 
 
 @pytest.mark.parametrize(

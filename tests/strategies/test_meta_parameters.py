@@ -55,7 +55,7 @@ def test_they_are_refused_by_name(tmp_path: Path, monkeypatch: Any) -> None:
     single = [name for name in usable if not STRATEGIES[name].multi_process]
     found = refusals(single) | run_distributed(refusals, 2, [name for name in usable if name not in single])[0]
     assert found.keys() == set(usable)
-    for said in found.values():
-        assert len(said) == 3
-        for text, names in zip(said, ("head.bias, head.weight", "head.bias, head.weight", "table"), strict=True):
+    for texts in found.values():
+        assert len(texts) == 3
+        for text, names in zip(texts, ("head.bias, head.weight", "head.bias, head.weight", "table"), strict=True):
             assert f"Late: {names}: on the meta device, without values. Build the layers in configure_model" in text

@@ -35,7 +35,7 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("before", "said"),
+    ("before", "expected"),
     [
         (
             "import torch_xla; torch.ones(1, device=torch_xla.device())",
@@ -46,11 +46,11 @@ else:
         ("", "trained"),
     ],
 )
-def test_what_ran_before(before: str, said: str) -> None:
+def test_what_ran_before(before: str, expected: str) -> None:
     how = 'strategy="xla"' if before else 'accelerator="tpu"'
     result = run_python(FIT.format(before=before, how=how)).check()
-    assert said in result.stdout
-    assert ("ConfigError" in result.stdout) == (said != "trained")
+    assert expected in result.stdout
+    assert ("ConfigError" in result.stdout) == (expected != "trained")
     if not before:  # else torch_xla itself has set up logging
         (start,) = [line for line in result.stderr.splitlines() if line.startswith("fit: ")]
         assert "xla (tpu: torch_xla 2.9.0, because torch_tpu is not installed)" in start
