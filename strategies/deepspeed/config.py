@@ -18,7 +18,6 @@ from trainer.arguments import local_path
 from trainer.checkpoint.disk import replace_notes
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 from trainer.precision import Precision
-from trainer.settings import local_path
 from trainer.strategies.deepspeed.config_checks import AUTO, MODELS, complete_config_problems, default_of, key_problems
 from trainer.strategies.deepspeed.problems import check_build_tools
 
