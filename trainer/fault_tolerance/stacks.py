@@ -40,11 +40,11 @@ def where() -> str:
     calls = [one for one in _walk(frame) if not one.f_code.co_filename.startswith((*foreign, "<"))] or [frame]
     users = next((one for one in calls if not _is_of_this_package(one)), None)
     if users is None or users is calls[0]:
-        return _place(calls[0])
-    return f"{_place(calls[0])}, called from {_place(users)}"
+        return _location(calls[0])
+    return f"{_location(calls[0])}, called from {_location(users)}"
 
 
-def _place(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
