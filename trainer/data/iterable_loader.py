@@ -50,6 +50,10 @@ class IterableLoader(BatchLoader):
             getattr(loader, "load_state_dict", None)
         )
         self.exact = self.stateful or isinstance(loader, (list, tuple))
+        self._makes_batches = isinstance(loader, DataLoader) and not (
+            loader.batch_sampler is None and loader.batch_size is None
+        )
+        """True if a DataLoader makes batches of samples; False: the user's object yields batches."""
         self._length = length = _length(loader)
         super().__init__(loader, label, limit, length, length)
         self._promised = None if length is None else self.length
@@ -106,21 +110,18 @@ class IterableLoader(BatchLoader):
     def _received(self, data: Any, number: int) -> Batch:
         if data is None:
             raise self._none_error(number)
-        samples = self._samples_in(data)
+        samples = self._samples_in(data) if self._makes_batches else None
         return Batch(data, samples, samples if self._single_process else None)
 
     def _samples_in(self, data: Any) -> int | None:
         """Return the number of samples that a DataLoader has put into a batch: the first dimension of all its tensors.
 
-        None: the user's object makes batches itself, or the tensors differ in it.
+        None: the tensors differ in it.
         """
-        loader = self._loader
-        if not isinstance(loader, DataLoader) or (loader.batch_sampler is None and loader.batch_size is None):
-            return None
         sizes: dict[int, None] = {}
         add_sizes(data, sizes)
         samples = next(iter(sizes), 0)
-        fits = len(sizes) == 1 and 0 < samples <= (loader.batch_size or samples)
+        fits = len(sizes) == 1 and 0 < samples <= (self._loader.batch_size or samples)
         return samples if fits else None
 
     def _learn_length(self, given: int) -> None:
