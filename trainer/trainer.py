@@ -516,7 +516,7 @@ class Trainer:
     def _end_training(self, run: Run) -> None:
         run.metrics.read_losses()
         run.check_numbers()
-        run.take_last_stop()
+        run.take_last_stop(complete=not run.in_epoch and self._out_of_steps_or_epochs(run))
         is_final = run.in_epoch and not exit_code(run.stop_reason)
         if is_final:
             # The checkpoint comes first: going on from it, the epoch has one end, where its batches end.
@@ -537,9 +537,10 @@ class Trainer:
 
     def _finished(self, run: Run) -> bool:
         """Return True if no epoch is left to train."""
-        if run.stops() or self._out_of_steps(run) or run.num_training_batches == 0:
-            return True
-        return self.max_epochs is not None and run.progress.epoch >= self.max_epochs
+        return run.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
+
+    def _out_of_steps_or_epochs(self, run: Run) -> bool:
+        return self._out_of_steps(run) or (self.max_epochs is not None and run.progress.epoch >= self.max_epochs)
 
     def _stopped_inside_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
         """Return True to leave the epoch unfinished; after the epoch's last batch only a signal does that."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,53 @@ trainer.cli.main.main = lambda arguments: os.kill(os.getpid(), signal.SIGUSR1)
 main()
 """
     run_python(script).check(75)
+
+
+COMPLETE = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainer import TrainModule
+from trainer.__main__ import main
+
+class Late(TrainModule):
+    def __init__(self, hook: str):
+        super().__init__()
+        self.layer, self.hook = torch.nn.Linear(4, 1), hook
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 4)), 4)
+    def send(self, hook):
+        if hook == self.hook:
+            os.kill(os.getpid(), signal.SIGUSR1)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.send("batch")
+    def on_train_epoch_end(self):
+        self.send("epoch")
+    def on_train_end(self):
+        self.send("train")
+    def on_fit_end(self):
+        self.send("fit")
+
+if __name__ == "__main__":
+    for hook in ("batch", "epoch", "train", "fit"):
+        try:
+            words = ["fit", "--module", f"{sys.argv[0]}:Late", "--module.hook", hook, "--trainer.max_epochs", "1"]
+            code = main([*words, "--trainer.accelerator", "cpu"])
+        except SystemExit as end:
+            code = end.code
+        print("exit code", hook, code)
+"""
+
+
+def test_sigusr1_changes_nothing_when_the_command_has_nothing_left_to_train() -> None:
+    Path("late.py").write_text(COMPLETE)
+    lines = run_python(Path("late.py")).check(0).stdout.splitlines()
+    codes = [line.removeprefix("exit code ") for line in lines if line.startswith("exit code ")]
+    assert codes == ["batch 75", "epoch 0", "train 0", "fit 0"]
 
 
 @pytest.mark.parametrize("number", ["one", "two"])

@@ -34,12 +34,16 @@ def run(arguments: list[str]) -> int:
 
 
 def _fit(job: Job) -> None:
+    from trainer.fault_tolerance.signals import ignore_sigusr1_if, keep_exit_code
+
+    ignore_sigusr1_if(lambda: job.trainer.has_fit and job.trainer.stage is None)
     try:
         job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, allow_changes=job.allow_changes)
     except SystemExit:
         # A run that a signal stopped has saved everything; its paths are printed, too.
         _print(job)
         raise
+    keep_exit_code()
     _print(job)
 
 

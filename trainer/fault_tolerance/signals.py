@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+
+log = logging.getLogger("trainer")
 
 EXIT_RETRY = 75
 """Exit code (EX_TEMPFAIL of sysexits.h) of a run that continues when the same command is started again."""
@@ -127,6 +130,23 @@ def end_by_sigusr1_with_retry() -> None:
         _undo_keep_exit_code(number)
         if signal.getsignal(number) is signal.SIG_DFL:
             install_handler(number, _end_with_retry)
+
+
+def ignore_sigusr1_if(done: Callable[[], bool]) -> None:
+    """From now on have SIGUSR1, after `end_by_sigusr1_with_retry`, change nothing outside of a run if `done()` is true.
+
+    For a program whose work is a single run: when that is complete, there is nothing to start again for.
+    """
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if done():
+            log.info("SIGUSR1 changes nothing: there is nothing left to do.")
+        else:
+            _end_with_retry(number, frame)
+
+    number = getattr(signal, "SIGUSR1", None)
+    if number is not None and in_main_thread() and signal.getsignal(number) is _end_with_retry:
+        install_handler(number, receive)
 
 
 def keep_exit_code() -> None:

@@ -30,7 +30,8 @@ from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError, did_you_mean
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.deadline import Deadline
-from trainer.fault_tolerance.stop import StopCoordinator
+from trainer.fault_tolerance.signals import EXIT_RETRY
+from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
@@ -381,9 +382,17 @@ class Run:
         self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
         return self.stop_reason is not None
 
-    def take_last_stop(self) -> None:
-        """Wait until all processes have trained, and take a stop that one of them was asked for before that."""
+    def take_last_stop(self, complete: bool) -> None:
+        """Wait until all processes have trained, and take a stop that one of them was asked for before that.
+
+        Args:
+            complete: nothing is left to train: it need not be started again.
+        """
         self.stop_reason = self.stop_reason or self.stop_coordinator.finish(self.progress.step)
+        if complete and exit_code(self.stop_reason) == EXIT_RETRY:
+            if self.strategy.processes.is_global_zero:
+                log.info("%s came when nothing was left to train.", self.stop_reason)
+            self.stop_reason = None
 
     def restore_rng(self) -> None:
         """Restore the generators' states from the checkpoint, once in a resumed run."""
