@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+from tests.helpers.strategy_models import MLP
+from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
 from tests.helpers.toy import loader, quiet
-from trainer import TrainModule
+from trainer import ConfigError, TrainModule
 
 SCALE = 8.0
 
@@ -215,3 +218,65 @@ def test_gradients_that_wait_for_a_step_have_the_scale_of_those_added(script: An
     if script is left_out_if_not_finite:
         assert trainer.strategy.scaler is not None
         assert trainer.strategy.scaler.get_scale() == SCALE * 2**5 / 2
+
+
+class Direct(MLP):
+    """Calls torch's own backward or step from the second step on."""
+
+    automatic_optimization = False
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.done = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, optimizer = self.loss(batch), self.optimizers()
+        if self.what == "backward" and batch_idx > 0:
+            loss.backward()
+        else:
+            self.manual_backward(loss)
+        if self.what == "step" and batch_idx > 0:
+            optimizer.optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        self.done += 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def call_directly(name: str, precision: str) -> dict[str, tuple[int, str]]:
+    found = {}
+    for what in ("backward", "step"):
+        module = Direct(what)
+        try:
+            WAYS[name].trainer(seed=1, max_steps=3, precision=precision).fit(module, DataLoader(MLP.data(24), 4))
+        except ConfigError as error:
+            found[what] = module.done, str(error)
+        else:
+            found[what] = module.done, ""
+    return found
+
+
+BACKWARD, STEP = (
+    "loss.backward() leaves the gradients unscaled",
+    "the step of torch's SGD itself would use gradients that",
+)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_torch_s_own_backward_and_step_are_refused_where_they_would_train_wrongly(precision: str) -> None:
+    results = run_each(call_directly, (SINGLE, "DDP x2", "FSDP x2"), precision)
+    for name, ranks in results.items():
+        for found in ranks:
+            # Under fsdp the reduction of gradients is a part of torch's backward.
+            right = {"backward": name == SINGLE, "step": name != "FSDP x2"}
+            for what, words in (("backward", BACKWARD), ("step", STEP)):
+                done, error = found[what]
+                if precision == "32-true" and right[what]:
+                    assert (done, error) == (3, "")
+                else:
+                    assert words in error, (name, what)
+                    assert done == 1

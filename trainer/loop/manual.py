@@ -19,6 +19,11 @@ from trainer.optimizers import copy_gradients, needs_closure
 
 log = logging.getLogger("trainer")
 
+_DIRECT_BACKWARD = (
+    "loss.backward() leaves the gradients unscaled, and different on every process: call self.manual_backward(loss) "
+    "instead."
+)
+
 
 class ManualOptimization:
     """A training whose module calls backward and steps its optimizers."""
@@ -29,6 +34,8 @@ class ManualOptimization:
         """Number of calls of `manual_backward` and of an optimizer's `step`."""
         self._loss_divisor: Divisor = None
         self._wrapped: list[ManualOptimizer] = []
+        self._in_backward = self._in_step = False
+        """True while the trainer itself calls backward, or steps an optimizer."""
 
     def optimizers(self) -> list[ManualOptimizer]:
         """Return the run's optimizers as `training_step` gets them; empty before the strategy has them."""
@@ -47,7 +54,8 @@ class ManualOptimization:
         if run.trainable is not None:
             run.trainable.follow(run.metrics.window)
         steps = self.steps
-        outputs = run.forward("training_step", data, batch_idx)
+        with self._refusing_direct_calls():
+            outputs = run.forward("training_step", data, batch_idx)
         # With loss scaling also after a step left out because its gradients were not finite: the scale has to fall.
         if self.steps > steps or run.strategy.scaler is not None:
             run.strategy.end_step()
@@ -69,7 +77,9 @@ class ManualOptimization:
         run.hooks.on_before_backward(loss)
         for optimizer in run.optimizers if run.strategy.scaler is not None else ():
             run.strategy.scale_gradients(optimizer)
+        self._in_backward = True
         run.backward(loss)
+        self._in_backward = False
         if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
             copy_gradients(run.module.parameters())
         run.hooks.on_after_backward()
@@ -77,7 +87,42 @@ class ManualOptimization:
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any) -> None:
         """Step an optimizer through the strategy. `options`: further arguments of its `step`."""
         self.steps += 1
+        self._in_step = True
         self.run.optimizer_step(optimizer, closure, **options)
+        self._in_step = False
+
+    @contextmanager
+    def _refusing_direct_calls(self) -> Iterator[None]:
+        """Refuse `loss.backward()` and steps of the torch optimizers in the block, where they would train wrongly.
+
+        A backward is noticed at the first and the last parameter of each optimizer: hooks of all would cost time.
+        """
+        strategy, optimizers = self.run.strategy, self.run.optimizers
+        handles: list[Any] = []
+        if strategy.scaler is not None or strategy.processes.world_size > 1:
+            trained = (
+                [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad] for optimizer in optimizers
+            )
+            watched = {id(p): p for parameters in trained for p in (*parameters[:1], *parameters[-1:])}
+            handles += [p.register_post_accumulate_grad_hook(self._refuse_backward) for p in watched.values()]
+        if strategy.scaler is not None or strategy.shards_state:
+            handles += [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in optimizers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _refuse_backward(self, parameter: torch.Tensor) -> None:
+        if not self._in_backward:
+            raise ConfigError(_DIRECT_BACKWARD)
+
+    def _refuse_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not self._in_step:
+            raise ConfigError(
+                f"the step of torch's {type(optimizer).__name__} itself would use gradients that are scaled, or leave "
+                "out what the strategy does: call the step of self.optimizers(), not that of its `.optimizer`."
+            )
 
     def check_epoch(self) -> None:
         """Check, at an epoch's end, that the module stepped its optimizers, equally often on all processes. Collective.
@@ -156,10 +201,7 @@ class ManualOptimizer:
         if not any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]):
             raise ConfigError(f"{kind}.step() found no gradient: call self.manual_backward(loss) before it.")
         if run.strategy.processes.world_size > 1 or run.strategy.scaler is not None:
-            raise ConfigError(
-                "loss.backward() leaves the gradients unscaled, and different on every process: call "
-                "self.manual_backward(loss) instead."
-            )
+            raise ConfigError(_DIRECT_BACKWARD)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
