@@ -41,6 +41,16 @@ class Net(TrainModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+class ByHand(Net):
+    automatic_optimization = False
+    def training_step(self, batch, batch_idx):
+        optimizer, odd = self.optimizers(), self.trainer.rank == 1 and batch_idx == 2
+        for _ in range({"a backward more": 1 + odd, "a backward less": 1 - odd}.get(sys.argv[2].split(",")[0], 1)):
+            self.manual_backward(self.layer(batch[0]).square().mean())
+        self.log("number", float(batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+
 class Wrong(Callback):
     def on_train_step_end(self, trainer, module):
         if trainer.global_step == 3:
@@ -67,19 +77,25 @@ CALLS = {
     "barrier": lambda t: t.rank and t.strategy.processes.barrier(),
     "group": lambda t: torch.distributed.all_reduce(torch.ones(5), group=G if t.rank else None),
     "other samples": lambda t: None,
+    "a backward more": lambda t: None,
+    "a backward less": lambda t: None,
+    "a backward more, in a long epoch": lambda t: None,
     "late": lambda t: (t.rank and __import__("time").sleep(3), t.read_metrics(), t.save_checkpoint("by hand")),
 }
+by_hand = sys.argv[2].startswith("a backward")
 samples = 64 + (int(os.environ.get("RANK", 0)) if sys.argv[2] == "other samples" else 0)
+if by_hand:
+    samples = 480 if "long" in sys.argv[2] else 24
 data = DataLoader(TensorDataset(torch.ones(samples, 4)), 4)
 hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1))
 strategy = hybrid if sys.argv[1] == "hybrid" else sys.argv[1]
 trainer = Trainer(
-    strategy=strategy, devices=2, accelerator="cpu", max_steps=6, logger=False,
+    strategy=strategy, devices=2, accelerator="cpu", max_steps=50 if by_hand else 6, logger=False,
     callbacks=[Wrong(), ModelCheckpoint(every_n_train_steps=3)] if sys.argv[2] == "rank 0 reads" else Wrong(),
     enable_checkpointing=sys.argv[2] == "rank 0 reads", enable_progress_bar=False, enable_model_summary=False,
-    watchdog_seconds=100,
+    watchdog_seconds=100, log_every_n_steps=20,
 )
-trainer.fit(Net(), data)
+trainer.fit(ByHand() if by_hand else Net(), data)
 print("done")
 """
 
@@ -150,6 +166,31 @@ def test_processes_that_wait_for_each_other_in_different_groups(strategy: str) -
         for one in running.values():
             one.kill()
     assert len(list(Path("runs").glob("*/flight-recorder-rank*.json"))) >= 2
+
+
+BACKWARDS = {
+    "a backward more": (0, 3, "the end of epoch 0"),
+    "a backward less": (1, 2, "the end of epoch 0"),
+    "a backward more, in a long epoch": (0, 20, "step 20"),  # at the first flush of the log
+}
+"""The rank that finds the other one waiting, its number of backwards, and where it is."""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_processes_that_call_manual_backward_different_numbers_of_times(strategy: str) -> None:
+    Path("train.py").write_text(SCRIPT)
+    running = {case: fork_python("train.py", strategy, case) for case in BACKWARDS}
+    try:
+        for case, (rank, backwards, place) in BACKWARDS.items():
+            errors = running[case].wait().check(1).stderr
+            assert f"rank {rank} calls {backwards} times manual_backward" in errors
+            assert f" times optimizer.step until {place}, and rank {1 - rank} waits in all_" in errors
+            assert "training_step (" in errors
+            assert ": they wait for each other. All processes have to make the same calls" in errors
+            assert "has been no progress" not in errors
+    finally:
+        for one in running.values():
+            one.kill()
 
 
 def waiting(group: str, number: int, kind: str = "all_reduce", **newest: int) -> Waiting:

@@ -59,6 +59,9 @@ class ManualOptimization:
         # With loss scaling also after a step left out because its gradients were not finite: the scale has to fall.
         if self.steps > steps or run.strategy.scaler is not None:
             run.strategy.end_step()
+        step = run.progress.step + 1
+        if run.settings.logs_at(step):  # gloo ends a process in which the flush meets a collective of another size
+            self._check_calls(f"step {step}")
         return outputs_for_hooks(run.hooks, outputs), data, []
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -133,8 +136,11 @@ class ManualOptimization:
         """
         if self.steps == 0:
             log.warning("training_step stepped no optimizer in a whole epoch: call self.optimizers().step() in it")
+        self._check_calls(f"the end of epoch {self.run.progress.epoch}")
+
+    def _check_calls(self, until: str) -> None:
         calls = f"{self.backwards} times manual_backward and {self.steps} times optimizer.step"
-        self.run.wait_for_all(f"{calls} until the end of epoch {self.run.progress.epoch}")
+        self.run.wait_for_all(f"{calls} until {until}")
 
 
 class ManualOptimizer:
