@@ -6,11 +6,13 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from tests.helpers.processes import start_python
+from tests.helpers.processes import fork_python, start_python
+from trainer.distributed import rendezvous
 from trainer.distributed.environment import Environment
 from trainer.distributed.rendezvous import (
     address_towards,
@@ -145,6 +147,17 @@ def test_whoever_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         join_store(environment, timedelta(seconds=0.2))
 
 
+def test_missing_ranks_are_named_while_the_others_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRAINER_ATTEMPT", "")
+    monkeypatch.setattr(rendezvous, "_MISSING_NOTICE_S", 0.0)
+    environment = Environment(0, 0, 2, 2, 0, 1, "Slurm", 0, "127.0.0.1", free_port())
+    with pytest.raises(TrainerError):
+        join_store(environment, timedelta(seconds=0.2))
+    assert "s to begin: rank 1 of 2 has not come" in caplog.text
+
+
 BUSY = """
 import torch
 from torch.utils.data import DataLoader
@@ -162,6 +175,31 @@ class Net(TrainModule):
 trainer = Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
 trainer.fit(Net(), DataLoader(torch.ones(4, 1)))
 """
+
+
+KILLED = """
+import os
+from tests.helpers.toy import Toy, loader, quiet
+from trainer.strategies import DDPStrategy
+
+trainer = quiet(strategy=DDPStrategy(timeout_seconds=5.0), devices=3)
+if os.environ["RANK"] == "2":
+    os.kill(os.getpid(), 9)
+trainer.fit(Toy(), loader())
+"""
+
+
+def test_a_rank_that_dies_before_it_joins_is_named_by_all_others() -> None:
+    """Nobody has started the processes who would end the others."""
+    Path("train.py").write_text(KILLED)
+    place = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        fork_python("train.py", env={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, number=rank)
+        for rank in range(3)
+    ]
+    for rank in ranks[:2]:
+        errors = rank.wait().check(1).stderr
+        assert "rank 2 of 3 has not come within 5 s (timeout_seconds of the strategy)." in errors, errors
 
 
 def test_a_run_on_a_taken_port_ends_on_all_ranks(taken: int) -> None:

@@ -375,12 +375,16 @@ def _wait_for_all_ranks(store: Store, rank: int, world_size: int, timeout: timed
     name = uuid.uuid4().hex
     answer = f"trainer/answers/{name}"
     store.set(f"trainer/asks/{rank}", name)
-    _wait(store, rank, lambda: store.check([answer]), timeout, lambda: "rank 0 has not come")
+    _wait(store, rank, lambda: store.check([answer]), timeout, lambda: _absent([0], world_size))
     number = store.get(answer).decode()
     store.set(f"trainer/came/{number}/{rank}", "1")
     # Wait for the others, too, so that an error about them is raised here as well.
-    complete, missing = f"trainer/complete/{number}", "some ranks, which rank 0 names, have not come"
-    _wait(store, rank, lambda: store.check([complete]), timeout, lambda: missing)
+    came = {other: f"trainer/came/{number}/{other}" for other in range(1, world_size)}
+
+    def who() -> str:
+        return _absent([other for other, key in came.items() if not store.check([key])], world_size)
+
+    _wait(store, rank, lambda: store.check([f"trainer/complete/{number}"]), timeout, who)
     return number
 
 
@@ -396,7 +400,11 @@ def _answer_all(store: Store, number: str, world_size: int, timeout: timedelta) 
                     missing.discard(rank)
         return not missing
 
-    _wait(store, 0, all_here, timeout, lambda: f"{format_ranks(sorted(missing))} of {world_size} have not come")
+    _wait(store, 0, all_here, timeout, lambda: _absent(sorted(missing), world_size))
+
+
+def _absent(ranks: list[int], world_size: int) -> str:
+    return f"{format_ranks(ranks)} of {world_size} {'has' if len(ranks) == 1 else 'have'} not come"
 
 
 def _wait(store: Store, rank: int, ready: Callable[[], bool], timeout: timedelta, who: Callable[[], str]) -> None:
@@ -406,7 +414,14 @@ def _wait(store: Store, rank: int, ready: Callable[[], bool], timeout: timedelta
             _refuse(store, rank, store.get(_REFUSED).decode())
         now = time.monotonic()
         if now - began > timeout.total_seconds():
-            raise TrainerError(f"{who()} within {timeout.total_seconds():.0f} s (timeout_seconds of the strategy).")
+            why = (
+                f"{who()} within {timeout.total_seconds():.0f} s (timeout_seconds of the strategy). Look at what they "
+                "print, and start all processes again."
+            )
+            if rank == 0:  # which holds the store: the others read the reason before it ends
+                store.set(_REFUSED, why)
+                time.sleep(_STORE_GRACE_S)
+            raise TrainerError(why)
         if now - noticed > _MISSING_NOTICE_S:
             noticed = now
             log.warning("waiting since %.0f s to begin: %s", now - began, who())
