@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
@@ -23,7 +31,7 @@ from trainer.loop.skipping import can_return
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-STRATEGIES = [SINGLE, "DDP x2", "FSDP x2", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2"]
+STRATEGIES = [SINGLE, "DDP x2", "FSDP x2", "FSDP x2, CPU offload", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2"]
 
 
 class Remembers(TrainModule):
@@ -37,7 +45,7 @@ class Remembers(TrainModule):
         self.modes: list[bool] = []
 
     def look(self, where: str, batch_idx: int) -> None:
-        if where == "train" and batch_idx % 2:
+        if where == "train" and batch_idx % 2 and self.automatic_optimization:
             self.references.pop("batch")  # the window of two, which is on this device already, still has it
         self.alive += [(where, batch_idx, name) for name, one in self.references.items() if one() is not None]
         self.references.clear()
@@ -53,6 +61,11 @@ class Remembers(TrainModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("logged", logged)
         self.remember(batch=batch["x"], logits=logits, loss=loss, logged=logged)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
         return {"loss": loss, "logits": logits}
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -77,11 +90,57 @@ class Rows(Dataset[Any]):
         return {"x": torch.full((4,), float(index))}
 
 
+class Keeps(Callback):
+    """A callback that keeps the outputs of a batch until the next."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs = outputs
+
+    def on_validation_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *others: Any) -> None:
+        self.outputs = outputs
+        module.references.pop("logits")  # no copy, as they have no graph
+
+
 def _alive(name: str) -> Any:
     module = Remembers()
     trainer = WAYS[name].trainer(max_epochs=2, accumulate_grad_batches=2, val_check_interval=2, num_sanity_val_steps=1)
     trainer.fit(module, DataLoader(Rows(), batch_size=2), DataLoader(Rows(), batch_size=6))
     return module.alive, any(module.modes), len(module.modes)
+
+
+OTHERWISE = {"manual": (True, False), "kept outputs": (False, True), "manual, kept outputs": (True, True)}
+"""Whether the optimization is manual, and whether a callback keeps the outputs."""
+
+
+def _alive_otherwise(name: str) -> dict[str, Any]:
+    """Train three epochs of an odd number of batches, validated at their ends."""
+    found = {}
+    for kind, (manual, keeps) in OTHERWISE.items():
+        if manual and name.startswith("ZeRO"):
+            continue
+        module = Remembers()
+        module.automatic_optimization = not manual
+        callbacks = [Keeps()] if keeps else []
+        window, batch_size = 1 if manual else 2, 4 // WAYS[name].processes
+        trainer = WAYS[name].trainer(max_epochs=3, accumulate_grad_batches=window, callbacks=callbacks)
+        trainer.fit(module, DataLoader(Subset(Rows(), range(20)), batch_size), DataLoader(Rows(), 6))
+        found[kind] = module.alive
+    return found
+
+
+@pytest.fixture(scope="module")
+def alive_otherwise() -> dict[str, list[Any]]:
+    return run_each(_alive_otherwise, STRATEGIES)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_nothing_but_what_a_hook_keeps_is_alive_at_the_next_forward(kind: str, name: str, alive_otherwise: Any) -> None:
+    skip_if_missing(name)
+    for rank in alive_otherwise[name]:
+        if kind not in rank:
+            pytest.skip("DeepSpeed's engine has no manual optimization")
+        assert rank[kind] == []
 
 
 @pytest.fixture(scope="module")
