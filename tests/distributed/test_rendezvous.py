@@ -179,12 +179,17 @@ trainer.fit(Net(), DataLoader(torch.ones(4, 1)))
 
 KILLED = """
 import os
+import time
+from pathlib import Path
 from tests.helpers.toy import Toy, loader, quiet
 from trainer.strategies import DDPStrategy
 
-trainer = quiet(strategy=DDPStrategy(timeout_seconds=5.0), devices=3)
+trainer = quiet(strategy=DDPStrategy(timeout_seconds=10.0), devices=3)
 if os.environ["RANK"] == "2":
     os.kill(os.getpid(), 9)
+Path("made" + os.environ["RANK"]).touch()
+while not (Path("made0").exists() and Path("made1").exists()):
+    time.sleep(0.01)
 trainer.fit(Toy(), loader())
 """
 
@@ -199,7 +204,7 @@ def test_a_rank_that_dies_before_it_joins_is_named_by_all_others() -> None:
     ]
     for rank in ranks[:2]:
         errors = rank.wait().check(1).stderr
-        assert "rank 2 of 3 has not come within 5 s (timeout_seconds of the strategy)." in errors, errors
+        assert "rank 2 of 3 has not come within 10 s (timeout_seconds of the strategy)." in errors, errors
 
 
 def test_a_run_on_a_taken_port_ends_on_all_ranks(taken: int) -> None:
