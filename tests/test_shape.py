@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from inspect import getdoc, isclass, signature
+from itertools import pairwise
 from pathlib import Path
 from shutil import copy, copytree, ignore_patterns
 from typing import Any
@@ -643,15 +644,33 @@ def test_a_module_says_its_job_in_one_sentence(name: str) -> None:
     assert first.endswith(".")
 
 
-OPENINGS = {"What", "Who", "Where", "When", "How", "Why", "As"}
+OPENINGS = {"What", "Which", "Who", "Where", "When", "How", "Why", "As", "Also", "Like", "Called"}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_docstrings_open_with_a_verb_or_a_noun(name: str) -> None:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, kinds)]
-    texts = [text for node in nodes if (text := ast.get_docstring(node))]
-    assert [text for text in texts if text.split()[0] in OPENINGS] == []
+    nodes = [*ast.walk(ast.parse(FILES[name].read_text()))]
+    texts = [text for node in nodes if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+    attributes = [text for node in nodes for text in attribute_docstrings(node)]
+    assert [text for text in texts + attributes if text.split()[0] in OPENINGS] == []
+    assert [text for text in attributes if text.startswith("Whether")] == []
+
+
+def attribute_docstrings(node: ast.AST) -> Iterator[str]:
+    """Yield the strings that stand alone after an assignment, in the block of `node`."""
+    body = getattr(node, "body", None)
+    for before, after in pairwise(body if isinstance(body, list) else []):
+        value = after.value if isinstance(before, (ast.Assign, ast.AnnAssign)) and isinstance(after, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.value
+
+
+def test_attribute_docstrings_are_found() -> None:
+    source = 'X = 1\n"""What X is."""\nclass A:\n    y: int = 2\n    """Number of y."""\n    def f(self):\n'
+    source += '        self.z = 3\n        """How z is made."""\n        self.f()\n        """No attribute."""\n'
+    found = [text for node in ast.walk(ast.parse(source)) for text in attribute_docstrings(node)]
+    assert found == ["What X is.", "Number of y.", "How z is made."]
 
 
 def public_names() -> dict[str, Any]:

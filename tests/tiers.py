@@ -159,14 +159,14 @@ Inputs = Iterator[random.Random]
 
 @pytest.fixture
 def inputs(request: pytest.FixtureRequest) -> Inputs:
-    """As many random generators as the tier wants inputs: each draws one, and is named by its seed in a failure."""
+    """Return a random generator for each input that the tier wants; its seed names it in a failure."""
     first = 1_000_000 * request.config.getoption("seed")
     return (Numbered(first + number) for number in range(request.config.getoption("inputs")))
 
 
 @pytest.fixture
 def minutes(request: pytest.FixtureRequest) -> float:
-    """How long trainings are disturbed, in the tier that runs."""
+    """Return the number of minutes for which the tier disturbs trainings."""
     return float(request.config.getoption("minutes"))
 
 

@@ -34,7 +34,7 @@ class SchedulerConfig:
     name: str | None = None
     """Name of the scheduler in the logs of LearningRateMonitor."""
     reduce_on_plateau: bool = False
-    """Whether `scheduler.step` takes the monitored value; set for ReduceLROnPlateau."""
+    """True if `scheduler.step` takes the monitored value; set for ReduceLROnPlateau."""
     value_step: int = field(default=-1, init=False)
     """The step at which the last value given to the scheduler was measured: each value is given once."""
 

@@ -45,7 +45,7 @@ class StepConfig:
     run_dir: Path | None = None
     """Directory in which a strategy may write its configuration; None: write nothing."""
     reuses_memory: bool = False
-    """Whether each forward overwrites the results of the last backward, as CUDA graphs do."""
+    """True if each forward overwrites the results of the last backward, as CUDA graphs do."""
 
     @property
     def clip_norm(self) -> float | None:

@@ -58,7 +58,7 @@ class DigitsData(DataModule):
         self.num_workers = num_workers
 
     def setup(self, stage: str) -> None:
-        """Called on every process before the loaders are asked for; `stage` is fit, validate, test or predict."""
+        """Split the images; called on every process before the loaders are. `stage`: fit, validate, test or predict."""
         from sklearn.model_selection import train_test_split
 
         data = load_images()

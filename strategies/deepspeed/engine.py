@@ -41,7 +41,7 @@ def import_deepspeed(device_type: str) -> Any:
         import deepspeed
         from deepspeed.ops import __compatible_ops__ as operators
     if device_type == "cpu":
-        # It would be compiled, for minutes, to send through shared memory what gloo sends too.
+        # DeepSpeed would compile this operator for minutes; it only sends tensors through shared memory, as gloo does.
         operators["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", RENAMED_BY_TORCH, FutureWarning)
     return deepspeed
@@ -113,7 +113,7 @@ class LossScale:
 
 
 def stop_gathering(steps: nn.Module) -> None:
-    """After an error inside a forward of stage 3, keep DeepSpeed from gathering parameters that are looked up.
+    """Keep DeepSpeed from gathering parameters that are looked up after an error inside a forward of stage 3.
 
     The other processes may be anywhere, so the collective would hang.
     """

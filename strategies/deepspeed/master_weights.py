@@ -36,7 +36,7 @@ class ParameterSlice:
     shape: tuple[int, ...]
     """Shape of the full parameter."""
     extent: FlatSlice
-    """Which of its elements; `EMPTY_SLICE`: other processes hold them."""
+    """Slice of the flattened parameter that this process holds; `EMPTY_SLICE`: other processes hold all of it."""
     flat: int
     """Number of the flat tensor that holds them: DeepSpeed flattens parameters into few tensors."""
     offset: int
@@ -316,7 +316,7 @@ class Zero3MasterWeights(MasterWeights):
 
 
 def keep_only_shards(module: nn.Module, masters: MasterWeights | None) -> None:
-    """After stage 3, let the partitioned parameters hold only this process's slices of their master weights."""
+    """Replace the parameters that stage 3 partitioned by this process's slices of their master weights."""
     for parameter in partitioned_parameters(module):
         part: Any = parameter.ds_tensor
         parameter.ds_active_sub_modules.clear()

@@ -46,7 +46,7 @@ class XlaRecompilationMonitor(RecompilationMonitor):
         self._window.append(tuple(shapes_of(batch)))
 
     def before(self) -> None:
-        """Called before a recorded step is run: what was compiled since the last one was for reading values."""
+        """Count the graphs compiled since the last step, which were for reading values; called before each step."""
         new = self._newly_compiled()
         if sum(seen.total() for seen in self._seen.values()) > self.warmup:
             self.elsewhere += new
@@ -59,7 +59,7 @@ class XlaRecompilationMonitor(RecompilationMonitor):
             )
 
     def after(self, kind: str) -> None:
-        """Called after a step: warn if it was compiled again."""
+        """Warn if the step that has just ended was compiled again."""
         new, window, self._window = self._newly_compiled(), tuple(self._window), []
         seen = self._seen.setdefault(kind, Counter())
         if new and seen.total() >= self.warmup:

@@ -233,7 +233,7 @@ def test_export_replaces_only_with_force_and_atomically(checkpoint, run: Path, t
 
 
 def test_export_to_several_files_with_an_index(checkpoint, run: Path, tmp_path: Path) -> None:
-    """As transformers writes and reads them: model-00001-of-00002.safetensors, and where each weight is."""
+    """The files are those of transformers: model-00001-of-00002.safetensors and an index of the weights."""
     out = tmp_path / "weights"
     printed = checkpoint("export", run, out, "--max-shard-size", "0.05KB", "--expand-tied", "--prefix", "net.")
     assert printed.code == 0, printed.err

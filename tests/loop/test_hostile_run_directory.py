@@ -160,7 +160,7 @@ def test_the_name_of_a_run_directory_is_flushed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_reader_looks_again_while_checkpoints_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the reader has listed is deleted before it is read, as a newer one has come."""
+    """A checkpoint that the reader has listed is deleted before it is read, as a newer one has come."""
     folder = tmp_path / "c"
     fit([steps(dirpath=folder, save_top_k=1)])
     (folder / "step=6").rename(folder / "step=7")

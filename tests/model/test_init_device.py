@@ -105,7 +105,7 @@ def test_a_buffer_without_values_is_refused(buffer: torch.Tensor) -> None:
 
 
 def from_pretrained() -> nn.Module:
-    """As that of transformers, which cannot read weights into tensors without memory."""
+    """Refuse to read weights into tensors without memory, as that of transformers does."""
     if torch.get_default_device() == torch.device("meta"):
         raise RuntimeError("You are using `from_pretrained` with a meta device context manager.\nDo not.")
     return nn.Linear(2, 2)

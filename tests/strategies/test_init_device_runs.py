@@ -43,7 +43,7 @@ class Built(TrainModule):
 
 
 def model(module: Any) -> None:
-    """What initializes itself: tied and frozen weights, tables that no checkpoint has."""
+    """Build layers that initialize themselves: tied and frozen weights, tables that no checkpoint has."""
     module.embedding = nn.Embedding(7, 4)
     module.blocks = nn.ModuleList(Block() for _ in range(3))
     module.norm = nn.BatchNorm1d(4)

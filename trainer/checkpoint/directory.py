@@ -152,7 +152,7 @@ class CheckpointDirectory:
         return self._find(wanted, None)
 
     def _find(self, wanted: str | StoragePath, before: frozenset[tuple[str, int]] | None) -> StoragePath:
-        """Like `resolve`; raises CheckpointError also if "last" falls back while the directory's entries change."""
+        """Search once, as `resolve` does; raise CheckpointError also if "last" falls back while the entries change."""
         if str(wanted) == "last":
             target = self._committed_after(self.pointer("last"))
             if target and self._is_intact(target):

@@ -169,7 +169,7 @@ class LocalStorage:
             _discard(temporary)  # a partial one, or after an exchange the replaced one
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-        """Also flush the contents to the disk, but not yet the name."""
+        """Write and hash a new file, and flush its contents to the disk, but not yet its name."""
         digest = hashlib.sha256()
         size = 0
         with open(path, "xb") as file:
@@ -223,7 +223,7 @@ class LocalStorage:
         return [leftover.path for leftover in _temporary_paths(folder)]
 
     def remove_leftovers(self, folder: Path, max_age: float) -> list[Path]:
-        """Also move a checkpoint back into place whose replacement was interrupted between two renames."""
+        """Delete leftovers; move a checkpoint back into place whose replacement was interrupted between two renames."""
         removed = []
         for leftover in _temporary_paths(folder):
             if not leftover.is_dead(max_age):

@@ -187,7 +187,7 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
     if options.nodes != "1":
         slurms.append("--nodes")
     if slurms:
-        words = "for a file for sbatch, which --slurm --print writes. Add these, or take it away."
+        words = "for a file for sbatch, which --slurm --print writes. Add these two, or leave the option out."
         problems.append(f"{', '.join(slurms)}: {words}")
     if options.rdzv_backend != "c10d":
         problems.append(f"--rdzv-backend {options.rdzv_backend}: it is always c10d here, leave it out.")
@@ -196,7 +196,9 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
     if counts is None or not 1 <= least <= most:
         problems.append(f"--nnodes {options.nnodes}: give a number of machines from 1, or MIN:MAX.")
     if options.standalone and most > 1:
-        problems.append(f"--standalone is one machine, --nnodes {options.nnodes} are several: take one away.")
+        problems.append(
+            f"--standalone is one machine, --nnodes {options.nnodes} are several: leave one of the two out."
+        )
     host, _, port = (options.rdzv or "").rpartition(":") if ":" in (options.rdzv or "") else (options.rdzv, "", "29500")
     if most > 1 and not options.rdzv:
         problems.append(

@@ -30,7 +30,7 @@ class RayOptions:
     storage_path: str | None = None
     """A folder that all machines see, for Ray's files and, unless `default_root_dir` is given, the run directories."""
     max_failures: int = 0
-    """How often the workers are restarted after one of them failed; -1: without limit."""
+    """Number of times that the workers are restarted after one of them failed; -1: without limit."""
     address: str | None = None
     """Address of a running cluster, or "auto"; default: `RAY_ADDRESS`, the cluster on this machine, or a new one."""
 

@@ -389,7 +389,7 @@ def _wait_for_all_ranks(store: Store, rank: int, world_size: int, timeout: timed
 
 
 def _answer_all(store: Store, number: str, world_size: int, timeout: timedelta) -> None:
-    """On rank 0, give every process the number of this attempt, until all have read it."""
+    """Give every process the number of this attempt, until all have read it; called on rank 0."""
     missing = set(range(1, world_size))
 
     def all_here() -> bool:

@@ -27,7 +27,7 @@ _SOMEBODY_WAITS, _FOUND = "deadlock/somebody waits", "deadlock/found"
 Collective = tuple[str, int, str]
 """Group, number in the group, kind."""
 Meeting = Literal["calls", "end"]
-"""Where all processes meet without a collective of torch: a `CollectiveCheck`, and the end of training."""
+"""Points that all processes reach together without a collective of torch: a `CollectiveCheck`, the end of training."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def end_by_sigusr1_with_retry() -> None:
-    """From now on have SIGUSR1 end this process with exit code 75 outside of a run, too.
+    """Let SIGUSR1 end this process with exit code 75 outside of a run, too.
 
     Clusters send SIGUSR1 before the time limit. Does nothing outside of the main thread, or if the signal has another
     action already.
@@ -133,7 +133,7 @@ def end_by_sigusr1_with_retry() -> None:
 
 
 def ignore_sigusr1_if(done: Callable[[], bool]) -> None:
-    """From now on have SIGUSR1, after `end_by_sigusr1_with_retry`, change nothing outside of a run if `done()` is true.
+    """Let SIGUSR1 change nothing outside of a run if `done()` is true; called after `end_by_sigusr1_with_retry`.
 
     For a program whose work is a single run: when that is complete, there is nothing to start again for.
     """

@@ -103,7 +103,7 @@ class Agent(LocalElasticAgent):
                 _print_message(f"rank {rank} was ended by {signal.Signals(-code).name}")
 
     def leave(self) -> None:
-        """After an error, keep the machine that hosts the store alive until the others have ended."""
+        """Keep the machine that hosts the store alive until the others have ended; called after an error."""
         group, deadline = self.get_worker_group(), time.monotonic() + _STORE_TIMEOUT_S
         if group.store is None or not self._machines:
             return

@@ -28,7 +28,7 @@ class SkippedBatches:
     def __init__(self, module: TrainModule, strategy: Strategy, progress: Progress) -> None:
         self._module, self._strategy, self._progress = module, strategy, progress
         self.may_skip = self.may_end_epochs = False
-        """Whether `training_step` may return None, and the module's `on_train_batch_start` -1."""
+        """True if `training_step` may return None; and if the module's `on_train_batch_start` may return -1."""
         self.whole_step = False
         """True if all processes have skipped all batches of the step: there is no update."""
         self.epoch_ended = False

@@ -14,7 +14,7 @@ log = logging.getLogger("trainer")
 
 Mode = Literal["min", "max"]
 Kind = Literal["step", "past", "interim", "epoch"]
-"""How much of the training a value covers:
+"""Part of the training that a value covers:
 
 - "step": a single step
 - "past": a single step, earlier than the one at which the value is read

@@ -72,7 +72,7 @@ class MigrationReport:
     draft: ConfigDraft = field(default_factory=ConfigDraft)
     entries: list[Entry] = field(default_factory=list)
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """What DeepSpeed itself reads."""
+    """Settings that DeepSpeed itself reads."""
     decided: dict[str, Any] = field(default_factory=dict)
     """Settings of the DeepSpeed JSON that the file names."""
 

@@ -18,7 +18,7 @@ class CheckResult:
     subject: str
     found: str
     fix: str = ""
-    """How to fix the problem; empty when the status is OK."""
+    """Advice on the problem; empty when the status is OK."""
 
     def line(self) -> str:
         """Return a line such as `"WARN  disk  3 GiB are free. Make room ..."`."""

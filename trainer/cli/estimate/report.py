@@ -10,11 +10,12 @@ from trainer.cli.columns import in_columns
 from trainer.model.memory import Memory, ModelSize, Transformer, zero_table
 
 NEEDED = ("layers", "hidden", "sequence", "batch")
-"""What has to be known of a transformer for an estimate of its activations."""
+"""Options that an estimate of a transformer's activations needs."""
 COLUMNS = ("weights", "gradients", "masters", "optimizer", "device", "temporary", "host")
 LEGEND = """\
-weights: parameters and buffers. masters: float32 copies of weights in low precision. device: all that is held there
-when the gradients are there; what stands in brackets is not: it is in the memory of the host, for each process.
+weights: parameters and buffers. masters: float32 copies of weights in low precision.
+device: the sum in the memory of the device once the gradients exist, without the figures in brackets.
+host: the memory of the host for each process; it holds the figures in brackets.
 ~more: an estimate of what is needed in addition at times: gathered weights, copies in low precision, buckets."""
 
 Tables = dict[int, dict[str, Memory]]
