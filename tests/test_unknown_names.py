@@ -8,8 +8,14 @@ import inspect
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
+
+from trainer import Trainer
+from trainer.errors import ConfigError
+from trainer.strategies import DDPStrategy
 
 UNKNOWN = [
     ("trainer.callbacks", "StepTimes", "It is called 'StragglerMonitor' now. Known: "),
@@ -55,3 +61,23 @@ def test_submodules_and_stars_are_imported() -> None:
     ]
     lines += [f"from {package} import *" for package in PACKAGES]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+class OfEarlierVersion(DDPStrategy):
+    only_on = "cpu"
+
+    def call(self, step: str, *args: Any) -> Any:
+        return None
+
+    def bakward(self, loss: torch.Tensor) -> None: ...
+
+    def compress(self) -> None: ...
+
+
+def test_a_strategy_with_a_name_that_is_never_used_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Trainer(strategy=OfEarlierVersion(), accelerator="cpu", devices=1)
+    expected = [("bakward", "Did you mean 'backward'?"), ("call", "It is called 'call_step' now.")]
+    for name, advice in [*expected, ("only_on", "It is called 'required_device' now.")]:
+        assert f"OfEarlierVersion.{name} is never used: Strategy has no such name. {advice}" in str(refused.value)
+    assert "compress" not in str(refused.value)

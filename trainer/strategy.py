@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from trainer.checkpoint.shards import Loadable, Shard, materialize
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
-from trainer.errors import did_you_mean, raise_problems, unknown_name_error
+from trainer.errors import RENAMED, did_you_mean, raise_problems, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import refuse_meta_tensors
@@ -472,7 +473,23 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
     return known[strategy](), "given by name"
 
 
-# -- modules that cannot be wrapped ------------------------------------------------------------------------------------
+# -- strategies and modules that cannot be used ------------------------------------------------------------------------
+
+
+def unknown_methods(strategy: Strategy) -> list[str]:
+    """Return a problem for each public name in a user's strategy that is an earlier or misspelt name of `Strategy`'s.
+
+    Other names are the user's own.
+    """
+    known = [name for name in dir(Strategy) if not name.startswith("_")]
+    users = [cls for cls in type(strategy).__mro__ if not cls.__module__.startswith("trainer.") and cls is not object]
+    names = {name for cls in users for name in vars(cls) if not name.startswith("_") and name not in known}
+    return [
+        f"{type(strategy).__name__}.{name} is never used: Strategy has no such name.{advice}"
+        for name in sorted(names)
+        if RENAMED.get(name) in known or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        for advice in [did_you_mean(name, known)]
+    ]
 
 
 def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:

@@ -25,7 +25,7 @@ from trainer.errors import ConfigError, TrainerError, raise_problems
 from trainer.model.compile import Compilation, check_toolchain, compile_problems, read_compile
 from trainer.precision import Precision, resolve_precision
 from trainer.settings import DEFAULT_MAX_EPOCHS, Settings
-from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy
+from trainer.strategy import StepConfig, Strategy, needed_device, resolve_strategy, unknown_methods
 
 
 @dataclass
@@ -98,6 +98,7 @@ def _unknown_choices(settings: Settings) -> list[str]:
         problems.append(f"strategy={settings.strategy!r}: give a name such as 'ddp', or a Strategy object.")
     else:
         problems += _error_of(lambda: resolve_strategy(settings.strategy, 1))
+        problems += unknown_methods(settings.strategy) if isinstance(settings.strategy, Strategy) else []
     problems += _error_of(lambda: resolve_precision(settings.precision))
     problems += compile_problems(settings.compile)
     problems += _error_of(lambda: choose_accelerator(settings.accelerator))
