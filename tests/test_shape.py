@@ -176,6 +176,12 @@ def test_no_other_file_hides_an_import_behind_a_name() -> None:
     assert {name for name, path in FILES.items() if any(word in path.read_text() for word in words)} == BY_NAME
 
 
+def test_the_table_of_rooms_in_the_documentation_is_that_of_the_test() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("| room | job |")[1].split("\n\n")[0]
+    names = [line.split("|")[1] for line in table.splitlines()[2:]]
+    assert [tuple(name.strip(" `/") for name in row.split(",")) for row in names] == list(ROOMS)
+
+
 def test_every_room_exists() -> None:
     assert {room for row in ROOMS for room in row} == {room_of(name) for name in FILES if name}
 

@@ -129,9 +129,8 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
             in `allowed` are exempt.
     """
     saved = None if checkpoint is None else checkpoint.get("facts")
-    if run.stage != "fit" or not isinstance(saved, dict):
+    if run.stage != "fit" or checkpoint is None or saved is None:
         return
-    assert checkpoint is not None
     same_size = checkpoint["world_size"] == run.strategy.processes.world_size
     assert run.train_loader is not None
     # Only now: attributes that the sampler had changed are restored, so they are equal.

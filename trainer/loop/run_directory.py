@@ -11,11 +11,12 @@ from typing import Any
 
 from trainer.checkpoint.directory import CheckpointDirectory, locate
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory
-from trainer.checkpoint.format import read_manifest, read_metadata
+from trainer.checkpoint.format import read_manifest
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading
 from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop.run import Run
+from trainer.loop.training_state import saved_run_dir
 from trainer.settings import Settings
 
 CHECKPOINTS = "checkpoints"
@@ -90,7 +91,7 @@ def find_after_restart(run: Run, former: str) -> StoragePath | None:
         except CheckpointError:
             continue
         # A dirpath may contain checkpoints of older runs.
-        if read_metadata(found).get("run_dir") == former:
+        if saved_run_dir(found) == former:
             return _newest_of_run(run, found)
     return None
 
@@ -102,12 +103,12 @@ def _newest_of_run(run: Run, found: StoragePath) -> StoragePath:
     """
     if len(run.checkpoint_callbacks) < 2:
         return found
-    run_dir = read_metadata(found).get("run_dir")
+    run_dir = saved_run_dir(found)
     folders = [as_storage_path(c.dirpath) for c in run.checkpoint_callbacks if c.dirpath is not None]
     candidates = [found]
     for folder in dict.fromkeys([*folders, Path(str(run_dir)) / CHECKPOINTS]):
         other = CheckpointDirectory(folder).pointer("last") if folder != found.parent else None
-        if other is not None and read_metadata(other).get("run_dir") == run_dir:
+        if other is not None and saved_run_dir(other) == run_dir:
             candidates.append(other)
     newest = max(candidates, key=_when)
     return found if newest is found else CheckpointDirectory(newest.parent).resolve("last")
@@ -199,9 +200,9 @@ def _run_dir_of(checkpoint: StoragePath, root: Path) -> Path | None:
     """
     if isinstance(checkpoint, Path) and checkpoint.parent.name == CHECKPOINTS:
         return checkpoint.parent.parent
-    named = read_metadata(checkpoint).get("run_dir")
+    named = saved_run_dir(checkpoint) or ""
     try:
-        path = Path(named if isinstance(named, str) else "")
+        path = Path(named)
         inside = path.parent.resolve() == root.resolve()
         return path if inside and path in versions(path.parent) and path.is_dir() else None
     except (OSError, ValueError):  # no path of this machine

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.callback import Callback
-from trainer.checkpoint.format import open_checkpoint, read_checkpoint
+from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_metadata
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.optimizer_state import check_shapes, with_dtypes_of
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
@@ -161,6 +161,7 @@ KINDS: dict[str, Any] = {
     "world_size": Integer(1),
     "strategy": str,
     "precision": str,
+    "facts?": {str: {str: str}},
     "versions": dict,
 }
 """The kinds of the entries (see `schema.Kind`), but for contents that their owners check; more entries are allowed."""
@@ -199,6 +200,12 @@ def load_training_state(
         check_rng_state(rng, f"{path}, 'rng' of rank {rank}")
         check_torch_states(loader, f"{path}, 'loader' of rank {rank}")
     return checkpoint
+
+
+def saved_run_dir(checkpoint: StoragePath) -> str | None:
+    """Return the run directory of the run that wrote a checkpoint; None if the checkpoint does not say it."""
+    named = read_metadata(checkpoint).get("run_dir")
+    return named if isinstance(named, str) else None
 
 
 def choose_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> int:
