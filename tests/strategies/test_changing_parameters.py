@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
@@ -60,6 +61,11 @@ class Changing(MLP):
             with torch.no_grad():
                 for parameter in self.parameters():
                     parameter.mul_(0.5)
+        elif kind == "reset":
+            with torch.random.fork_rng(), torch.no_grad():
+                torch.manual_seed(5)
+                for p, new in zip(self.layers[2].parameters(), nn.Linear(16, 16).parameters(), strict=True):
+                    p.copy_(distribute_tensor(new, p.device_mesh, p.placements) if isinstance(p, DTensor) else new)
         elif kind == "data":
             self.layers[2].weight.data = torch.linspace(-0.3, 0.3, 256).view(16, 16)
         elif kind == "weight":
@@ -117,6 +123,7 @@ CASES = {
     "halve late": "batch start",
     "halve after a validation": "validation end",
     "halve in a validation": "validation batch end",
+    "reset": "step end",
     "data": "step end",
     "weight": "step end",
     "weight late": "batch start",
@@ -148,7 +155,8 @@ def fit(name: str, kind: str, callback: Change) -> Any:
 
 
 def train_all(name: str) -> dict[str, Any]:
-    return {case: fit(name, case.split()[0], Change(case.split()[0], hook)) for case, hook in CASES.items()}
+    cases = {case: hook for case, hook in CASES.items() if (name, case) != ("ZeRO-3 x2", "reset")}  # p.copy_ fails
+    return {case: fit(name, case.split()[0], Change(case.split()[0], hook)) for case, hook in cases.items()}
 
 
 def by_hand(kind: str) -> dict[str, torch.Tensor]:
@@ -175,6 +183,8 @@ def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
     name: str, case: str, results: Any
 ) -> None:
     skip_if_missing(name)
+    if (name, case) == ("ZeRO-3 x2", "reset"):
+        pytest.skip("the parameters are empty there, so that torch refuses")
     kind = case.split()[0]
     for rank in results[name]:
         found = rank[case]
@@ -186,7 +196,7 @@ def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
             assert "layers.4.bias changed between the batches of an evaluation" in found
         elif case == "weight within a window" and name != "ZeRO-3 x2":
             assert "layers.2.weight was replaced within a step" in found
-        elif name.startswith("ZeRO") and kind not in ("halve", "data"):
+        elif name.startswith("ZeRO") and kind not in ("halve", "reset", "data"):
             assert "flattens the parameters that train at the start" in found
             names = {
                 "add": "extra.weight",
