@@ -23,8 +23,8 @@ from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
+from trainer.loop.progress import Progress
 from trainer.metrics.monitor import log_assumed_mode, resolve_mode
-from trainer.progress import Progress
 from trainer.settings import read_duration
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from trainer.errors import ConfigError
 from trainer.precision import tf32_is_allowed
 
 if TYPE_CHECKING:
+    from trainer.loop.progress import Progress
     from trainer.module import TrainModule
     from trainer.precision import Precision
-    from trainer.progress import Progress
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")

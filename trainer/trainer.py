@@ -31,6 +31,7 @@ from trainer.loop.agreement import compare
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
+from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.run import Run, Session
 from trainer.loop.setup import start_run
@@ -41,7 +42,6 @@ from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, copy_gradients, zero_grad_fast
 from trainer.precision import Precision
 from trainer.profiling import DATA, each_wait
-from trainer.progress import Progress
 from trainer.seed import isolated_rng, seed_everything
 from trainer.settings import ARGUMENTS, Settings, wrong_names
 from trainer.strategy import SkippedBatch, Strategy, full_state_dict

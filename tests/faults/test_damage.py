@@ -25,7 +25,7 @@ from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
 from trainer.checkpoint.generator_states import check_torch_states
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, TrainerError
-from trainer.progress import Progress
+from trainer.loop.progress import Progress
 from trainer.testing import compare_runs, each_damage
 
 FILES = ["manifest.json", "checkpoint.json", "model.safetensors", "optimizers.safetensors", "rng.safetensors"]

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.finite import floating_tensors, not_finite, number_of_nans
 from trainer.errors import ConfigError, first_of
+from trainer.loop.progress import Progress
 from trainer.metrics.metric_log import MetricLog
 from trainer.module import TrainModule
-from trainer.progress import Progress
 from trainer.strategy import Strategy
 
 log = logging.getLogger("trainer")

@@ -34,6 +34,7 @@ from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.loop.nonfinite import NonFiniteMonitor
+from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.loop.skipping import SkippedBatches
 from trainer.loop.trainable import TrainableParameters
@@ -53,7 +54,6 @@ from trainer.profiling import (
     phase_of,
     unheard,
 )
-from trainer.progress import Progress
 from trainer.seed import derive_seed, seed_everything, set_rng_state
 from trainer.settings import Settings
 from trainer.strategy import StepConfig

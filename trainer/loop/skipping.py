@@ -14,8 +14,8 @@ import torch
 from trainer.callback import CallbackList
 from trainer.data.loader import Batch, BatchLoader, Divisor
 from trainer.errors import ConfigError
+from trainer.loop.progress import Progress
 from trainer.module import TrainModule
-from trainer.progress import Progress
 from trainer.seed import isolated_rng
 from trainer.strategy import SkippedBatch, Strategy
 

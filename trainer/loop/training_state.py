@@ -23,12 +23,12 @@ from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.transfer import map_leaves
 from trainer.errors import CheckpointError, restoring
+from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
 from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.optimizers import SchedulerConfig
-from trainer.progress import Progress
 from trainer.seed import rng_state
 from trainer.strategy import synchronize_buffers
 
