@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,8 +173,8 @@ class Containers(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(Block(), nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 5), nn.ReLU()))  # type: ignore[assignment]
-        self.heads = nn.ModuleList([nn.Linear(5, 1)])
+        self.net = nn.Sequential(Block(), nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 4), nn.ReLU()))  # type: ignore[assignment]
+        self.heads = nn.ModuleList([nn.Linear(4, 1)])
         self.square = nn.MSELoss()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -187,75 +186,58 @@ class Containers(Model):
         self.log("val_loss", self.square(self.heads[0](self.net(batch[0])), batch[1]))
 
 
-class Encoder(Containers):
-    """A step that calls an encoder of torch itself, of more layers than torch compiles one piece of code."""
+class Scripted(Containers):
+    """A step that calls modules of torch and of TorchScript, and no other."""
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.1, batch_first=True)
-        self.net = nn.TransformerEncoder(layer, 10)  # type: ignore[assignment]
+        self.net = nn.Sequential(nn.Linear(6, 6), torch.jit.script(Block()))  # type: ignore[assignment]
         self.heads = nn.ModuleList([nn.Linear(6, 1)])
 
 
-class ManyLayers(Containers):
-    """A step that calls more layers of one class, each of its own size, than torch compiles one piece of code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.ModuleList(nn.Linear(6 + i, 7 + i) for i in range(10))  # type: ignore[assignment]
-        self.heads = nn.ModuleList([nn.Linear(16, 1)])
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x = batch[0]
-        for layer in self.net:  # type: ignore[attr-defined]
-            x = layer(x)
-        loss = self.square(self.heads[0](x), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
-
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("kind", "blocks", "parts", "most_graphs"),
+    ("kind", "setting", "compiled", "uncompiled"),
     [
-        (Containers, False, {"net", "heads.0", "square"}, 3),
-        (Encoder, False, {"net", "heads.0", "square"}, 3),
-        (Encoder, True, {f"net.layers.{i}" for i in range(10)}, 2),  # the first layer's input needs no gradient
-        (ManyLayers, False, {*(f"net.{i}" for i in range(10)), "heads.0", "square"}, 12),
+        (Containers, EAGER, ["net.0"], ["2 x Linear (net.1 to heads.0)", "Sequential (net.2)"]),
+        (
+            Containers,
+            {**EAGER, "blocks": ["Block", "Sequential"]},
+            ["net.0"],
+            ["Linear (net.1)", "Sequential (net.2)"],
+        ),
+        (Scripted, EAGER, [], ["Sequential (net)", "Linear (heads.0)"]),
     ],
 )
-def test_modules_of_torchs_own_are_compiled(
-    kind: type[Model], blocks: Any, parts: set[str], most_graphs: int, caplog: pytest.LogCaptureFixture
+def test_bare_containers_are_reported_and_run_uncompiled(
+    kind: type[Model],
+    setting: dict[str, Any],
+    compiled: list[str],
+    uncompiled: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ran: Counter[int] = Counter()
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        number = len(ran)
-        ran[number] = 0
-
-        def run(*args: Any) -> Any:
-            ran[number] += 1
-            return graph(*args)
-
-        return run
-
-    plain, compiled = kind(), kind()
-    names, attributes = list(plain.state_dict()), [set(vars(part)) for part in compiled.modules()]
-    trained(plain, False, limit_val_batches=0)
+    expected, module = kind(), kind()
+    attributes = [set(vars(part)) for part in module.modules()]
+    trained(expected, False)
     with caplog.at_level(logging.INFO, "trainer"):
-        trained(compiled, {"backend": backend, "blocks": blocks, "dynamic": True}, limit_val_batches=0)
+        trained(module, setting)
+    torch.testing.assert_close(module.losses, expected.losses, atol=1e-6, rtol=1e-5)
+    code = {record.co_firstlineno for record in get_compilation_metrics()}
+    assert code == ({Block.forward.__code__.co_firstlineno} if compiled else set())
     messages = messages_of(caplog)
-    (compiles,) = [message for message in messages if message.startswith("compile, ")]
-    assert set(compiles.split(": ")[1].split(", ")) == parts
-    assert not [message for message in messages if "uncompiled" in message or "compiled again" in message]
-    assert 0 < len(ran) <= most_graphs
-    assert sum(ran.values()) == len(compiled.losses) * len(parts)
-    torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=1e-5)
-    assert list(compiled.state_dict()) == names
-    assert [set(vars(part)) for part in list(compiled.modules())[1:]] == attributes[1:]
+    assert [m.rpartition(": ")[2].split(", ") for m in messages if m.startswith("compile, ")] == (
+        [compiled] if compiled else []
+    )
+    (warning,) = [message for message in messages if "compile= leaves uncompiled" in message]
+    assert "call them in the forward of a class of your own" in warning
+    for words in uncompiled:
+        assert words in warning
+    assert "MSELoss" not in warning
+    assert [set(vars(part)) for part in list(module.modules())[1:]] == attributes[1:]
 
 
-@pytest.mark.parametrize(("kind", "blocks"), [(Containers, "Linear"), (Encoder, False), (Encoder, True)])
-def test_copies_of_a_compiled_module_have_their_own_weights(kind: type[Model], blocks: Any) -> None:
+@pytest.mark.parametrize("setting", [EAGER, {**EAGER, "blocks": "Block"}])
+def test_copies_of_a_compiled_module_have_their_own_weights(setting: dict[str, Any]) -> None:
     x = torch.randn(3, 6)
 
     class Copies(Callback):
@@ -271,45 +253,10 @@ def test_copies_of_a_compiled_module_have_their_own_weights(kind: type[Model], b
                 torch.testing.assert_close(module.net(x), expected)
                 module.train()
 
-    module = kind()
-    trained(module, {**EAGER, "blocks": blocks}, epochs=1, callbacks=[Copies()])
-    torch.testing.assert_close(pickle.loads(pickle.dumps(module)).net.eval()(x), module.net.eval()(x))
-
-
-class Unsupported(Containers):
-    """A step that calls modules that torch.compile does not support."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(  # type: ignore[assignment]
-            nn.Linear(6, 6), nn.Sequential(nn.LSTM(6, 5)), torch.jit.script(nn.Linear(5, 5))
-        )
-        self.attention = nn.MultiheadAttention(5, 1)
-        self.attention.out_proj.register_forward_hook(lambda *args: None)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, _ = self.net[1](self.net[0](batch[0]))  # type: ignore[index]
-        x = self.net[2](x)  # type: ignore[index]
-        x, _ = self.attention(x, x, x)
-        loss = self.square(self.heads[0](x), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_unsupported_modules_are_reported_and_run_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
-    plain, compiled = Unsupported(), Unsupported()
-    trained(plain, False, limit_val_batches=0)
-    with caplog.at_level(logging.INFO, "trainer"):
-        trained(compiled, {**EAGER, "fullgraph": True}, limit_val_batches=0)
-    torch.testing.assert_close(compiled.losses, plain.losses, atol=1e-6, rtol=1e-5)
+    module = Containers()
+    trained(module, setting, epochs=1, callbacks=[Copies()])
     assert graphs() > 0
-    messages = messages_of(caplog)
-    (warning,) = [message for message in messages if "compile= leaves uncompiled" in message]
-    for words in ("LSTM (net.1.0)", "RecursiveScriptModule (net.2)", "MultiheadAttention (attention)"):
-        assert words in warning
-    (compiles,) = [message for message in messages if message.startswith("compile, ")]
-    assert compiles.endswith(": net.0, heads.0, square, attention.out_proj")
+    torch.testing.assert_close(pickle.loads(pickle.dumps(module)).net.eval()(x), module.net.eval()(x))
 
 
 def test_what_a_forward_calls_is_compiled_with_it(caplog: pytest.LogCaptureFixture) -> None:

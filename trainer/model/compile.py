@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -48,9 +47,9 @@ ADVICE = (
 class Compilation:
     """Options of torch.compile, and the choice of blocks.
 
-    The step methods are not compiled, but the `forward` that they call: that of the module, and of each submodule. The
-    other code of a step (logging, printing, reading `self.global_step`, torchmetrics, breakpoints) stays ordinary
-    Python, without graph breaks and recompilations.
+    The step methods are not compiled, but the `forward` that they call: that of the module, and of each submodule whose
+    `forward` is not torch's own (see `compile_in_place`). The other code of a step (logging, printing, reading
+    `self.global_step`, torchmetrics, breakpoints) stays ordinary Python, without graph breaks and recompilations.
     Measured against compiling `training_step` (inductor, one CPU thread): a 4-layer transformer 8.0 and 8.0 ms a step,
     a tiny MLP 0.40 and 0.37 ms (with the loss in the graph). But a `training_step` that read `self.global_step` was
     recompiled in every step, up to torch's limit of 8, and then ran uncompiled. To have the loss in the graph, compute
@@ -192,7 +191,7 @@ def start_compiling(
     def undo() -> None:
         monitor.close()
         for part in compiled:
-            undo_compile(part)
+            vars(part).pop("_compiled_call_impl", None)  # where part.compile() keeps it; torch has no undo
         if undo_methods is not None:
             undo_methods()
         if compiled and steps_done is not None and steps_done() > before and monitor.compilations == 0:
@@ -208,29 +207,23 @@ def start_compiling(
 def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Module]:
     """Make the parts of `module` compile at their first call, and return these parts.
 
-    Names, weights and parts that the user has compiled stay as they are. A warning names modules with weights that stay
-    uncompiled.
+    Names, weights and parts that the user has compiled stay as they are. A module whose `forward` is torch's own
+    (nn.Sequential, nn.Linear, nn.TransformerEncoder) is compiled only within the `forward` of a compiled module, since
+    Dynamo skips torch's files; a warning names modules with weights that stay uncompiled.
 
     Raises:
         ConfigError: no submodule fits the choice of blocks.
     """
     parts, uncompiled = parts_to_compile(module, compilation)
-    functions: dict[object, Callable[..., Any]] = {}
-    for name, part in parts.items():
-        if is_torchs_own(part):
-            key = name if compilation.blocks is None else type(part)
-            if key not in functions:
-                functions[key] = torch.compile(_frame(name), **compilation.options)
-            part.forward = _CompiledForward(part, functions[key])
-        else:
-            part.compile(**compilation.options)
+    for part in parts.values():
+        part.compile(**compilation.options)
     kind = type(module).__name__
     if parts:
         log.info("compile, %s: %s", compilation.describe(), ", ".join(name or kind for name in parts))
     if uncompiled:
         log.warning(
-            "compile= leaves uncompiled: %s. torch.compile does not support TorchScript, nn.RNN, nn.GRU, nn.LSTM, "
-            "and a module of torch's own only if nothing that it calls has hooks or is compiled by itself.",
+            "compile= leaves uncompiled: %s. torch.compile skips TorchScript, and modules whose forward is torch's own "
+            "when a step calls them directly: call them in the forward of a class of your own.",
             describe_blocks(uncompiled),
         )
     elif not parts:
@@ -242,64 +235,19 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
     return list(parts.values())
 
 
-class _CompiledForward:
-    """The compiled `forward` of a module of torch's own. The module's hooks run outside of it.
-
-    An object instead of a function, so that copies and pickles of the module have its plain `forward`.
-    """
-
-    def __init__(self, part: nn.Module, compiled: Callable[..., Any]) -> None:
-        self.replaced: Callable[..., Any] | None = vars(part).get("forward")
-        self.plain: Callable[..., Any] = part.forward
-        self.compiled = compiled
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.compiled(self.plain, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _itself, (self.plain,)
-
-
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
-
-
-def _call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return forward(*args, **kwargs)
-
-
-def _frame(name: str) -> Callable[..., Any]:
-    """Return a function that calls its first argument, in a file that Dynamo traces: it skips frames of torch's files.
-
-    `torch.compile(part.forward)` makes such a frame too, but all of these share one piece of code, and torch compiles a
-    piece of code at most 8 times. Here each has its own.
-    """
-    return FunctionType(_call.__code__.replace(co_name=name or "forward"), globals())
-
-
-def undo_compile(part: nn.Module) -> None:
-    """Undo what `compile_in_place` did to `part`."""
-    vars(part).pop("_compiled_call_impl", None)  # where part.compile() keeps it; torch has no undo
-    forward = vars(part).get("forward")
-    if isinstance(forward, _CompiledForward):
-        del part.forward
-        if forward.replaced is not None:
-            part.forward = forward.replaced
-
-
 Modules = dict[str, nn.Module]
 """Modules by name."""
 
 
 def parts_to_compile(module: nn.Module, compilation: Compilation) -> tuple[Modules, Modules]:
-    """Return the modules to compile (`""`: `module` itself), and modules that torch.compile does not support."""
+    """Return the modules to compile (`""`: `module` itself), and modules with weights that stay uncompiled."""
     if compilation.blocks is not None:
         chosen = find_blocks(module, compilation.blocks)
     else:
         chosen = {"": module} if has_forward(module) else {}
         chosen |= dict(module.named_children())
     parts, uncompiled = _split(chosen)
-    # Called by the forward of a part, they are torch's to report.
+    # Compiled with the forward that calls them.
     covered = {id(child) for part in parts.values() for child in part.modules()}
     return parts, {name: child for name, child in uncompiled.items() if id(child) not in covered}
 
@@ -311,36 +259,23 @@ def _split(modules: Modules) -> tuple[Modules, Modules]:
     for name, module in modules.items():
         if _is_metric(module) or _is_compiled(module):
             continue
-        if has_forward(module) and _is_traceable(module):
+        if has_forward(module) and is_compilable(module):
             parts[name] = module
             continue
-        children = {} if isinstance(module, UNSUPPORTED) else dict(module.named_children())
-        within, rest = _split({f"{name}.{child_name}".lstrip("."): child for child_name, child in children.items()})
+        within, rest = _split(
+            {f"{name}.{child_name}".lstrip("."): child for child_name, child in module.named_children()}
+        )
         parts |= within
-        uncompiled |= rest
-        if has_forward(module) and any(True for _ in module.parameters(recurse=not children)):
+        if within or not has_forward(module):
+            uncompiled |= rest
+        elif any(True for _ in module.parameters()):
             uncompiled[name] = module
     return parts, uncompiled
 
 
-UNSUPPORTED = (torch.jit.ScriptModule, nn.RNNBase)
-"""Modules that Dynamo does not trace."""
-
-
-def _is_traceable(module: nn.Module) -> bool:
-    """Whether Dynamo compiles the module's forward: after a break in the graph it does not resume in torch's own."""
-    if isinstance(module, UNSUPPORTED):
-        return False
-    called = [child for child in module.modules() if child is not module and is_torchs_own(module)]
-    return not any(
-        isinstance(child, UNSUPPORTED) or child._forward_pre_hooks or child._forward_hooks or _is_compiled(child)
-        for child in called
-    )
-
-
-def is_torchs_own(module: nn.Module) -> bool:
-    """Whether the module's `forward` is in one of torch's files, which Dynamo skips."""
-    return str(module.forward.__module__).startswith("torch.")
+def is_compilable(module: nn.Module) -> bool:
+    """Whether `module.compile()` has an effect: Dynamo skips torch's own files and TorchScript."""
+    return not str(module.forward.__module__).startswith("torch.") and not isinstance(module, torch.jit.ScriptModule)
 
 
 def _is_compiled(module: nn.Module) -> bool:
