@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from trainer.callbacks import (
     Timer,
 )
 from trainer.distributed.process_group import TorchProcessGroup
-from trainer.loop.agreement import as_text, compare, optimizer_facts
+from trainer.loop.agreement import as_text, compare, describe_layer, optimizer_facts
 from trainer.optimizers import SchedulerConfig
 
 pytestmark = pytest.mark.timeout(600)
@@ -45,6 +46,8 @@ class Chosen(MLP):
     def __init__(self, other: str) -> None:
         super().__init__()
         self.other = other
+        for name in ("high", "low") if other == "order of buffers" else ("low", "high"):
+            self.register_buffer(name, torch.zeros(1))
         if other == "width":
             self.layers[2], self.layers[4] = nn.Linear(16, 24), nn.Linear(24, 1)
         elif other == "dtype":
@@ -55,6 +58,9 @@ class Chosen(MLP):
             self.extra = nn.Linear(FEATURES, 1)
         elif other == "buffer":
             self.register_buffer("mean", torch.zeros(3))
+        elif other == "many buffers":
+            for number in range(20):
+                self.register_buffer(f"number_{number}", torch.zeros(1))
         elif other == "order":
             weight = self.layers[0].weight
             del self.layers[0].weight
@@ -82,8 +88,10 @@ class Chosen(MLP):
         if self.other == "no scheduler":
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7 if self.other == "step_size" else 5)
-        interval = "epoch" if self.other == "interval" else "step"
-        return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+        config = {"scheduler": scheduler, "interval": "epoch" if self.other == "interval" else "step"}
+        if self.other == "frequency":
+            config["frequency"] = 2
+        return [optimizer], [config]
 
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -136,6 +144,8 @@ MODULES = {
     "frozen": "parameter layers.0.weight: '[16, 6] torch.float32, trained' on rank 0, and '[16, 6] torch.float32, froz",
     "layer": "parameter extra.weight: missing on rank 0, and '[1, 6] torch.float32, trained' on rank 1",
     "buffer": "buffer mean: missing on rank 0, and '[3] torch.float32' on rank 1",
+    "many buffers": "buffer number_0: missing on rank 0, and '[1] torch.float32' on rank 1",
+    "order of buffers": "the order of the buffers: ['low', 'high'] on rank 0, and ['high', 'low'] on rank 1",
     "built late": "parameter late.weight: missing on rank 0, and '[2, 2] torch.float32, trained' on rank 1",
     "lr": "AdamW, initial_lr: 0.01 on rank 0, and 0.1 on rank 1",
     "weight_decay": "AdamW, weight_decay: 0.0 on rank 0, and 0.5 on rank 1",
@@ -143,6 +153,7 @@ MODULES = {
     "no scheduler": "schedulers: [StepLR] on rank 0, and [] on rank 1",
     "step_size": "StepLR, step_size: 5 on rank 0, and 7 on rank 1",
     "interval": "StepLR, interval: 'step' on rank 0, and 'epoch' on rank 1",
+    "frequency": "StepLR, frequency: 1 on rank 0, and 2 on rank 1",
     "order": "the order of the parameters: ['layers.0.weight', 'layers.0.bias', 'layers.2.weight'",
     "strides": "and '[16, 16] torch.float32, strides [1, 16], trained' on rank 1",
     "tied": "'layers.0.bias', 'layers.2.weight', 'layers.4.weight'",
@@ -169,14 +180,19 @@ LOADERS: dict[str, tuple[Any, str]] = {
         "the training loader, kind: 'split by the trainer' on rank 0, and 'iterated by each process' on rank 1",
     ),
 }
+OPTION = "Strategy, timeout_seconds: 900.0 on rank 0, and 901.0 on rank 1"
+STAGE = "stage: 'fit' on rank 0, and 'validate' on rank 1"
 VALIDATION = "loaders: ['the training loader', \"the evaluation loader ''\"] on rank 0, and ['the training loader'] on"
 
 
-def fit(way: Way, module: TrainModule, train: Any, val: Any, settings: dict[str, Any]) -> str | None:
+def fit(
+    way: Way, module: TrainModule, train: Any, val: Any, settings: dict[str, Any], stage: str = "fit"
+) -> str | None:
     """Return the error of a run, or None."""
     defaults = {"seed": 1, "max_epochs": 1, "log_every_n_steps": 1, "watchdog_seconds": 60}
+    trainer = way.trainer(**{**defaults, **settings})
     try:
-        way.trainer(**{**defaults, **settings}).fit(module, train, val)
+        trainer.fit(module, train, val) if stage == "fit" else trainer.validate(module, val)
     except ConfigError as error:
         return str(error)
     return None
@@ -199,6 +215,9 @@ def run_all(name: str) -> dict[str, str | None]:
         found["module", case] = fit(way, Chosen(case if rank else ""), data(), None, {})
     for case, (other, _) in LOADERS.items():
         found["loader", case] = fit(way, Chosen(""), other() if rank else data(), None, {})
+    other = Way(way.strategy, 2, (*way.options, ("timeout_seconds", 900.0 + rank)))
+    found["strategy", "option"] = fit(other, Chosen(""), data(), None, {})
+    found["call", "stage"] = fit(way, Chosen(""), data(), data(), {}, ("fit", "validate")[rank])
     found["loader", "validation"] = fit(way, Chosen(""), data(), None if rank else data(), {})
     return {" ".join(key): error for key, error in found.items()}
 
@@ -209,6 +228,8 @@ EXPECTED = {
     **{f"module {case}": expected for case, expected in MODULES.items()},
     **{f"loader {case}": expected for case, (_, expected) in LOADERS.items()},
     "loader validation": VALIDATION,
+    "strategy option": OPTION,
+    "call stage": STAGE,
 }
 
 
@@ -226,6 +247,7 @@ def test_what_differs_is_reported_on_both_ranks_before_the_first_step(name: str,
         assert rank[case] is not None, "the run went on"
         assert "the processes do not agree:\n  " in rank[case]
         assert EXPECTED[case] in rank[case]
+        assert ("\n  and more\n" in rank[case]) == (case == "module many buffers")
         assert "Look for what depends on the rank, the time, the machine, or random numbers" in rank[case]
 
 
@@ -337,19 +359,19 @@ def test_paths_loggers_and_callbacks_of_one_rank_may_differ(name: str, tmp_path:
         assert torch.equal(value, second["weights"][key])
 
 
-def uneven(name: str) -> int:
+def uneven(name: str) -> tuple[int, int | None]:
     """Train on iterables of other lengths, from other places."""
     rank = int(os.environ["RANK"])
     batches = list(DataLoader(MLP.data(16), 4))[: 3 + rank]
     trainer = WAYS[name].trainer(seed=1, max_epochs=1, watchdog_seconds=60)
     trainer.fit(Chosen(""), batches, batches[rank:])
-    return trainer.global_step
+    return trainer.global_step, trainer.num_training_batches
 
 
 @pytest.mark.parametrize("name", NAMES[:1])
 def test_iterables_of_other_lengths_are_allowed(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_each(uneven, [name])[name] == [3, 3]
+    assert run_each(uneven, [name])[name] == [(3, 3)] * 2
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
@@ -383,6 +405,23 @@ def test_texts_of_values_have_no_addresses_order_of_sets_or_paths() -> None:
     assert as_text([Path("/a"), "/b/c", "~/d"]) == "[a path, a path, a path]"
     assert as_text([object(), data, MLP]) == "[object, data[16, 4], MLP]"
     assert as_text(torch.tensor(0.5)) == as_text(0.5) != as_text(0.25)
+
+
+@dataclass
+class Range:
+    low: int
+    high: Any = None
+
+
+class Addressed(nn.Module):
+    def extra_repr(self) -> str:
+        return f"{object()}, 3"
+
+
+def test_texts_of_sets_dataclasses_and_layers() -> None:
+    assert as_text({"d", "b", "a", "c"}) == "{'a', 'b', 'c', 'd'}"
+    assert as_text(Range(1, Path("/a"))) == "Range{'high': a path, 'low': 1}"
+    assert describe_layer(Addressed()) == "Addressed(<object object>, 3)"
 
 
 # -- what is compared of an object -------------------------------------------------------------------------------------
@@ -434,3 +473,4 @@ def test_functions_differ_by_their_numbers() -> None:
     assert len(set(texts)) == 4
     assert as_text(schedule(3)) == as_text(schedule(3))
     assert "warm_up" in as_text(schedule(3))
+    assert as_text(lambda step, power=2: step**power) != as_text(lambda step, power=3: step**power)

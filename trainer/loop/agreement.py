@@ -80,15 +80,15 @@ def compare(processes: SingleProcess, facts: Iterator[tuple[str, object]], fix: 
     if len({digest for digest, _ in gathered}) == 1:
         return [also for _, also in gathered]
     first = processes.broadcast_object(own)
-    differing = [name for name in {**first, **own} if own.get(name) != first.get(name)][:_MOST_LINES]
+    differing = [name for name in {**first, **own} if own.get(name) != first.get(name)][: _MOST_LINES + 1]
     names = [*dict.fromkeys(name for of_rank in processes.all_gather_object(differing) for name in of_rank)]
     values = processes.all_gather_object([own.get(name, _MISSING)[:_MOST_SENT] for name in names[:_MOST_LINES]])
     lines = [f"{name}: {_by_rank(of_ranks)}" for name, *of_ranks in zip(names, *values, strict=False)]
     # What only some have follows from another difference, if there is one: the options of a missing callback.
-    lines = [line for line in lines if _MISSING not in line] or lines
-    more = ["and more"] if len(names) > _MOST_LINES else []
+    shown = [line for line in lines if _MISSING not in line] or lines
+    more = ["and more"] if len(names) > _MOST_LINES and shown == lines else []
     raise ConfigError(
-        "\n  ".join(["the processes do not agree:", *lines, *more])
+        "\n  ".join(["the processes do not agree:", *shown, *more])
         + f"\n{fix} Look for what depends on the rank, the time, the machine, or random numbers without a seed."
     )
 
