@@ -45,6 +45,7 @@ SLOW = (
     "loop/test_resume.py",
     "model/test_compile_slow.py",
     "model/test_memory_runs.py",
+    "strategies/test_changing_parameters.py",
     "strategies/test_deepspeed_engine.py",
     "strategies/test_deepspeed_state.py",
     "strategies/test_portability.py",
