@@ -315,19 +315,19 @@ class Zero3MasterWeights(MasterWeights):
             self.zero = None
 
 
-def keep_only_shards(module: nn.Module, masters: MasterWeights | None) -> None:
+def keep_only_shards(module: nn.Module, master_weights: MasterWeights | None) -> None:
     """Replace the parameters that stage 3 partitioned by this process's slices of their master weights."""
     for parameter in partitioned_parameters(module):
         part: Any = parameter.ds_tensor
         parameter.ds_active_sub_modules.clear()
-        piece = masters.pieces.get(parameter) if masters is not None else None
-        if masters is not None and piece is not None and masters.flats[piece.flat].numel():
-            part.data = masters.flats[piece.flat].detach().narrow(0, piece.offset, part.ds_numel)
+        piece = master_weights.pieces.get(parameter) if master_weights is not None else None
+        if master_weights is not None and piece is not None and master_weights.flats[piece.flat].numel():
+            part.data = master_weights.flats[piece.flat].detach().narrow(0, piece.offset, part.ds_numel)
         parameter.data = torch.empty(0, dtype=part.dtype, device=parameter.device)
         parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE
 
 
-def weights(module: nn.Module, masters: MasterWeights | None) -> dict[str, torch.Tensor | Shard]:
+def weights(module: nn.Module, master_weights: MasterWeights | None) -> dict[str, torch.Tensor | Shard]:
     """Return what `Strategy.module_state` does: master weights where there are such, in float32."""
     # Tied parameters have one entry under several names.
     found: dict[int, torch.Tensor | Shard] = {}
@@ -335,8 +335,8 @@ def weights(module: nn.Module, masters: MasterWeights | None) -> dict[str, torch
     for tensor in state.values():
         if id(tensor) in found:
             continue
-        if masters is not None and tensor in masters.pieces:
-            found[id(tensor)] = masters.shard(tensor)
+        if master_weights is not None and tensor in master_weights.pieces:
+            found[id(tensor)] = master_weights.shard(tensor)
         elif is_zero3_partitioned(tensor):
             found[id(tensor)] = partition_shard(tensor)
         else:
@@ -345,7 +345,9 @@ def weights(module: nn.Module, masters: MasterWeights | None) -> dict[str, torch
     return {name: found[id(tensor)] for name, tensor in state.items()}
 
 
-def load_weights(module: nn.Module, masters: MasterWeights | None, state: Mapping[str, Loadable], strict: bool) -> None:
+def load_weights(
+    module: nn.Module, master_weights: MasterWeights | None, state: Mapping[str, Loadable], strict: bool
+) -> None:
     """Load weights that any strategy has saved; of a partitioned tensor only this process's slice is read.
 
     The weights that the module computes with are to be made from the master weights afterwards.
@@ -359,12 +361,12 @@ def load_weights(module: nn.Module, masters: MasterWeights | None, state: Mappin
     for name, tensor in own.items():
         if name not in state:
             continue
-        if masters is not None and tensor in masters.pieces:
+        if master_weights is not None and tensor in master_weights.pieces:
             of_masters[tensor] = state[name]
         elif is_zero3_partitioned(tensor):
             load_partition(tensor, state[name])
         else:
             with torch.no_grad():
                 tensor.copy_(materialize(state[name]))
-    if masters is not None:
-        masters.write(of_masters)
+    if master_weights is not None:
+        master_weights.write(of_masters)

@@ -133,7 +133,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.cpu_adam = cpu_adam
         self.collective_forward = self.stage == 3
         self.engine: Any = None
-        self.masters: MasterWeights | None = None
+        self.master_weights: MasterWeights | None = None
         self.clip_norm: float | None = None
         self.groups: list[list[nn.Parameter]] = []
         """The parameters of each of the optimizer's groups; DeepSpeed puts others in their place."""
@@ -215,8 +215,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
         self.teardown()
-        former = self.masters if vars(self).get("module") is module else None
-        self.masters = None
+        former = self.master_weights if vars(self).get("module") is module else None
+        self.master_weights = None
         super().setup_module(module, for_training, activation_checkpointing)
         if former is not None and self.stage < 3:
             # Rounding them a second time would lose what the former run has in its master weights.
@@ -247,9 +247,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             cast_parameters(module, low)
         self._start(cpu_adam_of(self.deepspeed, optimizer) if self.cpu_adam else optimizer, resolved)
         kind = Zero3MasterWeights if self.stage == 3 else MasterWeights
-        self.masters = kind(self.engine.optimizer, self.engine.basic_optimizer)
-        self.masters.write(full)
-        self.masters.remember_weights()
+        self.master_weights = kind(self.engine.optimizer, self.engine.basic_optimizer)
+        self.master_weights.write(full)
+        self.master_weights.remember_weights()
         self.begun = False
         if low is torch.float16:
             self.scaler = LossScale(self.engine.optimizer.loss_scaler)  # type: ignore[assignment]
@@ -300,8 +300,8 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         if not self.begun:
-            assert self.masters is not None
-            self.masters.begin_step()
+            assert self.master_weights is not None
+            self.master_weights.begin_step()
             self.begun = True
         self.engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
@@ -311,8 +311,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             return super().call_step(step, *args)
         if self.stage == 3 and not self._tables.unchanged() and not self._tables.same_parameters():
             self.parameters_changed(describe_changes(self._tables.changes()), [])
-        if self.masters is not None:
-            self.masters.take_over_changes()
+        if self.master_weights is not None:
+            self.master_weights.take_over_changes()
         try:
             with local_rank_env(self._device_number):
                 if not torch.is_inference_mode_enabled():
@@ -347,10 +347,10 @@ class DeepSpeedStrategy(DistributedStrategy):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         if closure is not None:
             raise ConfigError(f"strategy {self.name!r} cannot evaluate the loss several times a step.")
-        assert self.masters is not None
-        self.masters.take_over_changes()
+        assert self.master_weights is not None
+        self.master_weights.take_over_changes()
         self.engine.step()
-        self.masters.remember_weights()
+        self.master_weights.remember_weights()
         self.begun = False
 
     def end_step(self) -> None:
@@ -368,26 +368,26 @@ class DeepSpeedStrategy(DistributedStrategy):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
-        if self.engine is not None and self.masters is not None:
-            self.masters.take_over_changes()
-        return weights(self.module, self.masters)
+        if self.engine is not None and self.master_weights is not None:
+            self.master_weights.take_over_changes()
+        return weights(self.module, self.master_weights)
 
     def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
-        load_weights(self.module, self.masters, state, strict)
+        load_weights(self.module, self.master_weights, state, strict)
         if self.engine is None:
             return
-        if self.masters is not None:
-            self.masters.refresh()
-            self.masters.remember_weights()
+        if self.master_weights is not None:
+            self.master_weights.refresh()
+            self.master_weights.remember_weights()
         else:
             self.engine.optimizer.partition_all_parameters()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.masters is not None
+        assert self.master_weights is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return {
             "kind": type(optimizer).__name__,
-            "state": self.masters.states(names),
+            "state": self.master_weights.states(names),
             "param_groups": [
                 {**group, "params": [names[parameter] for parameter in parameters]}
                 for group, parameters in zip(optimizer.param_groups, self.groups, strict=True)
@@ -395,11 +395,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         }
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        assert self.masters is not None
+        assert self.master_weights is not None
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         own = [[names[parameter] for parameter in parameters] for parameters in self.groups]
         saved = matching_groups(self.module, optimizer, state, own)
-        self.masters.load_states(state["state"], names, state.get("dtypes", {}))
+        self.master_weights.load_states(state["state"], names, state.get("dtypes", {}))
         for group, options in zip(optimizer.param_groups, saved, strict=True):
             group.update({key: value for key, value in options.items() if key != "params"})
 
@@ -410,10 +410,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         engine, self.engine = self.engine, None
         end_engine(engine, self.stage)
         if self.stage == 3:
-            keep_only_shards(self.module, self.masters)
-        if self.masters is not None:
+            keep_only_shards(self.module, self.master_weights)
+        if self.master_weights is not None:
             cast_parameters(self.module, torch.float32)
-            self.masters.release_engine()
+            self.master_weights.release_engine()
 
     def __str__(self) -> str:
         options = {"stage": self.stage, "offload_optimizer": self.offload_optimizer or None}

@@ -182,10 +182,10 @@ def run(case: Case, folder: Path, clock: list[float], processes: int) -> ModelCh
             save_last=case.save_last,
             **{trigger: case.every},  # type: ignore[arg-type]
         )
-        whole = end % case.length == 0 and not interrupted
+        ends_an_epoch = end % case.length == 0 and not interrupted
         trainer = quiet(
-            max_epochs=end // case.length if whole else -1,
-            max_steps=-1 if whole or interrupted else end,
+            max_epochs=end // case.length if ends_an_epoch else -1,
+            max_steps=-1 if ends_an_epoch or interrupted else end,
             val_check_interval=case.interval,
             check_val_every_n_epoch=case.check_every,
             enable_checkpointing=True,

@@ -124,11 +124,11 @@ resumed = once_per_module(lambda: run_each(resume, NAMES))
 @pytest.mark.parametrize("name", NAMES)
 def test_an_optimizers_own_dtypes_survive_under_every_strategy(name: str, resumed: Any) -> None:
     skip_if_missing(name, "bf16-true")
-    whole, again = map(read_checkpoint, resumed[name][0])
-    states = whole["optimizers"][0]["state"]["layer.weight"]
+    unbroken, again = map(read_checkpoint, resumed[name][0])
+    states = unbroken["optimizers"][0]["state"]["layer.weight"]
     assert {key: value.dtype for key, value in states.items()} == {"moment": torch.float64, "count": torch.uint8}
-    assert_same_bits(again["optimizers"][0]["state"], whole["optimizers"][0]["state"])
-    assert_same_bits(again["model"], whole["model"])
+    assert_same_bits(again["optimizers"][0]["state"], unbroken["optimizers"][0]["state"])
+    assert_same_bits(again["model"], unbroken["model"])
 
 
 def step(module: torch.nn.Linear, optimizer: Any, times: int) -> None:

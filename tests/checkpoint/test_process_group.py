@@ -28,7 +28,7 @@ from trainer.strategies import DDPStrategy
 WORLD = 3
 
 
-def whole_state() -> dict[str, torch.Tensor]:
+def full_state() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {"w": torch.randn(5, 4, generator=generator), "b": torch.randn(7, generator=generator)}
 
@@ -41,7 +41,7 @@ def shard(tensor: torch.Tensor, rank: int, world: int) -> Shard:
 
 
 def state(rank: int, world: int) -> dict[str, Any]:
-    weights = whole_state()
+    weights = full_state()
     shards: dict[str, Any] = {name: shard(tensor, rank, world) for name, tensor in weights.items()}
     shards["tied"] = shards["w"]
     shards["buffer"] = torch.arange(3)
@@ -103,7 +103,7 @@ def test_all_or_nothing(tmp_path: Path) -> None:
     good = tmp_path / "c" / "good"
     assert verify_checkpoint(good) == []
     read = read_checkpoint(good)
-    weights = whole_state()
+    weights = full_state()
     assert read["step"] == 8
     assert torch.equal(read["model"]["w"], weights["w"])
     assert torch.equal(read["model"]["b"], weights["b"])
@@ -149,7 +149,7 @@ def test_in_the_background_and_damage_afterwards(tmp_path: Path) -> None:
         path, error, done = result["written"]
         assert (path, error, done) == (str(tmp_path / "background"), None, True)
     assert results[0]["nobody comes"].startswith(WriteError.__name__)
-    assert torch.equal(read_checkpoint(tmp_path / "background")["model"]["w"], whole_state()["w"])
+    assert torch.equal(read_checkpoint(tmp_path / "background")["model"]["w"], full_state()["w"])
 
     files = ["model.00002.safetensors", "optimizers.00000.safetensors", "checkpoint.json"]
     for file in files:

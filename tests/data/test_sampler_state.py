@@ -170,11 +170,11 @@ def seen(folder: Path, loader: DataLoader[Any], steps: int, ckpt_path: str | Non
 
 def check(make: Any, folder: Path, **options: Any) -> None:
     """Check that runs that stop at the end of an epoch, or in the next one, go on with the samples of a whole run."""
-    whole = seen(folder / "whole", make(), 12, **options)
+    unbroken = seen(folder / "unbroken", make(), 12, **options)
     for steps in (4, 6):
         broken = seen(folder / str(steps), make(), steps, **options)
-        assert broken + seen(folder / str(steps), make(), 12, "last", **options) == whole, steps
-    epochs = [whole[first : first + SAMPLES] for first in (0, SAMPLES, 2 * SAMPLES)]
+        assert broken + seen(folder / str(steps), make(), 12, "last", **options) == unbroken, steps
+    epochs = [unbroken[first : first + SAMPLES] for first in (0, SAMPLES, 2 * SAMPLES)]
     assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
     assert epochs[0] != epochs[1]
 

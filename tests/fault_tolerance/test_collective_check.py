@@ -99,7 +99,7 @@ trainer.fit(ByHand() if by_hand else Net(), data)
 print("done")
 """
 
-TOLD = {
+MESSAGES = {
     ("fsdp", "rank 0 saves"): ("rank 0 calls save_checkpoint (in ", "<lambda>), and rank 1 has gone on without"),
     ("ddp", "rank 0 saves"): ("rank 0 calls save_checkpoint (in ", "<lambda>), and rank 1 has gone on without"),
     ("ddp", "another call"): (" calls read_metrics (in ", " calls save_checkpoint (in "),
@@ -122,13 +122,15 @@ TOLD = {
 def test_a_call_on_some_processes_is_reported() -> None:
     """All cases share one start of two processes; in the last one a process is only late."""
     Path("train.py").write_text(SCRIPT)
-    running: dict[tuple[str, str], Running] = {key: fork_python("train.py", *key) for key in [*TOLD, ("ddp", "late")]}
+    running: dict[tuple[str, str], Running] = {
+        key: fork_python("train.py", *key) for key in [*MESSAGES, ("ddp", "late")]
+    }
     try:
         results = {key: one.wait() for key, one in running.items()}
     finally:
         for one in running.values():
             one.kill()
-    for key, message in TOLD.items():
+    for key, message in MESSAGES.items():
         result = results[key].check(1)
         assert all(one in result.stderr for one in message), result.stderr
         assert "has been no progress" not in result.stderr
@@ -137,7 +139,7 @@ def test_a_call_on_some_processes_is_reported() -> None:
 
 
 SHARING = [name for name, kind in STRATEGIES.items() if issubclass(kind, DistributedStrategy)]
-ELSEWHERE = {
+OTHER_GROUP_MESSAGES = {
     ("hybrid", "in the set-up"): ("rank 1 waits in barrier of ", "rank 0 waits in all_gather of "),
     ("hybrid", "group"): (
         "rank 1 waits in all_reduce of [[5]], number 1 of process group ",
@@ -150,14 +152,14 @@ ELSEWHERE = {
 def test_processes_that_wait_for_each_other_in_different_groups(strategy: str) -> None:
     """A call of rank 1 inside of a step, and a barrier of rank 1: rank 0 waits in what the strategy communicates by."""
     Path("train.py").write_text(SCRIPT)
-    told = {
+    messages = {
         (strategy, "in a step"): ("rank 1 calls save_checkpoint (in train.py, training_step), and rank 0 waits in ",),
         (strategy, "barrier"): ("rank 0 waits in ", "rank 1 waits in barrier of ", ", called from <lambda> ("),
-        **{key: words for key, words in ELSEWHERE.items() if key[0] == strategy},
+        **{key: words for key, words in OTHER_GROUP_MESSAGES.items() if key[0] == strategy},
     }
-    running = {key: fork_python("train.py", *key) for key in told}
+    running = {key: fork_python("train.py", *key) for key in messages}
     try:
-        for key, words in told.items():
+        for key, words in messages.items():
             errors = running[key].wait().check(1).stderr
             assert all(one in errors for one in (*words, ": they wait for each other. ")), errors
             assert "has been no progress" not in errors

@@ -39,7 +39,7 @@ DISTURBED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "killed in the background while it writes its part": ({"async_save": True}, fault("in_file", count=16, rank=1)),
 }
 ONCE = ("killed while it writes its part",)
-ELSEWHERE = (
+OF_OTHER_KINDS = (
     "killed in a step",
     "killed while it writes its part",
     "killed in the background while it writes its part",
@@ -47,7 +47,7 @@ ELSEWHERE = (
 CASES = [
     (strategy, name)
     for strategy in (*KINDS, *OTHERS)
-    for name in (ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else ELSEWHERE)
+    for name in (ONCE if strategy in OTHERS else DISTURBED if strategy == "fsdp" else OF_OTHER_KINDS)
 ]
 AGAIN = {"max_restarts": 1}
 

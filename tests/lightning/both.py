@@ -96,7 +96,7 @@ OURS = Library(
     LearningRateMonitor,
 )
 
-ELSEWHERE = {
+MOVED_HOOKS = {
     "on_before_zero_grad": "zero_grad",
     "on_validation_model_zero_grad": "zero_grad of a validation",
 }
@@ -104,12 +104,12 @@ ELSEWHERE = {
 CALLBACK_HOOKS = [
     name
     for name in dir(pytorch_lightning.Callback)
-    if name.startswith("on_") and name not in ("on_exception", "on_load_checkpoint", "on_save_checkpoint", *ELSEWHERE)
+    if name.startswith("on_") and name not in ("on_exception", "on_load_checkpoint", "on_save_checkpoint", *MOVED_HOOKS)
 ]
 MODULE_HOOKS = [
     name
     for name in dir(pytorch_lightning.core.hooks.ModelHooks)
-    if name.startswith("on_") and not name.endswith(("model_eval", "model_train")) and name not in ELSEWHERE
+    if name.startswith("on_") and not name.endswith(("model_eval", "model_train")) and name not in MOVED_HOOKS
 ]
 
 

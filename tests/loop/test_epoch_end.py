@@ -94,9 +94,9 @@ def test_a_checkpoint_of_an_epochs_end_has_the_plateau_schedulers_step(trigger: 
         trainer.fit(module, loader(4), loader(1), ckpt_path="last")
         return module.given, trainer.optimizers[0].param_groups[0]["lr"]
 
-    whole, lr = run(4, "whole")
+    unbroken, lr = run(4, "unbroken")
     parts = [run(epochs, "parts") for epochs in (1, 2, 4)]
-    assert [given for part, _ in parts for given in part] == whole == [(4, 0), (8, 10), (12, 20), (16, 30)]
+    assert [given for part, _ in parts for given in part] == unbroken == [(4, 0), (8, 10), (12, 20), (16, 30)]
     assert parts[-1][1] == lr == 0.125
 
 
@@ -184,8 +184,8 @@ def test_going_on_from_an_end_inside_an_epoch_is_exact(tmp_path: Path) -> None:
             trainer.fit(module, loader(4, shuffle=True), loader(1), ckpt_path="last")
         return ends, module.state_dict(), (trainer.run_dir / "metrics.csv").read_text()
 
-    (whole, weights, rows), (last, same, other_rows) = run("whole", 8), run("parts", 3, 6, 8)
-    assert whole.seen[-3:] == last.seen[-3:] == [("epoch end", 8, 5.5), ("saved", 8), ("end", 8)]
+    (unbroken, weights, rows), (last, same, other_rows) = run("unbroken", 8), run("parts", 3, 6, 8)
+    assert unbroken.seen[-3:] == last.seen[-3:] == [("epoch end", 8, 5.5), ("saved", 8), ("end", 8)]
     assert all(torch.equal(weights[name], same[name]) for name in weights)
     assert rows == other_rows
     # Started again, a run that is complete ends no epoch.
@@ -232,8 +232,8 @@ def test_looking_for_a_further_batch_changes_nothing(tmp_path: Path) -> None:
             trainer.fit(module, data, loader(1), ckpt_path="last")
         return module.state_dict()
 
-    whole, parts = run("whole", 7), run("parts", 3, 4, 6, 7)
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    unbroken, parts = run("unbroken", 7), run("parts", 3, 4, 6, 7)
+    assert all(torch.equal(unbroken[name], parts[name]) for name in unbroken)
 
 
 # -- a stop before the least -------------------------------------------------------------------------------------------

@@ -87,11 +87,11 @@ def test_every_strategy_has_a_row() -> None:
     rows = strategy_rows()
     assert rows == {
         "ddp, single_device, xla": MemoryLayout(),
-        "deepspeed, deepspeed_stage_2": MemoryLayout(2, masters=True),
-        "deepspeed_stage_1": MemoryLayout(1, masters=True),
-        "deepspeed_stage_2_offload": MemoryLayout(2, masters=True, offload_optimizer=True),
-        "deepspeed_stage_3": MemoryLayout(3, masters=True),
-        "deepspeed_stage_3_offload": MemoryLayout(3, masters=True, **offload),
+        "deepspeed, deepspeed_stage_2": MemoryLayout(2, master_weights=True),
+        "deepspeed_stage_1": MemoryLayout(1, master_weights=True),
+        "deepspeed_stage_2_offload": MemoryLayout(2, master_weights=True, offload_optimizer=True),
+        "deepspeed_stage_3": MemoryLayout(3, master_weights=True),
+        "deepspeed_stage_3_offload": MemoryLayout(3, master_weights=True, **offload),
         "fsdp, xla_fsdp": MemoryLayout(3),
         "fsdp SHARD_GRAD_OP": MemoryLayout(3, keep_gathered=True),
         "fsdp HYBRID_SHARD": MemoryLayout(3, by_machine=True),
@@ -189,4 +189,4 @@ def test_a_window_keeps_full_gradients_with_fsdp() -> None:
 
 def test_deepspeed_has_no_float64() -> None:
     assert supports_precision(MemoryLayout(3), "64-true")
-    assert not supports_precision(MemoryLayout(3, masters=True), "64-true")
+    assert not supports_precision(MemoryLayout(3, master_weights=True), "64-true")

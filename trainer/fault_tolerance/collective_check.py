@@ -48,10 +48,10 @@ class CollectiveCheck:
             ConfigError: another process has gone on without the call, or makes another one.
             RuntimeError: another process has failed.
         """
-        with self._deadlocks.meeting("calls", f"calls {call}"):
-            self._meet(call)
+        with self._deadlocks.barrier("calls", f"calls {call}"):
+            self._compare_calls(call)
 
-    def _meet(self, call: str) -> None:
+    def _compare_calls(self, call: str) -> None:
         self._calls += 1
         self._store.set(self._key(self._rank), call)
         if self._calls > 2:  # all processes have left the call before the last

@@ -26,7 +26,7 @@ _SOMEBODY_WAITS, _FOUND = "deadlock/somebody waits", "deadlock/found"
 
 Collective = tuple[str, int, str]
 """Group, number in the group, kind."""
-Meeting = Literal["calls", "end"]
+Barrier = Literal["calls", "end"]
 """Points that all processes reach together without a collective of torch: a `CollectiveCheck`, the end of training."""
 
 
@@ -73,8 +73,8 @@ class DeadlockWatch:
         self._rank, self._world_size = rank, world_size
         self._folder: Path | None = None
         # Written by the main thread.
-        self._met: dict[str, int] = dict.fromkeys(get_args(Meeting), 0)
-        self._meeting: tuple[Meeting, int, str] | None = None
+        self._barriers: dict[str, int] = dict.fromkeys(get_args(Barrier), 0)
+        self._barrier: tuple[Barrier, int, str] | None = None
         # Used by the polling thread.
         self._next_poll = self._next_read = 0.0
         self._pause = _INTERVAL_S
@@ -88,20 +88,20 @@ class DeadlockWatch:
         self._folder = folder
 
     @contextmanager
-    def meeting(self, kind: Meeting, words: str) -> Iterator[None]:
-        """Wait in this block, in Python, for all processes to come to the same meeting; raise if a deadlock is `found`.
+    def barrier(self, kind: Barrier, words: str) -> Iterator[None]:
+        """Wait in this block, in Python, for all processes to come to the same barrier; raise if a deadlock is `found`.
 
-        The n-th meetings of a kind of all processes are the same one. Only for the main thread.
+        The n-th barriers of a kind of all processes are the same one. Only for the main thread.
 
         Args:
             words: what this process does, for the message: "calls save_checkpoint".
         """
-        self._met[kind] += 1
-        self._meeting = (kind, self._met[kind], words)
+        self._barriers[kind] += 1
+        self._barrier = (kind, self._barriers[kind], words)
         try:
             yield
         finally:
-            self._meeting = None
+            self._barrier = None
 
     # -- the thread that polls -----------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class DeadlockWatch:
             self._end(store)
 
     def _publish(self, store: Store, now: float) -> None:
-        place = self._meeting or _innermost_call()
+        place = self._barrier or _innermost_call()
         if place != self._place:
             self._place, self._waiting, self._next_read, self._pause = place, None, now, _INTERVAL_S
             if self._published:
@@ -137,10 +137,10 @@ class DeadlockWatch:
             self._published = True
 
     def _read(self) -> Waiting | None:
-        meeting, here = self._meeting, position()
-        newest = {**here.newest, **self._met}
-        if meeting is not None:
-            name, count, words = meeting
+        barrier, here = self._barrier, position()
+        newest = {**here.newest, **self._barriers}
+        if barrier is not None:
+            name, count, words = barrier
             return Waiting(name, count, name, words, {**newest, name: count}, True)
         if here.waits_in is None:
             return None
@@ -168,7 +168,7 @@ class DeadlockWatch:
         found = json.loads(store.get(_FOUND))
         waiting_in(self._folder, self._rank)
         self.found = found["words"]
-        if self._meeting is None and self._rank == found["rank"]:
+        if self._barrier is None and self._rank == found["rank"]:
             report_deadlock(store, self._rank, self._world_size, f"{stacks()}{self.found}\n")
             os._exit(1)
 

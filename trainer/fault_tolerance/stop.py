@@ -232,7 +232,7 @@ class StopCoordinator:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-            with self.deadlocks.meeting("end", "is at the end of training"):
+            with self.deadlocks.barrier("end", "is at the end of training"):
                 self._wait(lambda: self._ended, step)
             return self._reason
 

@@ -334,14 +334,14 @@ class TorchRecompilationMonitor(RecompilationMonitor):
         self._records: Callable[[], list[Any]] = get_compilation_metrics
         self._seen = self._records()
         self.compilations = len(self._seen)
-        callback_handler.register_end_callback(self._look)
+        callback_handler.register_end_callback(self._read_records)
 
     def close(self) -> None:
         """Read the last records, and stop monitoring."""
-        self._look()
-        self._handler.remove_end_callback(self._look)
+        self._read_records()
+        self._handler.remove_end_callback(self._read_records)
 
-    def _look(self, *event: Any) -> None:
+    def _read_records(self, *event: Any) -> None:
         seen = set(map(id, self._seen))
         self._seen = self._records()  # kept alive, so that ids stay unique
         new = [record for record in self._seen if id(record) not in seen]

@@ -73,7 +73,7 @@ class ModelSize:
     """Bytes of buffers, replicated on every process."""
     block: int = 0
     """Elements of the largest block that is gathered at once; 0: not known."""
-    rest: int = 0
+    outside_blocks: int = 0
     """Elements outside all blocks, which stay gathered."""
 
 
@@ -97,7 +97,7 @@ class MemoryLayout:
 
     stage: int = 0
     """0: nothing is sharded; 1: optimizer states; 2: gradients too; 3: weights too, by FSDP as by ZeRO-3."""
-    masters: bool = False
+    master_weights: bool = False
     """DeepSpeed: compute with weights in low precision, and keep float32 copies for the optimizer."""
     by_machine: bool = False
     """Shard over the processes of one machine only."""
@@ -141,23 +141,23 @@ def estimate_memory(layout: MemoryLayout, size: ModelSize, setup: Setup) -> Memo
     """
     trainable = [weight for weight in size.weights if weight.trainable]
     optimized = [weight for weight in trainable if weight.optimized]
-    number = min(setup.numbers.computed, 4) if layout.masters else setup.numbers.stored
+    number = min(setup.numbers.computed, 4) if layout.master_weights else setup.numbers.stored
     updated = _elements(optimized, layout, setup, 1)
     memory = Memory(
         weights=number * _elements(size.weights, layout, setup, 3) + size.buffers,
         gradients=number * _elements(trainable, layout, setup, 2),
-        masters=4 * updated if layout.masters else 0,
-        optimizer=round((4 if layout.masters else number) * size.states.per_element * updated)
-        + size.states.per_tensor * (min(len(optimized), 1) if layout.masters else len(optimized)),
+        masters=4 * updated if layout.master_weights else 0,
+        optimizer=round((4 if layout.master_weights else number) * size.states.per_element * updated)
+        + size.states.per_tensor * (min(len(optimized), 1) if layout.master_weights else len(optimized)),
     )
-    if layout.masters:
+    if layout.master_weights:
         memory.temporary = _zero_temporary(layout, size, setup, 4 * updated)
     else:
         memory.temporary = _torch_temporary(layout, size, setup, trainable)
     if layout.offload_optimizer:
         # ZeRO's optimizer step on the host reads the gradients there, in float32.
-        memory.offloaded += ["masters", "optimizer"] if layout.masters else ["gradients", "optimizer"]
-        memory.host += memory.optimizer + (memory.masters + 4 * updated if layout.masters else memory.gradients)
+        memory.offloaded += ["masters", "optimizer"] if layout.master_weights else ["gradients", "optimizer"]
+        memory.host += memory.optimizer + (memory.masters + 4 * updated if layout.master_weights else memory.gradients)
     if layout.offload_weights:
         memory.offloaded.append("weights")
         memory.host += memory.weights - size.buffers
@@ -167,7 +167,7 @@ def estimate_memory(layout: MemoryLayout, size: ModelSize, setup: Setup) -> Memo
 
 def supports_precision(layout: MemoryLayout, precision: str) -> bool:
     """Return False for a precision that the layout does not support: DeepSpeed has no float64."""
-    return not (layout.masters and precision == "64-true")
+    return not (layout.master_weights and precision == "64-true")
 
 
 def _elements(weights: Iterable[Weight], layout: MemoryLayout, setup: Setup, sharded_from: int) -> int:
@@ -175,7 +175,7 @@ def _elements(weights: Iterable[Weight], layout: MemoryLayout, setup: Setup, sha
     if layout.stage < sharded_from:
         return sum(weight.elements for weight in weights)
     parts = layout.shards or (layout.by_machine and setup.per_machine) or setup.processes
-    if layout.masters:
+    if layout.master_weights:
         # DeepSpeed flattens the parameters and shards the flat buffer.
         return math.ceil(sum(weight.elements for weight in weights) / parts)
     return sum(math.ceil(weight.rows / parts) * (weight.elements // max(weight.rows, 1)) for weight in weights)
@@ -187,7 +187,7 @@ def _torch_temporary(layout: MemoryLayout, size: ModelSize, setup: Setup, traina
         # Autocast's copies of the weights, which live until the end of the backward.
         return numbers.computed * full if numbers.computed != numbers.stored else 0
     # The current block, the next block (prefetched), and the gradient of the previous block.
-    gathered = numbers.computed * (full if layout.keep_gathered else size.rest + 3 * size.block)
+    gathered = numbers.computed * (full if layout.keep_gathered else size.outside_blocks + 3 * size.block)
     # FSDP keeps full gradients until the last micro-batch, unless `accumulate_unsharded=False`.
     in_window = max(numbers.stored, 4) * sum(weight.elements for weight in trainable) if setup.window > 1 else 0
     return gathered + in_window
@@ -209,7 +209,7 @@ def zero_table(elements: int, processes: int) -> list[Memory]:
     Per parameter: 2 for a weight, 2 for its gradient, 4 for its master copy, 8 for the optimizer's states.
     """
     size = ModelSize([Weight(elements, elements)], OptimizerStates("Adam", 2))
-    stages = [MemoryLayout(stage, masters=True) for stage in range(4)]
+    stages = [MemoryLayout(stage, master_weights=True) for stage in range(4)]
     return [estimate_memory(layout, size, Setup(processes, DtypeSizes(4, 2))) for layout in stages]
 
 

@@ -11,8 +11,10 @@ from torch import nn
 
 from trainer.errors import CheckpointError, ConfigError
 
-Place = str | torch.device
-MapLocation = Place | Mapping[Any, Place] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
+Location = str | torch.device
+MapLocation = (
+    Location | Mapping[Any, Location] | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | None
+)
 """The forms of `map_location` of `torch.load`."""
 
 

@@ -17,8 +17,8 @@ def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = N
         point: one of `POINTS`, which are in the writing of checkpoints; or, if the script has a `FaultCallback`, a
             hook, such as "on_validation_batch_end" (all are listed at the top of trainer/callback.py).
         action: one of `ACTIONS`.
-        count: the number of the pass at which it strikes, from 1.
-        rank: the process to strike; None: each one that reaches the point.
+        count: the number of the pass at which the fault is injected, from 1.
+        rank: the process in which the fault is injected; None: each one that reaches the point.
 
     Raises:
         ConfigError: there is no such point or action.
@@ -31,7 +31,7 @@ def fault(point: str, action: str = "kill", count: int = 1, rank: int | None = N
 class FaultCallback(Callback):
     """Make every hook of the run a point for `fault`. Hooks without a fault cost nothing.
 
-    Its position in the list of callbacks counts: those before it have run when the fault strikes.
+    Its position in the list of callbacks counts: those before it have run when the fault is injected.
 
     Raises:
         ConfigError: the variable TRAINER_FAULT names an unknown point or action.

@@ -100,11 +100,11 @@ def _parser() -> CommandParser:
 def _ls(options: argparse.Namespace) -> int:
     from trainer.checkpoint.format import is_committed
     from trainer.checkpoint.storage import as_storage_path
-    from trainer.cli.checkpoint.find import checkpoint_folders, leftover_names, listing, look
+    from trainer.cli.checkpoint.find import checkpoint_folders, leftover_names, listing, summarize
     from trainer.cli.checkpoint.report import as_data, plain, table_of
 
     if is_committed(as_storage_path(options.path)):
-        found = {"": [look(as_storage_path(options.path), [], options.verify)]}
+        found = {"": [summarize(as_storage_path(options.path), [], options.verify)]}
     else:
         found = {str(folder): listing(folder, options.verify) for folder in checkpoint_folders(options.path)}
     if options.json:
@@ -121,13 +121,13 @@ def _ls(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from trainer.checkpoint.format import read_manifest, read_metadata
-    from trainer.cli.checkpoint.find import choose, look, written_at
+    from trainer.cli.checkpoint.find import choose, summarize, written_at
     from trainer.cli.checkpoint.report import as_data, json_ready, page_of
 
     path = choose(options.path, options.ckpt)
     data = read_metadata(path)
     if options.json:
-        print(json.dumps({**as_data(look(path, [], contents=False)), "data": json_ready(data)}, indent=2))
+        print(json.dumps({**as_data(summarize(path, [], contents=False)), "data": json_ready(data)}, indent=2))
     else:
         print("\n".join(page_of(str(path), read_manifest(path), data, written_at(path), options.all)))
     return 0
@@ -137,7 +137,7 @@ def _verify(options: argparse.Namespace) -> int:
     from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
     from trainer.checkpoint.format import is_committed, verify_checkpoint
     from trainer.checkpoint.storage import as_storage_path
-    from trainer.cli.checkpoint.find import checkpoint_folders, choose, listing, look
+    from trainer.cli.checkpoint.find import checkpoint_folders, choose, listing, summarize
     from trainer.cli.checkpoint.report import plain, size
 
     pointers = []
@@ -156,7 +156,7 @@ def _verify(options: argparse.Namespace) -> int:
     for path in paths:
         problems = verify_checkpoint(path)
         broken += bool(problems)
-        print(f"{plain(str(path))}: {'DAMAGED' if problems else f'intact, {size(look(path, [], False).bytes)}'}")
+        print(f"{plain(str(path))}: {'DAMAGED' if problems else f'intact, {size(summarize(path, [], False).bytes)}'}")
         for problem in problems:
             print(f"  {plain(problem)}")
     for problem in pointers:

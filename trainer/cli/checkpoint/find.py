@@ -15,7 +15,7 @@ from trainer.loop.run_directory import CHECKPOINTS, versions
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointSummary:
     """One checkpoint of a listing."""
 
     path: StoragePath
@@ -60,7 +60,7 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
     return folders
 
 
-def listing(folder: StoragePath, contents: bool) -> list[Found]:
+def listing(folder: StoragePath, contents: bool) -> list[CheckpointSummary]:
     """Return all checkpoints of a folder, sorted by step, including damaged ones.
 
     Args:
@@ -69,7 +69,7 @@ def listing(folder: StoragePath, contents: bool) -> list[Found]:
     pointed = {pointer: CheckpointDirectory(folder).pointer(pointer) for pointer in POINTERS}
     paths = [*checkpoints_in(folder), *_half_written(folder)]
     found = [
-        look(
+        summarize(
             path,
             [name for name, target in pointed.items() if target is not None and target.name == path.name],
             contents,
@@ -79,7 +79,7 @@ def listing(folder: StoragePath, contents: bool) -> list[Found]:
     return sorted(found, key=lambda one: (one.step, one.path.name))
 
 
-def look(path: StoragePath, pointers: list[str], contents: bool) -> Found:
+def summarize(path: StoragePath, pointers: list[str], contents: bool) -> CheckpointSummary:
     """Describe one checkpoint, which may be damaged."""
     damage = find_damage(path, contents)
     try:
@@ -87,9 +87,9 @@ def look(path: StoragePath, pointers: list[str], contents: bool) -> Found:
     except ReadError:
         raise
     except CheckpointError:
-        return Found(path, {}, 0, None, pointers, damage)
+        return CheckpointSummary(path, {}, 0, None, pointers, damage)
     size = sum(entry.bytes for entry in manifest.files.values())
-    return Found(path, manifest.info, size, written_at(path), pointers, damage)
+    return CheckpointSummary(path, manifest.info, size, written_at(path), pointers, damage)
 
 
 def choose(path: str, wanted: str | None) -> StoragePath:

@@ -13,13 +13,13 @@ from trainer.hyperparameters import is_numpy_number, is_scalar
 if TYPE_CHECKING:
     from trainer.checkpoint.format import Manifest
     from trainer.checkpoint.serialization import TensorInfo
-    from trainer.cli.checkpoint.find import Found
+    from trainer.cli.checkpoint.find import CheckpointSummary
 
 METRICS_SHOWN = 3
 TENSORS_SHOWN = 20
 
 
-def table_of(found: list[Found], metrics: list[str]) -> list[str]:
+def table_of(found: list[CheckpointSummary], metrics: list[str]) -> list[str]:
     """Return a table with a line for each checkpoint; the problems of damaged ones follow it."""
     names = metrics or _main_metrics(found)
     head = ["name", "step", "epoch", *map(plain, names), "size", "written", "", "state"]
@@ -43,7 +43,7 @@ def table_of(found: list[Found], metrics: list[str]) -> list[str]:
     return [f"  {line}" for line in [*lines, *(plain(problem) for one in found for problem in one.damage)]]
 
 
-def _main_metrics(found: list[Found]) -> list[str]:
+def _main_metrics(found: list[CheckpointSummary]) -> list[str]:
     """Return the names of a few metrics for the table, those of validation first."""
     every = (one.info.get("metrics") for one in found)
     names = {name for metrics in every if isinstance(metrics, dict) for name in metrics if isinstance(name, str)}
@@ -96,7 +96,7 @@ def _file(key: str, manifest: Manifest, tensors: list[TensorInfo], every: bool) 
         yield f"  ... {len(tensors) - len(shown)} more; --all shows them"
 
 
-def as_data(found: Found) -> dict[str, Any]:
+def as_data(found: CheckpointSummary) -> dict[str, Any]:
     """Return a checkpoint's description for `--json`."""
     return {
         "path": str(found.path),

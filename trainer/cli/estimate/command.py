@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.arguments import whole_number
-from trainer.cli.estimate.report import NEEDED, Subject, as_data, report, zero_report
+from trainer.cli.estimate.report import NEEDED, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
@@ -56,9 +56,9 @@ def _report(arguments: list[str]) -> str:
         )
     configuration = None if given.params is not None else _configuration(given, overrides, findings)
     _complete(given, {} if configuration is None else configuration.trainer)
-    subject = _of_number(given) if configuration is None else _of_configuration(given, configuration)
+    estimate_input = _of_number(given) if configuration is None else _of_configuration(given, configuration)
     if given.zero:
-        elements = sum(weight.elements for weight in subject.size.weights)
+        elements = sum(weight.elements for weight in estimate_input.size.weights)
         return zero_report(elements, given.devices[-1] * given.num_nodes)
     from trainer.precision import resolve_precision
 
@@ -69,12 +69,14 @@ def _report(arguments: list[str]) -> str:
     tables = {}
     for devices in given.devices:
         setup = Setup(devices * given.num_nodes, numbers, devices, given.accumulate, **options)
-        tables[devices] = {label: estimate_memory(layout, subject.size, setup) for label, layout in layouts.items()}
-    transformer = subject.transformer(given.checkpointing)
+        tables[devices] = {
+            label: estimate_memory(layout, estimate_input.size, setup) for label, layout in layouts.items()
+        }
+    transformer = estimate_input.transformer(given.checkpointing)
     kept = None if transformer is None else activations(transformer, numbers)
     if given.json:
-        return json.dumps(as_data(subject, given, tables, kept), indent=2) + "\n"
-    return report(subject, given, tables, configured, transformer, kept)
+        return json.dumps(as_data(estimate_input, given, tables, kept), indent=2) + "\n"
+    return report(estimate_input, given, tables, configured, transformer, kept)
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ def _shape(given: argparse.Namespace) -> dict[str, int]:
     return {name: value for name in NEEDED if (value := getattr(given, name)) is not None}
 
 
-def _of_number(given: argparse.Namespace) -> Subject:
+def _of_number(given: argparse.Namespace) -> EstimateInput:
     total, trainable = given.params, given.params if given.trainable is None else given.trainable
     if trainable > total:
         raise ConfigError(f"--trainable {trainable} is more than --params {total}.")
@@ -187,7 +189,7 @@ def _of_number(given: argparse.Namespace) -> Subject:
         from trainer.cli.estimate.module import named_states
 
         size = replace(size, states=named_states(given.optimizer))
-    return Subject("", size, shape=_shape(given), notes=[] if given.layers else [note])
+    return EstimateInput("", size, shape=_shape(given), notes=[] if given.layers else [note])
 
 
 def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], findings: Diagnostics) -> Configuration:
@@ -202,10 +204,10 @@ def _configuration(given: argparse.Namespace, overrides: list[tuple[str, Any]], 
     return load(given.config, overrides, findings)
 
 
-def _of_configuration(given: argparse.Namespace, configuration: Configuration) -> Subject:
+def _of_configuration(given: argparse.Namespace, configuration: Configuration) -> EstimateInput:
     from trainer.cli.estimate.module import examine, named_states
 
-    subject = examine(configuration, None if given.optimizer is None else named_states(given.optimizer))
-    subject.shape.update(_shape(given))
-    subject.notes[:0] = configuration.notes
-    return subject
+    estimate_input = examine(configuration, None if given.optimizer is None else named_states(given.optimizer))
+    estimate_input.shape.update(_shape(given))
+    estimate_input.notes[:0] = configuration.notes
+    return estimate_input

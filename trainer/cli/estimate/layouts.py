@@ -27,7 +27,7 @@ def layout_of(strategy: Strategy) -> MemoryLayout:
     reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
     return MemoryLayout(
         stage=options.get("stage", 3 if shards else 0),
-        masters="masters" in options,
+        master_weights="master_weights" in options,
         by_machine=sharding == "HYBRID_SHARD",
         shards=mesh[1] if mesh else None,
         keep_gathered=reshard is False or (reshard is None and sharding == "SHARD_GRAD_OP"),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from trainer.cli.estimate.report import Subject
+from trainer.cli.estimate.report import EstimateInput
 from trainer.config.check import ClassSpec, instantiate
 from trainer.config.load import Configuration
 from trainer.errors import ConfigError, unknown_name_error
@@ -33,7 +33,7 @@ NOT_PROBED = ("LBFGS", "SparseAdam")
 """Optimizers that need a closure or sparse gradients."""
 
 
-def examine(configuration: Configuration, states: OptimizerStates | None) -> Subject:
+def examine(configuration: Configuration, states: OptimizerStates | None) -> EstimateInput:
     """Build the configuration's module and its optimizers on the meta device, and count.
 
     Args:
@@ -62,11 +62,13 @@ def examine(configuration: Configuration, states: OptimizerStates | None) -> Sub
             "cannot be counted here: give their number, trainer estimate --params N."
         )
     blocks = [sum(p.numel() for p in block.parameters()) for block in find_blocks(module).values()]
-    rest = sum(weight.elements for weight in weights) - sum(blocks)
+    outside_blocks = sum(weight.elements for weight in weights) - sum(blocks)
     states = states or _states(optimizers, notes)
-    size = ModelSize(weights, states, _buffers(module, precision), block=max(blocks, default=0), rest=rest)
+    size = ModelSize(
+        weights, states, _buffers(module, precision), block=max(blocks, default=0), outside_blocks=outside_blocks
+    )
     tied = len(list(module.named_parameters(remove_duplicate=False))) - len(weights)
-    return Subject(type(module).__name__, size, tied, _shape(module, configuration), notes)
+    return EstimateInput(type(module).__name__, size, tied, _shape(module, configuration), notes)
 
 
 def build_without_memory(recipe: ClassSpec, precision: Precision, notes: list[str]) -> TrainModule:

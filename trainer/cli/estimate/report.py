@@ -23,7 +23,7 @@ Tables = dict[int, dict[str, Memory]]
 
 
 @dataclass
-class Subject:
+class EstimateInput:
     """The module to train, as far as it is known."""
 
     name: str
@@ -40,20 +40,20 @@ class Subject:
         return Transformer(**self.shape, checkpointing=checkpointing) if self.shape.keys() >= {*NEEDED} else None
 
 
-def _description(subject: Subject) -> str:
-    weights, buffers = subject.size.weights, subject.size.buffers
+def _description(estimate_input: EstimateInput) -> str:
+    weights, buffers = estimate_input.size.weights, estimate_input.size.buffers
     frozen = sum(weight.elements for weight in weights if not weight.trainable)
     idle = sum(weight.elements for weight in weights if weight.trainable and not weight.optimized)
     words = f"{sum(weight.elements for weight in weights):,} parameters"
-    words = f"{subject.name}: {words} in {len(weights)} tensors" if subject.name else words
+    words = f"{estimate_input.name}: {words} in {len(weights)} tensors" if estimate_input.name else words
     words += f", {frozen:,} of them frozen" if frozen else ""
     words += f", {idle:,} of them trained by no optimizer" if idle else ""
-    words += f", {subject.tied} tied" if subject.tied else ""
+    words += f", {estimate_input.tied} tied" if estimate_input.tied else ""
     return words + (f"; {buffers:,} bytes of buffers" if buffers else "")
 
 
 def report(
-    subject: Subject,
+    estimate_input: EstimateInput,
     given: Namespace,
     tables: Tables,
     configured: str | None,
@@ -61,9 +61,9 @@ def report(
     kept: int | None,
 ) -> str:
     """Return a table for each number of processes on a machine, and the lines around the tables."""
-    states = subject.size.states
+    states = estimate_input.size.states
     window = f"{given.accumulate} micro-batch{'es' if given.accumulate > 1 else ''} a step"
-    lines = [_description(subject)]
+    lines = [_description(estimate_input)]
     lines += [
         f"precision {given.precision}, {states.name} ({states.per_element:g} numbers for each parameter), {window}"
     ]
@@ -71,8 +71,8 @@ def report(
         machines = f" ({devices} on each of {given.num_nodes} machines)" if given.num_nodes > 1 else ""
         lines += ["", *_table(f"on each of {devices * given.num_nodes} processes{machines}", rows, configured)]
     lines += ["* the strategy of the configuration"] if any(configured in rows for rows in tables.values()) else []
-    lines += ["", LEGEND, "", *_activation_lines(subject, transformer, kept)]
-    return "\n".join([*lines, *(f"note: {note}" for note in subject.notes)]) + "\n"
+    lines += ["", LEGEND, "", *_activation_lines(estimate_input, transformer, kept)]
+    return "\n".join([*lines, *(f"note: {note}" for note in estimate_input.notes)]) + "\n"
 
 
 def _table(title: str, rows: dict[str, Memory], configured: str | None) -> list[str]:
@@ -95,9 +95,9 @@ def _unit(largest: int) -> tuple[str, int]:
     return "bytes", 1
 
 
-def _activation_lines(subject: Subject, model: Transformer | None, kept: int | None) -> list[str]:
+def _activation_lines(estimate_input: EstimateInput, model: Transformer | None, kept: int | None) -> list[str]:
     if model is None or kept is None:
-        missing = [f"--{name}" for name in NEEDED if name not in subject.shape]
+        missing = [f"--{name}" for name in NEEDED if name not in estimate_input.shape]
         return [f"activations are not counted; of a transformer they can be estimated: give {' '.join(missing)}."]
     unit, size = _unit(kept)
     recomputed = ", activation checkpointing of every layer" if model.checkpointing else ""
@@ -129,14 +129,14 @@ def zero_report(elements: int, processes: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_data(subject: Subject, given: Namespace, tables: Tables, kept: int | None) -> dict[str, Any]:
+def as_data(estimate_input: EstimateInput, given: Namespace, tables: Tables, kept: int | None) -> dict[str, Any]:
     """Return the estimate in bytes, for JSON."""
-    weights = subject.size.weights
+    weights = estimate_input.size.weights
     return {
         "parameters": sum(weight.elements for weight in weights),
         "trainable": sum(weight.elements for weight in weights if weight.trainable),
         "precision": given.precision,
-        "optimizer": asdict(subject.size.states),
+        "optimizer": asdict(estimate_input.size.states),
         "activations": kept,
         "processes": {
             devices * given.num_nodes: [
@@ -144,5 +144,5 @@ def as_data(subject: Subject, given: Namespace, tables: Tables, kept: int | None
             ]
             for devices, rows in tables.items()
         },
-        "notes": subject.notes,
+        "notes": estimate_input.notes,
     }
