@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -281,6 +282,12 @@ def test_asking_for_a_concrete_callback_is_found() -> None:
     assert asks_for_a_callback("isinstance(callback, callback_named('ProgressBar'))")
     assert asks_for_a_callback("kind = callback_named(name)\nany(isinstance(callback, kind) for callback in callbacks)")
     assert not asks_for_a_callback("isinstance(callback, Logger) and CSVLogger()")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_file_asks_in_which_storage_a_path_lies(name: str) -> None:
+    found = re.findall(r"isinstance\([^()]*\bRemotePath\b", FILES[name].read_text())
+    assert not found or name == "checkpoint.storage"
 
 
 # -- one object, complete when made ------------------------------------------------------------------------------------

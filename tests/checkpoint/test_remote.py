@@ -26,6 +26,7 @@ from trainer.checkpoint.format import is_committed, read_checkpoint, read_metada
 from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
+from trainer.cli.checkpoint.find import checkpoint_folders, listing
 from trainer.errors import CheckpointError, ConfigError
 
 
@@ -321,6 +322,15 @@ def _missing(scheme: str) -> bool:
     except ImportError:
         return True
     return False
+
+
+def test_the_runs_of_a_copied_root_are_found(folder: RemotePath) -> None:
+    for run in ("version_10", "version_2"):
+        add(folder / run / "checkpoints", "a", 1)
+    (folder / "notes.txt").call(lambda store, key: store.pipe_file(key, b"words"))
+    assert checkpoint_folders(str(folder)) == [folder / run / "checkpoints" for run in ("version_2", "version_10")]
+    listed = listing(folder / "version_2" / "checkpoints", contents=True)
+    assert [(found.path.name, found.damage, found.written is not None) for found in listed] == [("a", [], True)]
 
 
 def test_times_are_those_of_the_store(folder: RemotePath) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
-from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.serialization import from_json, to_json
 from trainer.checkpoint.storage import StoragePath, as_storage_path, read_small_file, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, printable
@@ -171,7 +169,7 @@ class CheckpointDirectory:
             there = ", ".join(names) or "none"
             raise CheckpointError(f"no checkpoint is recorded as 'best' in {self.folder}. There are: {there}.")
         given = as_storage_path(wanted)
-        for path in (given,) if isinstance(given, RemotePath) else (given, self.folder / str(wanted)):
+        for path in (given,) if given.is_absolute() else (given, self.folder / str(wanted)):
             with reading(path):
                 is_there = path.exists()
             if is_there:
@@ -184,15 +182,8 @@ class CheckpointDirectory:
         )
 
     def _entries(self) -> frozenset[tuple[str, int]]:
-        """Return the entries of the directory; they change when one is added, removed or (on a disk) replaced."""
-        if isinstance(self.folder, RemotePath):
-            with reading(self.folder):
-                return frozenset((path.name, 0) for path in self.folder.iterdir())
-        try:
-            with os.scandir(self.folder) as entries:
-                return frozenset((entry.name, entry.inode()) for entry in entries)
-        except OSError:
-            return frozenset()
+        with reading(self.folder):
+            return self._storage.entries(self.folder)
 
     def remove(self, name: str | StoragePath) -> None:
         """Delete a checkpoint: for readers it disappears in one step.
@@ -232,9 +223,8 @@ class CheckpointDirectory:
 
     def _remove(self, target: StoragePath) -> None:
         try:
-            if isinstance(target, RemotePath) or is_committed(target):
-                self._storage.remove_checkpoint(target)
-        except (OSError, ReadError) as error:
+            self._storage.remove_checkpoint(target)
+        except OSError as error:
             raise WriteError(f"cannot remove {target}: {reason(error)}") from error
 
     def _committed_after(self, target: StoragePath | None) -> StoragePath | None:

@@ -197,6 +197,16 @@ class LocalStorage:
         except NotRegularError as error:
             raise CheckpointError(f"{path} is {error.strerror}: a checkpoint has only files") from None
 
+    def entries(self, folder: Path) -> frozenset[tuple[str, int]]:
+        try:
+            with os.scandir(folder) as entries:
+                return frozenset((entry.name, entry.inode()) for entry in entries)
+        except OSError:
+            return frozenset()
+
+    def modified(self, path: Path) -> float | None:
+        return path.stat().st_mtime
+
     def path_in_use(self, path: Path) -> bool:
         return path.exists() or path.is_symlink()
 
@@ -205,6 +215,8 @@ class LocalStorage:
 
         Of a link to a folder only the link is deleted.
         """
+        if not (folder / MANIFEST_FILE).is_file():
+            return
         if folder.is_symlink():
             _log.warning("%s is a link: what it points to, %s, is not deleted.", folder, os.path.realpath(folder))
             folder.unlink()

@@ -58,6 +58,10 @@ class RemotePath:
         above = self.url.rpartition("/")[0]
         return RemotePath(f"{above}/" if above.endswith("/") else above)
 
+    def is_absolute(self) -> bool:
+        """Return True: a URL does not depend on the current folder."""
+        return True
+
     def absolute(self) -> RemotePath:
         """Return the URL itself."""
         return self
@@ -217,6 +221,12 @@ class RemoteStorage:
             yield file, file.size
         finally:
             file.close()
+
+    def entries(self, folder: RemotePath) -> frozenset[tuple[str, int]]:
+        return frozenset((path.name, 0) for path in folder.iterdir())
+
+    def modified(self, path: RemotePath) -> float | None:
+        return path.modified()
 
     def path_in_use(self, path: RemotePath) -> bool:
         """Return False also for the files of an interrupted write: a new checkpoint may overwrite them."""

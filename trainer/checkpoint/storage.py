@@ -72,11 +72,29 @@ class Storage(Protocol[PathT]):
             OSError: it is missing or unreadable.
         """
 
+    def entries(self, folder: PathT) -> frozenset[tuple[str, int]]:
+        """Return the entries of a folder; they change when one is added, removed or (on a disk) replaced.
+
+        Raises:
+            OSError: an object store does not answer; what a disk cannot list has no entries.
+        """
+
+    def modified(self, path: PathT) -> float | None:
+        """Return the time of a file's last write in seconds since 1970; None where the storage does not report it.
+
+        Raises:
+            OSError: the file is missing or unreadable.
+        """
+
     def path_in_use(self, path: PathT) -> bool:
         """Return True if something is there that a new checkpoint would harm."""
 
     def remove_checkpoint(self, folder: PathT) -> None:
-        """Delete a committed checkpoint: for readers it disappears in one step."""
+        """Delete a committed checkpoint: for readers it disappears in one step.
+
+        Without a manifest there is no checkpoint: on a disk nothing is deleted, in an object store the files that an
+        interrupted removal left.
+        """
 
     def leftovers(self, folder: PathT) -> list[PathT]:
         """Return what interrupted writes left in `folder`, and what is being written now."""

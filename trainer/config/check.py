@@ -141,7 +141,7 @@ class Checker:
                 close = did_you_mean(value, ["last", "best"])
                 allowed = "Allowed: last, best, or a checkpoint's folder."
                 self.findings.add(node.source, f"ckpt_path: there is no {value!r}.{close} {allowed}")
-            value = node.value = str(path.absolute() if isinstance(path, Path) else path)
+            value = node.value = str(path.absolute())
         return value
 
     def allow_changes(self, node: Node | None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from trainer.checkpoint.directory import CheckpointDirectory, locate
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory
 from trainer.checkpoint.format import read_manifest
-from trainer.checkpoint.storage import StoragePath, as_storage_path, reading
+from trainer.checkpoint.storage import PathT, StoragePath, as_storage_path, reading
 from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.loop.run import Run
@@ -23,7 +23,7 @@ CHECKPOINTS = "checkpoints"
 _YOUNG_S = 60.0
 
 
-def versions(root: Path) -> list[Path]:
+def versions(root: PathT) -> list[PathT]:
     """Return the run directories below `root`, oldest first."""
     with reading(root):
         entries = list(root.iterdir()) if root.is_dir() else []

@@ -8,7 +8,6 @@ from typing import Any
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import MANIFEST_FILE, ReadError
 from trainer.checkpoint.format import checkpoints_in, find_damage, is_committed, read_manifest
-from trainer.checkpoint.remote import RemotePath
 from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
 from trainer.loop.run_directory import CHECKPOINTS, versions
@@ -50,8 +49,9 @@ def checkpoint_folders(path: str) -> list[StoragePath]:
             return [given / CHECKPOINTS]
     if checkpoints_in(given) or _half_written(given):
         return [given]
-    runs = [] if isinstance(given, RemotePath) else versions(given)
-    folders: list[StoragePath] = [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
+    with reading(given):
+        runs: list[StoragePath] = versions(given)  # type: ignore[type-var]  # a path of either kind
+        folders = [run / CHECKPOINTS for run in runs if (run / CHECKPOINTS).is_dir()]
     if not folders:
         raise CheckpointError(
             f"{path} is no checkpoint, and there is none in it. Give a checkpoint, a run directory (with a folder "
@@ -133,9 +133,7 @@ def leftover_names(folder: StoragePath) -> list[str]:
 def written_at(path: StoragePath) -> float | None:
     """Return the time at which a checkpoint was committed, in seconds since 1970; None if there is no manifest."""
     try:
-        if isinstance(path, RemotePath):
-            return (path / MANIFEST_FILE).modified()
-        return (path / MANIFEST_FILE).stat().st_mtime
+        return storage_of(path).modified(path / MANIFEST_FILE)
     except OSError:
         return None
 
