@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError
 from trainer.callbacks import ModelCheckpoint, TensorBoardLogger
+from trainer.callbacks.tensorboard import _EventFile
 from trainer.errors import MissingPackageError
 
 pytest.importorskip("tensorboard")
@@ -145,3 +148,47 @@ def test_tensorboard_is_imported_late_and_a_message_says_that_it_is_missing(monk
     trainer = quiet(max_epochs=1, logger=TensorBoardLogger())
     with pytest.raises(MissingPackageError, match=r'TensorBoardLogger needs .* pip install "tensorboard>=2.16"'):
         trainer.fit(Toy(), loader(1))
+
+
+# -- the event file ----------------------------------------------------------------------------------------------------
+
+
+def events(path: Path) -> list[Any]:
+    """Return all events; the reader checks the checksums of each record."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    return [Event.FromString(raw) for raw in RawEventFileLoader(str(path)).Load()]
+
+
+def points(path: Path) -> list[tuple[int, str, float]]:
+    return [(e.step, v.tag, v.simple_value) for e in events(path) for v in e.summary.value]
+
+
+def test_numbers_that_a_float_cannot_hold() -> None:
+    file = _EventFile(Path("a"))
+    file.add_scalars({"a": math.inf, "b": -1e300, "c": math.nan}, 2**40)
+    file.flush()
+    (_, _, a), (step, _, b), (_, _, c) = points(file.path)
+    assert (a, b, step) == (math.inf, -math.inf, 2**40)
+    assert math.isnan(c)
+
+
+def test_a_second_file_of_the_same_second_has_a_later_name_and_purges() -> None:
+    first, second = _EventFile(Path("a")), _EventFile(Path("a"), purge_step=7)
+    assert first.path.name < second.path.name
+    last = events(second.path)[-1]
+    assert (last.step, last.session_log.status) == (7, last.session_log.START)
+
+
+def test_points_are_kept_while_the_disk_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    file = _EventFile(Path("a"))
+    path, file.path = file.path, Path("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            file.add_scalars({"loss": 1.0}, step)
+            file.flush()
+    assert len([r for r in caplog.records if "cannot write" in r.message]) == 1
+    file.path = path
+    file.flush()
+    assert points(path) == [(0, "loss", 1.0), (1, "loss", 1.0), (2, "loss", 1.0)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_environment import OPEN_MPI, SRUN, TORCHRUN
+from tests.helpers.launcher_variables import OPEN_MPI, SRUN, TORCHRUN
 from tests.helpers.processes import ROOT, alive, descendants, run_python, start_python, wait_until
 from tests.helpers.project import Command
 from tests.helpers.training import EVERY, make, steps_of, weights_of

@@ -6,53 +6,11 @@ import sys
 
 import pytest
 
+from tests.helpers.launcher_variables import ALLOCATION, BATCH, HYDRA, KUBEFLOW, MVAPICH, OPEN_MPI, SRUN, TORCHRUN
 from tests.helpers.processes import ROOT
 from trainer import Trainer
 from trainer.distributed.environment import SOURCES, Environment, detect_environment
 from trainer.errors import ConfigError
-
-TORCHRUN = {
-    "RANK": "5",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "8",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-}
-# As Slurm 22.05 sets them (its allocation's first, then what srun adds for a task).
-ALLOCATION = {"SLURM_JOB_ID": "74", "SLURM_NTASKS": "5", "SLURM_JOB_NODELIST": "node[08-10]"}
-BATCH = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_TASK_PID": "3023"}
-SRUN = {
-    **ALLOCATION,
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_STEP_NODELIST": "node[08-10]",
-}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "MASTER_ADDR": "node1",
-    "MASTER_PORT": "29500",
-}
-MVAPICH = {name.replace("OMPI_", "MV2_"): value for name, value in OPEN_MPI.items()}
-HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "29500"}
-KUBEFLOW = {
-    "PET_NNODES": "4",
-    "PET_NPROC_PER_NODE": "1",
-    "RANK": "2",
-    "WORLD_SIZE": "4",
-    "MASTER_ADDR": "job-master-0",
-    "MASTER_PORT": "23456",
-}
 
 
 def test_nothing_set_is_a_single_process() -> None:

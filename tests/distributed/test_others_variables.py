@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_environment import HYDRA, KUBEFLOW, OPEN_MPI
+from tests.helpers.launcher_variables import HYDRA, KUBEFLOW, OPEN_MPI
 from tests.helpers.processes import fork_python, run_python
 from tests.helpers.training import make, steps_of, weights_of
 from trainer.distributed.rendezvous import free_port

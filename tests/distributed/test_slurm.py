@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_environment import SRUN
+from tests.helpers.launcher_variables import SRUN
 from tests.helpers.processes import fork_python, start_python, wait_until
 from tests.helpers.training import make, steps_of
 from trainer.distributed.slurm import hosts, requeue, tasks_per_node, was_requeued

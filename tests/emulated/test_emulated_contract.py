@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests import test_contract as contract
-from tests.emulated import device as emulated
+from tests.helpers.emulated import device as emulated
 from tests.test_contract import (  # noqa: F401
     Everything,
     test_a_break_at_any_step_changes_nothing,

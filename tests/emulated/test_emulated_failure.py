@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulated import device as emulated
+from tests.helpers.emulated import device as emulated
 from tests.helpers.processes import run_python
 
 SCRIPT = """
 import sys, time
-from tests.emulated import device
+from tests.helpers.emulated import device
 device.install()
 device.extension().run_ahead(True)
 import torch

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
-from tests.lightning.both import LIGHTNING, OURS, PIECES, Record, Scenario, run
-from tests.lightning.scenarios import SCENARIOS
+from tests.helpers.lightning_runs import LIGHTNING, OURS, PIECES, Record, Scenario, run
+from tests.helpers.lightning_scenarios import SCENARIOS
 from trainer.compat.differences import DIFFERENCES
 
 

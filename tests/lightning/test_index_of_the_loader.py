@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
 
-from tests.lightning.both import LIGHTNING, OURS, Library, Scenario, loader, run
+from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Scenario, loader, run
 
 
 def evaluated(library: Library, with_index: bool, folder: Path) -> Any:

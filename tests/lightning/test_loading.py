@@ -12,8 +12,8 @@ pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which 
 import torch
 from torch import nn
 
+from tests.helpers.lightning_runs import LIGHTNING, OURS, Library
 from tests.helpers.toy import loader
-from tests.lightning.both import LIGHTNING, OURS, Library
 from trainer import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning", "ignore::FutureWarning")

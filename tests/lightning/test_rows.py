@@ -15,8 +15,8 @@ pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which 
 
 import torch
 
-from tests.lightning.both import LIGHTNING, OURS, Library, Record, Scenario, loader, run
-from tests.lightning.scenarios import StepLR, with_optimizer
+from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, loader, run
+from tests.helpers.lightning_scenarios import StepLR, with_optimizer
 from trainer import ConfigError
 from trainer.settings import NONE_IS_DEFAULT, Settings
 

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET
+from tests.helpers.compile_models import Model, batches, trained
 from tests.helpers.processes import run_distributed
-from tests.model.test_compile import Model, batches, trained
 from trainer import Trainer
 
 

@@ -8,43 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.init_device_models import Block, from_pretrained
 from trainer import ConfigError
 from trainer.model.init_device import build_context, initialize, units_of
 from trainer.strategies import FSDPStrategy
 from trainer.strategies.deepspeed.strategy import DeepSpeedStage3Strategy, DeepSpeedStrategy
 
 ENCODER = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": True}
-
-
-class Rotary(nn.Module):
-    """Its table is in no checkpoint, and is made anew by `reset_parameters`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", self.table(), persistent=False)
-        self.register_buffer("mask", torch.ones(3, 3).tril().bool(), persistent=False)
-
-    @staticmethod
-    def table() -> torch.Tensor:
-        return 10000.0 ** -(torch.arange(0, 8, 2) / 8)
-
-    def reset_parameters(self) -> None:
-        self.inv_freq = self.table()
-        self.mask.copy_(torch.ones(3, 3).tril())
-
-
-class Block(nn.Module):
-    """Initializes its layers again when all of them are there, and two of them with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.rotary = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), Rotary()
-        self.second.weight = self.first.weight
-        self.init_weights()
-
-    def init_weights(self) -> None:
-        nn.init.trunc_normal_(self.first.weight, std=0.02)
-        self.first.bias.data.fill_(0.5)
 
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
@@ -102,13 +72,6 @@ def test_a_buffer_without_values_is_refused(buffer: torch.Tensor) -> None:
     module = on_meta(Forgetful).to("meta")
     with pytest.raises(ConfigError, match=r"reset_parameters of Forgetful leaves table without values.*mixed"):
         initialize(module, values_of(module))
-
-
-def from_pretrained() -> nn.Module:
-    """Refuse to read weights into tensors without memory, as that of transformers does."""
-    if torch.get_default_device() == torch.device("meta"):
-        raise RuntimeError("You are using `from_pretrained` with a meta device context manager.\nDo not.")
-    return nn.Linear(2, 2)
 
 
 def test_what_cannot_be_built_on_the_meta_device_is_reported() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.helpers.deepspeed_runs import SHARD_ALL, gather_full
+from tests.helpers.init_device_models import Block, Rotary, from_pretrained
 from tests.helpers.processes import run_distributed
-from tests.model.test_init_device import Block, Rotary, from_pretrained
 from trainer import ConfigError, TrainModule
 from trainer.precision import PRECISIONS
 from trainer.seed import rng_state

@@ -1,4 +1,4 @@
-"""A checkpoint of one strategy resumes under another: a few pairs; `python -m tests.portability` runs all."""
+"""A checkpoint of one strategy resumes under another: a few pairs; `python -m tests.helpers.portability` runs all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.strategy_models import STEPS
-from tests.helpers.strategy_runs import SINGLE, StepLosses, skip_if_missing
-from tests.portability import (
+from tests.helpers.portability import (
     BOUND,
     PORTABLE,
     SAVED_AT,
@@ -22,6 +20,8 @@ from tests.portability import (
     table,
     uninterrupted,
 )
+from tests.helpers.strategy_models import STEPS
+from tests.helpers.strategy_runs import SINGLE, StepLosses, skip_if_missing
 from trainer import Callback, Trainer, TrainModule
 
 pytestmark = pytest.mark.timeout(1200)  # the first test starts all processes

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from tests.helpers.compare import as_floats, assert_same_bits
+from tests.helpers.portability import SaveAt
 from tests.helpers.strategy_models import GPT, IGNORED
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
-from tests.portability import SaveAt
 from trainer import TrainModule
 from trainer.callbacks import PredictionWriter, read_predictions
 

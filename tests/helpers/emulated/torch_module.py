@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.emulated.device import extension
+from tests.helpers.emulated.device import extension
 
 NAME = "emulated"
 Stream = partial(torch.Stream, NAME)

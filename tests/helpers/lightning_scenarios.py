@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanSquaredError
 
-from tests.lightning.both import LIGHTNING, OURS, Library, Record, Scenario, loader
+from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, loader
 from trainer.callbacks import Timer
 
 OF = {library.Trainer: library for library in (LIGHTNING, OURS)}

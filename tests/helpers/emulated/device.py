@@ -92,7 +92,7 @@ def install(devices: int = 2) -> None:
     """Register the device "emulated", of which there are `devices`, for this process."""
     import torch.distributed as dist
 
-    from tests.emulated import torch_module
+    from tests.helpers.emulated import torch_module
 
     os.environ["EMULATED_DEVICES"] = str(devices)
     extension()

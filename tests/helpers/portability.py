@@ -1,4 +1,4 @@
-"""`python -m tests.portability`: a run saved under each strategy goes on under each other one; a table in Markdown.
+"""`python -m tests.helpers.portability`: resume each strategy's run under each other one; a table in Markdown.
 
 Every cell is a real run: ten steps under the strategy of the row, a checkpoint, ten more under that of the column, in
 new processes. The number in it is the largest difference of a loss of these ten from those of a run on one process that
@@ -133,6 +133,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Other processes import the functions by this module's name.
-    from tests import portability
+    from tests.helpers import portability
 
     sys.exit(portability.main())
