@@ -154,7 +154,10 @@ class Checker:
         return names
 
     def trainer(self, node: Node | None) -> dict[str, Any]:
-        """Return the arguments of Trainer that were given: each fits its type, then its value is checked."""
+        """Return the arguments of Trainer that were given: each fits its type, then its value is checked.
+
+        Objects are not made yet: `Trainer` checks them, and with them all that the command adds to these arguments.
+        """
         if node is None or node.value is None:
             return {}
         if not isinstance(node.value, dict):
