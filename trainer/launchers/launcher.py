@@ -23,7 +23,7 @@ from trainer.fault_tolerance.signals import EXIT_RETRY, keep_exit_code
 from trainer.fault_tolerance.third_sigterm import SIGTERMS
 from trainer.launchers.restarts import LAUNCHED
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch's elastic agent is imported only by the process that launches others
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 

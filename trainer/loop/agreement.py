@@ -15,7 +15,7 @@ from functools import partial
 from numbers import Number
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -28,11 +28,9 @@ from trainer.data.sampler_state import is_filled
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, format_ranks
 from trainer.hyperparameters import is_scalar
+from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
-
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
 
 MAY_DIFFER = (
     "accelerator",  # of these three the choices are compared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,11 +14,9 @@ from trainer import __version__
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean
 from trainer.loop.agreement import as_text, describe_layer, optimizer_facts
+from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
-
-if TYPE_CHECKING:
-    from trainer.loop.run import Run
 
 log = logging.getLogger("trainer")
 
