@@ -28,7 +28,7 @@ from trainer.strategies import STRATEGIES
 
 DEEPSPEED = ("deepspeed", *(f"deepspeed_stage_{stage}" for stage in ("1", "2", "3", "2_offload", "3_offload")))
 PROCESSES = {name: 2 if strategy.multi_process else 1 for name, strategy in STRATEGIES.items()}
-"""How many processes each strategy is tested with."""
+"""Numbers of processes with which each strategy is tested."""
 
 ITS_OWN_STEP = DEEPSPEED
 """Their engine steps by itself, so that manual optimization is refused."""
@@ -94,7 +94,7 @@ class Gan(TrainModule):
 
 
 KEPT = ("weights", "optimizer", "scheduler", "progress", "callback metrics", "callback steps", "validations", "rows")
-"""What must be the same after a break."""
+"""Keys that must be the same after a break."""
 
 
 def make_data() -> TensorDataset:

@@ -831,8 +831,8 @@ def _insert_line(path: Path, before: str, line: str) -> None:
 # -- the surface -------------------------------------------------------------------------------------------------------
 
 BUDGETS = {"hooks": 39, "methods of Strategy": 24, "class attributes of Strategy": 10, "arguments of Trainer": 48}
-"""What is to come for model parallelism: `order` and `end_window` of a strategy; who reads which data, and who reports,
-are said by its `processes`, as rank and world size are."""
+"""Largest numbers. To come for model parallelism: `order` and `end_window` of a strategy; who reads which data, and who
+reports, are said by its `processes`, as rank and world size are."""
 
 OWN_ARGUMENTS = {"activation_checkpointing", "compile", "deadline", "deadline_margin"}
 OWN_ARGUMENTS |= {"max_restarts", "seed", "seed_per_sample", "watchdog_seconds"}

@@ -276,7 +276,7 @@ PIECES = {
         *("date = 2030-01-01\n", "time = 10:00:00\n", "[[a]]\n[[a.b]]\n", '"\\U00110000"', '"\\ud800"', "true"),
     ),
 }
-"""What is inserted into files of each kind."""
+"""Texts that are inserted into files of each kind."""
 
 
 def edited(rng: random.Random, kind: str, text: str) -> str:

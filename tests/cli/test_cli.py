@@ -20,7 +20,7 @@ from trainer.settings import Settings
 RUN = "module: {class_path: mymodel.py:Net, init_args: {lr: 1e-2}}\ndata: mymodel.py:Data\n"
 QUIET = "trainer: {max_epochs: 1, seed: 1, enable_progress_bar: false, enable_model_summary: false}\n"
 SCRIPT = "import sys\nfrom trainer.__main__ import main\nsys.exit(main())\n"
-"""What the installed command consists of."""
+"""Source of the installed command."""
 
 
 def resolved(command: Command, *arguments: str) -> dict[str, object]:

@@ -131,11 +131,10 @@ def test_stacks_of_the_other_threads() -> None:
 
 
 def test_a_process_that_holds_the_lock_is_ended_too() -> None:
-    from tests.faults.test_kill_matrix import arguments
     from tests.helpers.trouble import __file__ as script
 
     run = {"root": "r", "how": "locked", "who": "1", "watchdog_seconds": 2.0}
-    errors = run_python(script, *arguments(run)).check(1).stderr
+    errors = run_python(script, json.dumps(run)).check(1).stderr
     assert "Timeout (0:00:02" in errors  # rank 1, by faulthandler
     assert "in trouble" in errors
     assert "rank 1 did not answer" in errors or "rank 1 is gone" in errors  # whichever is noticed first

@@ -71,7 +71,7 @@ tpu_use_cluster: false
 tpu_use_sudo: false
 use_cpu: false
 """
-"""What accelerate writes into every file."""
+"""Lines that accelerate writes into every file."""
 
 ONE = """\
 distributed_type: 'NO'

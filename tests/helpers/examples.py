@@ -12,7 +12,7 @@ from types import ModuleType
 from tests.helpers.processes import ROOT
 
 NAMES = ("data", "model", "module")
-"""As the files of an example import each other."""
+"""Names under which the files of an example import each other."""
 
 
 def example_module(example: str, name: str) -> ModuleType:

@@ -24,12 +24,12 @@ from trainer.callback import Logger
 from trainer.callbacks import EarlyStopping, GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
 
 PIECES = ("losses", "rates", "hooks", "module_hooks", "logged", "metrics", "weights", "end", "saved", "best", "noted")
-"""What is compared: see `Record`."""
+"""Names of the compared fields of `Record`."""
 
 
 @dataclass
 class Record:
-    """What one run did."""
+    """The record of one run."""
 
     losses: list[float] = field(default_factory=list)
     """The loss of each training micro-batch."""
@@ -40,7 +40,7 @@ class Record:
     module_hooks: list[Any] = field(default_factory=list)
     """The module's hooks in order, with their arguments."""
     logged: list[tuple[int, str, float]] = field(default_factory=list)
-    """What the logger got: the number of completed steps, name and value."""
+    """Values that the logger got: the number of completed steps, name and value."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`trainer.callback_metrics` at the end."""
     weights: dict[str, list[float]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Record:
     best: Any = None
     """Name and score of the best checkpoint."""
     noted: list[Any] = field(default_factory=list)
-    """What the scenario's own module and callbacks wrote down."""
+    """Notes of the scenario's own module and callbacks."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ SAMPLES = 81
 """Four steps an epoch: the checkpoint is in the middle of the third one, and the data is shuffled."""
 
 Cell = tuple[str, str]
-"""From which way, to which."""
+"""The way that saves, and the way that resumes."""
 
 
 class SaveAt(Callback):

@@ -109,7 +109,7 @@ def _alive(name: str) -> Any:
 
 
 OTHERWISE = {"manual": (True, False), "kept outputs": (False, True), "manual, kept outputs": (True, True)}
-"""Whether the optimization is manual, and whether a callback keeps the outputs."""
+"""Two flags: the optimization is manual; a callback keeps the outputs."""
 
 
 def _alive_otherwise(name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ OPTIMIZERS = {
     "deepspeed_stage_2": ("adamw",),
     "deepspeed_stage_3": ("adamw",),
 }
-"""What each strategy is tested with; `test_contract.py` stops and resumes all of the table."""
+"""Optimizers with which each strategy is tested; `test_contract.py` stops and resumes all of the table."""
 
 
 def test_every_strategy_that_shards_the_state_is_tested_here() -> None:

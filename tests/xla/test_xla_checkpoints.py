@@ -18,7 +18,7 @@ from trainer.checkpoint.format import read_checkpoint
 STEPS, SAVED_AT = 20, 10
 PROCESSES = {"single_device": 1, "ddp": 2, "fsdp": 2, "xla": 1, "xla_fsdp": 1}
 ON_XLA = ("xla", "xla_fsdp")
-"""What runs in the test's own process; the others get processes of their own."""
+"""Strategies that run in the test's own process; the others get processes of their own."""
 
 
 class Watch(Callback):
