@@ -23,13 +23,13 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 SAMPLE ?= 6
 SEED ?= 1
 
-test: .venv/ready  ## every behaviour under every strategy, in 25 minutes on two cores
+test: .venv/ready  ## every behaviour under every strategy, in 20 minutes on two cores
 	$(PYTEST) -m "not long"
 
 test-quick: .venv/ready  ## what starts few processes, in 3 minutes
 	$(PYTEST) -m "not slow and not long"
 
-test-long: .venv/ready  ## a sample of the big matrices, kills and drawn inputs, in 25 minutes: SAMPLE=6 cases of each, SEED=1
+test-long: .venv/ready  ## a sample of the big matrices, kills and drawn inputs, in 15 minutes: SAMPLE=6 cases of each, SEED=1
 	$(PYTEST) -v -m "long or drawn" --sample $(SAMPLE) --seed $(SEED) --inputs 200 --minutes 3
 
 test-release: .venv/ready  ## by hand before a release: whole matrices, 2000 drawn inputs, an hour of chaos: SEED=1
