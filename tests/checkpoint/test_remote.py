@@ -508,3 +508,17 @@ def test_training_goes_on_while_the_store_is_away(
     away = At(step7=lambda trainer: setattr(Flaky, "share", 1.0))
     with pytest.raises(WriteError, match="last weights are NOT SAVED"):
         fit([away, again], 8, ckpt_path="last")
+
+
+def test_trying_again_draws_no_random_number_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0))
+    random.seed(1)
+    before, tries = random.getstate(), iter([False, True])
+
+    def fail_once(store: Any, path: str) -> str:
+        if not next(tries):
+            raise ConnectionResetError("reset by peer")
+        return path
+
+    assert RemotePath("memory://bucket/x").call(fail_once).endswith("bucket/x")
+    assert random.getstate() == before

@@ -21,6 +21,8 @@ from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
 
+_JITTER = random.SystemRandom()
+"""Not the generator of the user's program, whose numbers would be others after a try that failed."""
 PAUSES = (0.1, 0.3, 1.0, 3.0)
 """Seconds to wait before each further attempt of a failed operation; randomly prolonged to up to twice as long."""
 
@@ -116,7 +118,7 @@ class RemotePath:
                 if pause is None:
                     raise
                 log.info("%s: %s; trying again", self, error)
-                time.sleep(pause * random.uniform(1, 2))
+                time.sleep(pause * _JITTER.uniform(1, 2))
         raise AssertionError("the last pause is None")
 
     def delete(self, recursive: bool = False) -> None:

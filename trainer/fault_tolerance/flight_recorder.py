@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,11 +40,10 @@ def waiting_in(folder: Path | None, rank: int) -> str:
         text = _dump()
         words = _describe_collectives(json.loads(text).get("entries", []))
         if folder is not None and words:
-            # Under a new name first: there may be a link to another file.
-            descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".tmp-flight-recorder-")
-            with open(descriptor, "wb") as file:
+            path = folder / f"flight-recorder-rank{rank}.json"
+            path.unlink(missing_ok=True)
+            with open(path, "xb") as file:  # a new file: there may be a link to another one
                 file.write(text)
-            os.replace(temporary, folder / f"flight-recorder-rank{rank}.json")
         return words
 
     return _in_time(read, "")
