@@ -138,6 +138,45 @@ def test_a_signal_to_the_launcher_stops_all_at_one_step(name: str, code: int) ->
     all_gone(workers)
 
 
+def test_an_interrupt_while_python_starts_in_the_processes(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time\nif 'RANK' in os.environ:\n    print('training', flush=True)\n    time.sleep(3600)\n"
+    )
+    running = start_python(BEGIN, env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])})
+    running.wait_for("training", count=2)
+    running.send(signal.SIGINT)
+    running.wait().check(130)
+
+
+FAILURES = {
+    "before": """
+signal.signal(signal.SIGTERM, lambda *_: print("interrupt", flush=True))
+if rank == 1:
+    print("interrupt", flush=True)
+    sys.exit(3)
+while True:
+    time.sleep(0.05)
+""",
+    "after, in training": """
+from trainer.launchers.restarts import RestartRecord
+RestartRecord()
+print("interrupt", flush=True)
+try:
+    time.sleep(3600)
+except KeyboardInterrupt:
+    sys.exit(3)
+""",
+}
+
+
+@pytest.mark.parametrize("when", FAILURES)
+def test_an_interrupt_does_not_hide_a_failure(when: str) -> None:
+    running = start_python(BEGIN + FAILURES[when])
+    running.wait_for("interrupt", count=2)
+    running.send(signal.SIGINT)
+    running.wait().check(3)
+
+
 def test_a_closed_terminal_is_passed_on_as_sigterm() -> None:
     running, workers = started(BEGIN + "print('training', flush=True)\ntime.sleep(3600)\n")
     running.send(signal.SIGHUP)

@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainer.launchers.restarts import STOPPED
+from trainer.launchers.restarts import BEGUN, STOPPED
 
 _SHUTDOWN_TIMEOUT_S = 8
 """Seconds in which the other processes have to end by themselves after one has failed."""
@@ -102,6 +102,10 @@ class Agent(LocalElasticAgent):
             if code < 0 and code != -signal.SIGTERM and self.signalled is None:
                 _print_message(f"rank {rank} was ended by {signal.Signals(-code).name}")
 
+    def training_began(self) -> bool:
+        """Return True if a fit has begun in the latest attempt."""
+        return self._recorded(BEGUN)
+
     def leave(self) -> None:
         """Keep the machine that hosts the store alive until the others have ended; called after an error."""
         group, deadline = self.get_worker_group(), time.monotonic() + _STORE_TIMEOUT_S
@@ -125,6 +129,7 @@ class Agent(LocalElasticAgent):
         if worker_group.group_rank == 0:
             # An elastic restart ends the former processes with SIGTERM, on which they stop by agreement.
             self._stops.delete_key(STOPPED)
+            self._stops.delete_key(BEGUN)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ours = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -168,8 +173,11 @@ class Agent(LocalElasticAgent):
 
     def _stopped(self) -> bool:
         """Return True if the processes have recorded that they stop by agreement."""
+        return self._recorded(STOPPED)
+
+    def _recorded(self, key: str) -> bool:
         try:
-            return bool(self._stops.check([STOPPED]))
+            return bool(self._stops.check([key]))
         except RuntimeError:  # the store was on another machine, and is gone
             return False
 

@@ -44,8 +44,8 @@ def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str
     (`restart_safe_exit_code`).
 
     Raises:
-        SystemExit: always, with 0 or the exit code of the process that failed first (128 + n if signal n killed it;
-            130 after the second SIGINT).
+        SystemExit: always, with 0 or the exit code of the process that failed first (128 + n if signal n killed it);
+            130 after the second SIGINT, or after one that came before training and before that failure.
         ConfigError: this process cannot be run a second time.
     """
     why_not = can_relaunch()
@@ -92,6 +92,8 @@ def run_agents(make_agent: Callable[[], Agent], num_processes: int) -> NoReturn:
         agent.report_signals()
         if forwarder.ended_by is not None:
             code = 128 + forwarder.ended_by
+        elif code != 0 and forwarder.interrupted and not agent.training_began():
+            code = 128 + signal.SIGINT
     finally:
         keep_exit_code()
         if code != 0:
@@ -180,6 +182,8 @@ class _SignalForwarder:
         self._received: Counter[int] = Counter()
         self.ended_by: signal.Signals | None = None
         """The signal with which processes were killed that did not stop."""
+        self.interrupted = False
+        """True after a SIGINT that came before any failure: processes that Python still starts then end with 1."""
 
     def install(self) -> None:
         for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1"):
@@ -190,6 +194,7 @@ class _SignalForwarder:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._agent.signalled = signal.Signals(number)
         self._received[number] += 1
+        self.interrupted |= number == signal.SIGINT and not self._agent.failed_ranks
         if not self._pids():
             raise SystemExit(EXIT_RETRY if number == getattr(signal, "SIGUSR1", None) else 128 + number)
         if self._received[signal.SIGINT] > 1 or number == getattr(signal, "SIGQUIT", None):

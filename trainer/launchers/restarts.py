@@ -19,6 +19,8 @@ log = logging.getLogger("trainer")
 
 STOPPED = "trainer/stopped"
 """Key in the launcher's store: the exit code of processes that have stopped by agreement, and are not restarted."""
+BEGUN = "trainer/begun"
+"""Key in the launcher's store: a fit has begun in this attempt, so that exit codes tell how the processes stopped."""
 LAUNCHED = "TRAINER_LAUNCHED"
 """Environment variable in processes that our launcher starts: the launcher's process id."""
 _AGREED = "trainer/agreed"
@@ -47,6 +49,7 @@ class RestartRecord:
         if self._store is not None:
             number = self._store.add(f"trainer/fits/attempt{attempt()}", 1)
             self._key = f"trainer/run_dir/{number}"
+            self._store.set(BEGUN, "1")
             if self._store.check([self._key]):
                 self.former = self._store.get(self._key).decode()
 
