@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
 from trainer.distributed.rendezvous import join_store
 from trainer.errors import ConfigError
 from trainer.fault_tolerance import flight_recorder
+from trainer.fault_tolerance.ended_processes import explain_uncaught_errors, record_end
 from trainer.fault_tolerance.failure import leaving_process_group
 from trainer.launchers.restarts import exit_barrier
 from trainer.module import TrainModule
@@ -54,7 +55,8 @@ class DistributedStrategy(Strategy):
         flight_recorder.switch_on()
         store = HashStore() if here.world_size == 1 else join_store(here, self.timeout)
         dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.world_size, timeout=self.timeout)
-        atexit.register(_leave)
+        atexit.register(_leave, here.rank)
+        explain_uncaught_errors(dist.distributed_c10d._get_default_store(), here.rank, here.world_size)
 
 
 class StepForward(nn.Module):
@@ -151,10 +153,13 @@ def _check_backends(world_size: int) -> None:
     )
 
 
-def _leave() -> None:
+def _leave(rank: int) -> None:
     # A DDP wrapper that is still alive keeps gloo's thread running into the interpreter's end, which then may abort.
     gc.collect()
     if dist.is_initialized():
-        exit_barrier(dist.distributed_c10d._get_default_store(), dist.get_world_size())
+        store = dist.distributed_c10d._get_default_store()
+        exit_barrier(store, dist.get_world_size())
+        with suppress(RuntimeError):  # the process that hosts the store has left first
+            record_end(store, rank)
         with leaving_process_group():
             dist.destroy_process_group()

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 1.0
 _LONGEST_INTERVAL_S = 60.0
+SAME_CALLS = (
+    "All processes have to make the same calls, at the same place: take them out of `if trainer.is_global_zero`, "
+    "`if rank == 0`, and conditions that differ between the processes."
+)
+"""Advice in messages."""
 _SOMEBODY_WAITS, _FOUND = "deadlock/somebody waits", "deadlock/found"
 
 Collective = tuple[str, int, str]
@@ -205,10 +210,7 @@ def find_circle(waiting: Mapping[int, Waiting]) -> list[int]:
 def in_words(waits: Mapping[int, str]) -> str:
     """Return the message for processes that wait for each other, from what each of them does."""
     each = ", and ".join(f"rank {rank} {words}" for rank, words in waits.items())
-    return (
-        f"{each}: they wait for each other. All processes have to make the same calls, at the same place: take them "
-        "out of `if trainer.is_global_zero`, `if rank == 0`, and conditions that differ between the processes."
-    )
+    return f"{each}: they wait for each other. {SAME_CALLS}"
 
 
 def _innermost_call() -> object:

@@ -15,6 +15,7 @@ from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
 from trainer.errors import CheckpointError, TrainerError, explain_torch_error
+from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import exit_code
@@ -67,21 +68,20 @@ def end_with_error(run: Run, error: BaseException) -> None:
     """Report an error that ends the run, and call its hooks, without collectives: other processes may be anywhere.
 
     Raises:
-        ConfigError: there is advice for torch's error; see `explain_torch_error` and `TrainableParameters.explain`.
+        ConfigError: there is advice for torch's error; see `explain_torch_error`, `TrainableParameters.explain` and
+            `explain_lost_connection`.
         CheckpointError: the state of the optimizer or scheduler came from a checkpoint, and does not fit.
     """
     run.stop_coordinator.failed()
     run.watchdog.stop()
     changed = run.trainable.explain(error) if run.trainable is not None else None
     explained = changed or explain_torch_error(error) or _explain_restored_state(run, error)
+    processes = run.strategy.processes
+    rank, world_size = processes.rank, processes.world_size
+    explained = explained or explain_lost_connection(error, processes.store, rank, world_size)
     if isinstance(error, Exception):
-        report_failure(
-            run.stop_coordinator.store,
-            run.strategy.processes.rank,
-            run.strategy.processes.world_size,
-            explained or error,
-        )
-    several = run.strategy.processes.world_size > 1
+        report_failure(run.stop_coordinator.store, rank, world_size, explained or error)
+    several = world_size > 1
     if several:
         limit_exit()
     with exit_in_time("on_exception or teardown") if several else nullcontext():
