@@ -115,6 +115,26 @@ def test_a_worker_leaves_the_garbage_of_its_parent_alone(tmp_path: Path) -> None
     run_python(GARBAGE, cwd=tmp_path, timeout=60).check(0)
 
 
+HANGS = """
+import os, time, torch.distributed as dist
+from tests.data.test_worker_lifetime import LOADERS
+from tests.helpers.toy import Toy, quiet
+from trainer.data import worker_processes
+
+forks = []
+os.register_at_fork(before=lambda: forks.append(1), after_in_child=lambda: len(forks) == 2 and time.sleep(3600))
+worker_processes._FORK_HANGS, worker_processes._BEGIN_S = True, 1.0
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+quiet(max_epochs=1).fit(Toy(), LOADERS["plain"](batch_size=3, num_workers=2))
+dist.destroy_process_group()
+assert len(forks) > 2
+"""
+
+
+def test_a_worker_that_hangs_in_its_fork_is_started_again(tmp_path: Path) -> None:
+    run_python(HANGS, cwd=tmp_path, timeout=60).check(0)
+
+
 def test_they_persist_from_epoch_to_epoch() -> None:
     seen = []
 

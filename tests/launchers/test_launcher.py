@@ -177,6 +177,32 @@ def test_an_interrupt_does_not_hide_a_failure(when: str) -> None:
     running.wait().check(3)
 
 
+LEAVES = """
+import os, sys, time
+from pathlib import Path
+from trainer.launchers.launcher import launch_processes
+
+if "RANK" not in os.environ:
+    launch_processes(1, max_restarts=1)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    left = os.fork()
+    if left == 0:
+        time.sleep(3600)
+    Path("left").write_text(str(left))
+    sys.exit(1)
+"""
+
+
+def test_a_restart_ends_what_the_failed_processes_have_left() -> None:
+    run_python(LEAVES).check(0)
+    left = int(Path("left").read_text())
+    try:
+        all_gone([left])
+    finally:
+        if alive(left):
+            os.kill(left, signal.SIGKILL)
+
+
 def test_a_closed_terminal_is_passed_on_as_sigterm() -> None:
     running, workers = started(BEGIN + "print('training', flush=True)\ntime.sleep(3600)\n")
     running.send(signal.SIGHUP)

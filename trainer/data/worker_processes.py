@@ -13,16 +13,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing import context as contexts
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from trainer.fault_tolerance.signals import children_keep_handlers, ignore_in_this_process, in_main_thread
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _POLL_S = 1.0
+_FORK_HANGS = sys.version_info < (3, 10, 15) or (3, 11) <= sys.version_info < (3, 11, 8)
+"""A forked process hangs if, at that moment, a thread of the process group held the lock of the interpreter's threads.
+
+https://github.com/python/cpython/issues/112275
+"""
+_BEGIN_S = 5.0
+"""Seconds in which a forked worker has to begin, when `_FORK_HANGS`; twice as many in each further try."""
+_TRIES = 4
 
 
 class _DataWorker(BaseProcess):
@@ -81,7 +91,30 @@ if "fork" in multiprocessing.get_all_start_methods():
     class _Forked(_DataWorker, contexts.ForkProcess):
         """A data worker that is a copy of this process."""
 
+        begun: tuple[int, int] | None = None
+        """The ends of the pipe through which the worker says that it has begun."""
+
+        @classmethod
+        def _Popen(cls, process: Any) -> Any:  # noqa: N802
+            for number in range(_TRIES if _FORK_HANGS and dist.is_available() and dist.is_initialized() else 0):
+                process.begun = read, write = os.pipe()
+                popen = super()._Popen(process)
+                os.close(write)
+                begun = wait([read], _BEGIN_S * 2**number)
+                os.close(read)
+                if begun:
+                    return popen
+                popen.kill()
+                popen.wait()
+            process.begun = None
+            return super()._Popen(process)
+
         def run(self) -> None:
+            if self.begun is not None:
+                read, write = self.begun
+                os.close(read)
+                os.write(write, b"1")
+                os.close(write)
             # Never collect the parent's garbage here: destroying a copy of a process group or a thread pool, whose
             # threads do not exist in this process, hangs or crashes.
             gc.freeze()

@@ -148,6 +148,10 @@ class Agent(LocalElasticAgent):
                 codes = {ranks[local]: handler.proc.poll() for local, handler in context.subprocess_handlers.items()}
                 self.failed_ranks = {rank: code for rank, code in codes.items() if code}
             close(death_sig, _STOP_TIMEOUT_S if self._stopped() else _SHUTDOWN_TIMEOUT_S)
+            if self.failed_ranks:
+                for handler in context.subprocess_handlers.values():
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(handler.proc.pid, signal.SIGKILL)  # what a failed process may have left running
 
         context.close = close_soon  # type: ignore[method-assign]
         self.failed_ranks = {}
