@@ -57,7 +57,7 @@ class PredictionWriter(Callback):
         format: Literal["safetensors", "jsonl"] = "safetensors",
         max_shard_size: PositiveInt = 64 * 2**20,
     ) -> None:
-        self.dirpath = None if dirpath is None else local_path(dirpath)
+        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath")
         self.write_interval = write_interval
         self.format = format
         self.max_shard_size = max_shard_size
@@ -264,7 +264,7 @@ def read_predictions(dirpath: str | Path) -> Iterator[Any]:
     Raises:
         ConfigError: the folder has no predictions, or those of a process are missing or incomplete.
     """
-    folder = local_path(dirpath)
+    folder = local_path(dirpath, "dirpath")
     indexes = sorted(folder.glob("predictions-rank*-of-?????.json"))
     found = [re.fullmatch(r"predictions-rank(\d+)-of-(\d+)\.json", index.name) for index in indexes]
     ranks = {(int(match[1]), int(match[2])) for match in found if match}

@@ -42,7 +42,7 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
-        self.save_dir = None if save_dir is None else local_path(save_dir)
+        self.save_dir = None if save_dir is None else local_path(save_dir, "save_dir")
         self.flush_seconds = flush_seconds
         self._trainer: Trainer | None = None
         self._file: _EventFile | None = None

@@ -68,7 +68,7 @@ class TorchProfiler(Callback):
             "with_stack": with_stack,
             "with_flops": with_flops,
         }
-        self.dirpath = None if dirpath is None else local_path(dirpath)
+        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath")
         self.traces: list[Path] = []
         """The traces that this process has written."""
         self._profile: profile | None = None

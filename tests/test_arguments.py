@@ -219,6 +219,21 @@ def test_values_that_no_run_can_have_are_refused(given: dict[str, Any], message:
         Trainer(**{"accelerator": "cpu", **given})
 
 
+FOLDERS = [
+    (kind, name)
+    for kind in {**CALLBACKS, **STRATEGIES}.values()
+    for name in inspect.signature(kind).parameters
+    if name.endswith(("dir", "path"))
+]
+
+
+@pytest.mark.parametrize("path", ["\ud800", "a\0b", "~nobody-here/x", "y" * 5000], ids=ascii)
+@pytest.mark.parametrize(("kind", "name"), FOLDERS)
+def test_a_wrong_path_is_refused_by_the_name_of_its_argument(kind: type, name: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\b{name}\b"):
+        kind(**{name: path})
+
+
 def test_numbers_of_other_packages_are_numbers() -> None:
     assert type(EarlyStopping("loss", patience=np.int64(2)).patience) is int  # type: ignore[arg-type]
     assert DDPStrategy(timeout_seconds=np.float32(0.5)).timeout.total_seconds() == 0.5  # type: ignore[arg-type]

@@ -360,29 +360,33 @@ def _plural(annotation: Any, names: TypeNames) -> str:
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
-def local_path(path: str | Path) -> Path:
+def local_path(path: str | Path, argument: str = "") -> Path:
     """Return a user's path of this machine; `~` and `~user` at its start are home folders.
+
+    Args:
+        argument: the name of the argument whose value the path is, for messages.
 
     Raises:
         ConfigError: the value is not a path, no file system has such a path, or there is no such user.
     """
+    named = f"{argument}=" if argument else ""
     if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
-        raise ConfigError(f"{path!r}: give a path of this machine as text, such as 'runs/first'.")
+        raise ConfigError(f"{named}{path!r}: give a path of this machine as text, such as 'runs/first'.")
     expanded = os.path.expanduser(path)
     try:
         os.fsencode(expanded)
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{str(path)[:60]!r}: no file system has such a name, a character of it cannot be written."
+            f"{named}{str(path)[:60]!r}: no file system has such a name, a character of it cannot be written."
         ) from None
     if len(os.fsencode(expanded)) > 4095 or any(len(os.fsencode(part)) > 255 for part in Path(expanded).parts):
         raise ConfigError(
-            f"{str(path)[:60]!r}...: the path is too long. It may have 4095 bytes, and 255 between two slashes."
+            f"{named}{str(path)[:60]!r}...: the path is too long. It may have 4095 bytes, and 255 between two slashes."
         )
     if expanded.startswith("~"):
         raise ConfigError(
-            f"{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the path in "
-            f"full; for a name that begins with ~ in the current folder, ./{expanded}."
+            f"{named}{str(path)!r}: there is no home folder of {expanded.split('/')[0]!r} on this machine. Write the "
+            f"path in full; for a name that begins with ~ in the current folder, ./{expanded}."
         )
     # The path of "./~x" must not be taken for a home folder when it is looked at again.
     return Path(expanded).absolute() if str(Path(expanded)).startswith("~") else Path(expanded)

@@ -265,9 +265,9 @@ def _wrong_folder(settings: Settings) -> list[str]:
             "callbacks=[ModelCheckpoint(dirpath='s3://...')]."
         ]
     try:
-        local_path(root)
+        local_path(root, "default_root_dir")
     except ConfigError as error:
-        return [f"default_root_dir={error}"]
+        return [str(error)]
     return []
 
 

@@ -129,7 +129,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             offload_parameters = (offload if self.stage == 3 else None) or offload_device(zero, "offload_param")
         # None: not set. False: on the device.
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
-        self.nvme_path = None if nvme_path is None else local_path(nvme_path)
+        self.nvme_path = None if nvme_path is None else local_path(nvme_path, "nvme_path")
         self.cpu_adam = cpu_adam
         self.collective_forward = self.stage == 3
         self.engine: Any = None
