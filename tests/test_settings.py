@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -79,3 +80,31 @@ def test_none_means_the_default_where_it_is_lightnings_default() -> None:
 def test_none_for_a_number_that_is_needed_is_refused_at_once(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=None: give an integer"):
         Trainer(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "advice"),
+    [
+        ("precision", "no", "'32-true'"),
+        ("precision", "fp64", "'64-true'"),
+        ("precision", "float16", "'16-mixed'"),
+        ("precision", "fp8", "'bf16-mixed': there is no precision of 8 bits"),
+        ("strategy", "megatron", "'fsdp' or 'deepspeed_stage_3'"),
+        ("strategy", "zero2", "'deepspeed_stage_2'"),
+        ("strategy", "tpu", "'xla' or 'xla_fsdp', with accelerator='tpu'"),
+        ("strategy", "deepspeed_stage_1_offload", "DeepSpeedStrategy(stage=1, offload_optimizer='cpu')"),
+        ("strategy", "ddp_notebook", "trainer.launch(function, devices=...)"),
+        ("accelerator", "npu", "'auto', or this name where torch itself knows the accelerator"),
+        ("cpu", True, "accelerator='cpu'"),
+        ("deepspeed_plugin", None, "strategy=DeepSpeedStrategy(...)"),
+        ("fsdp_plugin", None, "strategy=FSDPStrategy(...)"),
+        ("log_with", "wandb", "logger=TensorBoardLogger()"),
+        ("kwargs_handlers", [], "options of the strategy, such as DDPStrategy(find_unused_parameters=True)"),
+        ("split_batches", True, "a DataLoader with the batch_size of one process"),
+        ("config", "a.yaml", "trainer fit --config FILE"),
+    ],
+)
+def test_words_of_accelerate_are_answered_with_the_words_here(argument: str, value: Any, advice: str) -> None:
+    arguments: dict[str, Any] = {argument: value}
+    with pytest.raises(ConfigError, match=re.escape(f" Use {advice}")):
+        Trainer(**arguments)

@@ -104,6 +104,15 @@ PRECISIONS: dict[str, Precision] = {
 
 SHORT_NAMES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
+OTHERS_EQUIVALENTS = {
+    **dict.fromkeys(("no", "fp32", "float32", "float", "full"), "'32-true'"),
+    **dict.fromkeys(("fp64", "float64", "double"), "'64-true'"),
+    **dict.fromkeys(("float16", "half"), "'16-mixed', or '16-true' for weights in float16, too"),
+    "bfloat16": "'bf16-mixed', or 'bf16-true' for weights in bfloat16, too",
+    "fp8": "'bf16-mixed': there is no precision of 8 bits",
+}
+"""Names of other trainers' and torch's precisions -> the equivalents here."""
+
 
 def resolve_precision(precision: str | int | Precision) -> Precision:
     """Return the `Precision` for a name of the table, a short name (`16`, `"bf16"`), or an instance.
@@ -115,7 +124,7 @@ def resolve_precision(precision: str | int | Precision) -> Precision:
         return precision
     name = SHORT_NAMES.get(str(precision), str(precision))
     if name not in PRECISIONS:
-        raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_NAMES])
+        raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_NAMES], OTHERS_EQUIVALENTS)
     return PRECISIONS[name]
 
 

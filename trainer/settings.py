@@ -231,6 +231,17 @@ LIGHTNING_EQUIVALENTS = {
     "progress_bar_refresh_rate": "callbacks=[ProgressBar(refresh_rate=...)]",
     "reload_dataloaders_every_n_epochs": "an iterable of your own: its __iter__ is called in every epoch",
     "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
+    "cpu": "accelerator='cpu'",
+    "config": "trainer fit --config FILE",
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "strategy=DeepSpeedStrategy(...) of trainer.strategies"),
+    "fsdp_plugin": "strategy=FSDPStrategy(...) of trainer.strategies",
+    "megatron_lm_plugin": "strategy='fsdp' or 'deepspeed_stage_3', which shard the weights",
+    "kwargs_handlers": "options of the strategy, such as DDPStrategy(find_unused_parameters=True)",
+    "gradient_accumulation_plugin": "accumulate_grad_batches=",
+    **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "compile="),
+    **dict.fromkeys(("project_dir", "project_config"), "default_root_dir="),
+    "log_with": "logger=TensorBoardLogger() or CSVLogger() of trainer.callbacks",
+    "split_batches": "a DataLoader with the batch_size of one process",
 }
 """Arguments of other trainers -> the equivalents here."""
 

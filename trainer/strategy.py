@@ -435,9 +435,15 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 LIGHTNING_EQUIVALENTS = {
     "dp": "'ddp'",
     "ddp_spawn": "'ddp': it starts its processes itself",
-    "ddp_notebook": "'ddp', in a script: several processes cannot be started from a notebook",
+    "ddp_notebook": "trainer.launch(function, devices=...), with strategy='ddp' in the function",
     "ddp_find_unused_parameters_true": "DDPStrategy(find_unused_parameters=True) from trainer.strategies",
     "ddp_find_unused_parameters_false": "'ddp'",
+    "multi_gpu": "'ddp'",
+    "fsdp2": "'fsdp'",
+    **{f"zero{stage}": f"'deepspeed_stage_{stage}'" for stage in (1, 2, 3)},
+    "deepspeed_stage_1_offload": "DeepSpeedStrategy(stage=1, offload_optimizer='cpu') from trainer.strategies",
+    **dict.fromkeys(("megatron", "megatron_lm"), "'fsdp' or 'deepspeed_stage_3', which shard the weights"),
+    "tpu": "'xla' or 'xla_fsdp', with accelerator='tpu'",
 }
 """Names of other trainers' strategies -> the equivalent here."""
 

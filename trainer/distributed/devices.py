@@ -12,6 +12,10 @@ from trainer.distributed.tpu import choose_tpu_stack, tpu_is_there
 from trainer.errors import ConfigError, unknown_name_error
 
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "tpu")
+_OTHER_ACCELERATORS = dict.fromkeys(
+    ("npu", "xpu", "hpu", "mlu", "musa", "sdaa"),
+    "'auto', or this name where torch itself knows the accelerator (torch.accelerator), which is not so here",
+)
 _ALLOWED = "Allowed: 'auto', a number of devices, -1 for all GPUs, or a list of GPU numbers such as [0, 1] or '0,1'."
 
 
@@ -26,7 +30,8 @@ def choose_accelerator(accelerator: str) -> tuple[str, str]:
     """
     other = _other_accelerator()
     if accelerator is None or accelerator not in (*_ACCELERATORS, other):
-        raise unknown_name_error("accelerator", accelerator, [*_ACCELERATORS, *filter(None, [other])])
+        known = [*_ACCELERATORS, *filter(None, [other])]
+        raise unknown_name_error("accelerator", accelerator, known, _OTHER_ACCELERATORS)
     if accelerator == "tpu":
         return _tpu(accelerator)
     if accelerator == "cpu":
