@@ -437,7 +437,7 @@ class ModelCheckpoint(Checkpoint):
         """Return the monitored value of this step; None if it was not measured at this step."""
         if self.monitor in ("epoch", "step"):
             return float(_epoch_of(run.progress) if self.monitor == "epoch" else run.progress.step)
-        measured = run.session.measured.get(self.monitor or "")
+        measured = run.monitored(self.monitor or "")
         if measured is None or measured.step != run.progress.step:
             return None
         if measured.kind == "interim" and self.every_n_epochs is not None:

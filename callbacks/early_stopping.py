@@ -146,7 +146,7 @@ class EarlyStopping(Callback):
 
     def _check(self, trainer: Trainer, checked_at: str) -> None:
         logged = list(trainer.read_metrics())
-        measured = trainer.run.session.measured.get(self.monitor)
+        measured = trainer.run.monitored(self.monitor)
         if measured is None:
             if not trainer.run.is_to_come(self.monitor):
                 self._report_missing(logged)

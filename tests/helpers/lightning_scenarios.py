@@ -787,6 +787,34 @@ def constant_value(library: Library, Net: Any, record: Record) -> Any:  # noqa: 
     return Module
 
 
+def one_name_in_both(**options: Any) -> Any:
+    """Define a module that logs one name in training, with these options, and in validation, where it grows."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.wrote(self.loss_of(batch))
+                self.log("value", 100.0 - self.trainer.global_step, **options)
+                return loss
+
+            def validation_step(self, batch: Any, batch_idx: int) -> Any:
+                self.log("value", float(self.trainer.global_step))
+
+            def on_train_epoch_end(self) -> None:
+                record.noted.append(float(self.trainer.callback_metrics["value"]))
+
+        return Module
+
+    return define
+
+
+def best_and_early(library: Library, record: Record, folder: Path) -> list[Any]:
+    """Stop after one value that is no better, and keep the best."""
+    early = library.EarlyStopping("value", patience=1, mode="min")
+    best = library.ModelCheckpoint(dirpath=folder / "checkpoints", monitor="value", mode="min")
+    return [early, best]
+
+
 def values(*by_epoch: float) -> Any:
     """Define a module whose validation logs these values, one per epoch."""
 
@@ -1494,6 +1522,21 @@ SCENARIOS = [
         {"max_epochs": 4, "limit_val_batches": 0, "val_check_interval": 0.5},
         early(monitor="loss", patience=1, min_delta=100.0),
         differs=dict.fromkeys(ALL[:-1], "time of early stopping"),
+    ),
+    *(
+        Scenario(
+            f"one monitored name in training and validation, {how}, every {interval}",
+            one_name_in_both(**options),
+            {"max_epochs": 3, "val_check_interval": interval},
+            best_and_early,
+            differs=dict.fromkeys(differs, "name of both") | dict.fromkeys(("saved",), "newest checkpoint"),
+        )
+        for how, options, interval, differs in (
+            ("by step", {}, 1.0, ()),
+            ("by step", {}, 2, ()),
+            ("by epoch", {"on_step": False, "on_epoch": True}, 1.0, (*ALL, "best")),
+            ("by epoch", {"on_step": False, "on_epoch": True}, 2, ()),
+        )
     ),
     Scenario("early stopping on NaN", values(5.0, float("nan"), 8.0), {"max_epochs": 4}, early(monitor="val_loss")),
     Scenario(

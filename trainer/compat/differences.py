@@ -332,6 +332,12 @@ _CHECKPOINTS = (
         "each value once: with `check_val_every_n_epoch=2`, every second epoch",
     ),
     Difference(
+        "name of both",
+        "a name logged in training and in validation, and monitored: the latest value, so with "
+        "`val_check_interval=1.0` the mean of the training epoch if it is logged by epoch",
+        "the value of the validation, with a warning",
+    ),
+    Difference(
         "time of early stopping",
         "EarlyStopping checks after validations unless `val_check_interval` and `check_val_every_n_epoch` are 1, so "
         "never with `limit_val_batches=0`",

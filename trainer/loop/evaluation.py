@@ -118,6 +118,8 @@ def evaluate(
             results.update(values.results)
             if run.stage == "fit":
                 run.nonfinite.check_validation(values.results)
+        else:
+            run.expect(values.all)
 
     if run.stage == "fit":
         module.on_validation_model_zero_grad()

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -150,6 +150,10 @@ class Run:
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
 
+        self._also_trained: set[str] = set()
+        """Names with values of validations that are logged in training, too."""
+        self._reported: set[str] = set()
+        """Those of them that are monitored, and were reported."""
         self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
         self.loaders = Loaders()
         self.skipping = SkippedBatches(module, self.strategy, self.progress)
@@ -457,7 +461,7 @@ class Run:
         """
         assert config.monitor is not None
         values = self.read_metrics()
-        measured = self.session.measured.get(config.monitor)
+        measured = self.monitored(config.monitor)
         if measured is not None:
             if measured.step <= config.value_step:
                 return None
@@ -470,6 +474,26 @@ class Run:
                 'Log it before the scheduler steps, or give "strict": False.'
             )
         return None
+
+    def monitored(self, name: str) -> Measured | None:
+        """Return the latest value of a logged name; None without one.
+
+        A name that is logged in training and in validation has the value of the validation, which a warning says.
+        """
+        if name in self._also_trained and name not in self._reported:
+            self._reported.add(name)
+            if self.strategy.processes.is_global_zero:
+                log.warning(
+                    "%r is logged in training and in validation, and monitored: its values are those of the "
+                    "validations. Give the two different names to choose.",
+                    name,
+                )
+        return self.session.measured.get(name)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Remember names that a validation logs, before it has values that count."""
+        for name in names:
+            self.session.measured.setdefault(name, Measured(0.0, -1, "validation"))
 
     def is_to_come(self, name: str) -> bool:
         """Whether a name without a value may get one, after the first validation or epoch at the latest. Collective."""
@@ -500,6 +524,10 @@ class Run:
             before = measured.get(name)
             if not complete or values.kinds[name] == "past":
                 measured.setdefault(name, Measured(value, -1, "interim"))
+            elif self.validating and values.kinds[name] == "epoch":
+                measured[name] = Measured(value, step, "validation")
+            elif before is not None and before.kind == "validation":
+                self._also_trained.add(name)
             elif before is None or (before.step, before.kind) != (step, "epoch") or values.kinds[name] == "epoch":
                 measured[name] = Measured(value, step, values.kinds[name])
         self.session.callback_metrics.update(values.all)

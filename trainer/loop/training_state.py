@@ -149,7 +149,7 @@ KINDS: dict[str, Any] = {
     "loader": [dict],
     "metrics": [_METRICS],
     "callback_metrics": {str: NUMBER},
-    "measured?": {str: {"value": NUMBER, "step": Integer(-1), "kind": ("step", "interim", "epoch")}},
+    "measured?": {str: {"value": NUMBER, "step": Integer(-1), "kind": ("step", "interim", "epoch", "validation")}},
     "scheduler_values?": [(Integer(-1), None)],
     "postponed_stop?": (str, None),
     "callbacks": {str: dict},

@@ -380,7 +380,7 @@ class MetricLog:
         logged = [
             e
             for e in self.train.entries.values()
-            if e.options.on_step and (e.window == self.window or e.window > max(e.flushed, e.superseded))
+            if e.options.on_step and e.window > e.superseded and (e.window == self.window or e.window > e.flushed)
         ]
         values = ReducedMetrics()
         with self.phase(LOGGING):

@@ -13,13 +13,14 @@ from trainer.errors import ConfigError
 log = logging.getLogger("trainer")
 
 Mode = Literal["min", "max"]
-Kind = Literal["step", "past", "interim", "epoch"]
+Kind = Literal["step", "past", "interim", "epoch", "validation"]
 """Part of the training that a value covers:
 
 - "step": a single step
 - "past": a single step, earlier than the one at which the value is read
 - "interim": a step or part of an epoch, whose mean is still to come
-- "epoch": a full epoch or evaluation
+- "epoch": a full epoch
+- "validation": no part, but a full validation
 """
 
 
