@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
 from trainer.arguments import Limit, PositiveFloat
@@ -95,9 +96,11 @@ class FSDPStrategy(DistributedStrategy):
         """A description of the wrapped units other than the module itself."""
         self._mesh: DeviceMesh | None = None
         self._parameters: list[Any] = []
+        """torch's records of the sharded parameters."""
         self._copies: list[tuple[nn.Parameter, int]] | None = None
         """The parameters that an evaluation inside `fit` has gathered, each with its version; None: no evaluation."""
-        """torch's records of the sharded parameters."""
+        self._versions: list[tuple[Any, int]] = []
+        """The records of parameters that an earlier step has gathered, each with the version of its full parameter."""
         self._will_load_checkpoint = False
         self._reuses_memory = False
         self._communicates = True
@@ -294,10 +297,13 @@ class FSDPStrategy(DistributedStrategy):
 
     def call_step(self, step: str, *args: Any) -> Any:
         self._refuse_replaced_parameters()
-        with self.precision.forward_context(self.device):
+        if step == "training_step":
+            self._versions = [(p, vars(p)["_unsharded_param"]._version) for p in self._parameters if was_gathered(p)]
+        with self.precision.forward_context(self.device), self._refusing_assignments():
             if not torch.is_inference_mode_enabled():
                 outputs = self.wrapped(step, _Hidden(args))
                 if self._steps_by_hand and step == "training_step":
+                    self._refuse_changes_within_step()
                     self.wrapped.reshard()
                 elif self._copies is None and not torch.is_grad_enabled():
                     self._copies = [(parameter, parameter._version) for parameter in self._gathered()]
@@ -317,13 +323,44 @@ class FSDPStrategy(DistributedStrategy):
             # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
             if (current is sharded and not sharded.data_ptr()) or current is vars(parameter).get("_unsharded_param"):
                 continue
+            raise self._replaced(parameter)
+
+    def _replaced(self, parameter: Any) -> ConfigError:
+        place = parameter._module_info
+        return ConfigError(
+            f"{self._name_of(place)} of shape {list(parameter.sharded_param.shape)} was replaced while training, by "
+            f"`module.{place.param_name} = ...`, by `p.data = ...` or by load_state_dict(assign=True), and "
+            f"strategy {self.name!r} goes on with the shards that it has. Change them in place, on all processes, "
+            "between two steps: with torch.no_grad(): p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) "
+            "(from torch.distributed.tensor); or use strategy 'ddp'."
+        )
+
+    def _refuse_changes_within_step(self) -> None:
+        """Raise ConfigError for parameters replaced or changed since the forward began, which FSDP2 would undo.
+
+        A gathered parameter is a copy of the shards, and its values are lost when it is freed.
+        """
+        self._refuse_replaced_parameters()
+        changed = [p._module_info for p, version in self._versions if vars(p)["_unsharded_param"]._version != version]
+        if changed:
             raise ConfigError(
-                f"{self._name_of(place)} of shape {list(sharded.shape)} was replaced while training, by "
-                f"`module.{place.param_name} = ...`, by `p.data = ...` or by load_state_dict(assign=True), and "
-                f"strategy {self.name!r} goes on with the shards that it has. Change them in place, on all processes: "
-                "with torch.no_grad(): p.copy_(distribute_tensor(value, p.device_mesh, p.placements)) (from "
-                "torch.distributed.tensor); or use strategy 'ddp'."
+                f"{', '.join(map(self._name_of, changed))} changed in place within a step, while gathered, and "
+                f"strategy {self.name!r} would lose that: change it in on_train_step_end or on_train_batch_start."
             )
+
+    @contextmanager
+    def _refusing_assignments(self) -> Iterator[None]:
+        """Refuse `module.weight = nn.Parameter(...)` in the block, which the next gathering would undo."""
+
+        def check(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            for record in self._parameters:
+                place, own = record._module_info, (record.sharded_param, vars(record).get("_unsharded_param"))
+                modules, names = (place.module, *place.shared_modules), (place.param_name, *place.shared_param_names)
+                if (module, name) in zip(modules, names, strict=True) and all(parameter is not one for one in own):
+                    raise self._replaced(record)
+
+        with register_module_parameter_registration_hook(check):
+            yield
 
     def _name_of(self, place: Any) -> str:
         """Return the full name of a parameter at one of torch's places; its module may have been taken out."""
@@ -364,6 +401,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def backward(self, loss: torch.Tensor) -> None:
         # Not through super(): from fit to backward there are four frames.
+        self._refuse_changes_within_step()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         if not self._steps_by_hand:
@@ -497,26 +535,39 @@ def fsdp_parameters(wrapped: nn.Module) -> Iterator[Any]:
 
     for unit in wrapped.modules():
         if isinstance(unit, FSDPModule):
-            state: Any = unit._get_fsdp_state()
-            # torch 2.13 has several groups; before it there was one, or None.
-            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-            for group in filter(None, groups):
+            for group in parameter_groups(unit):
                 yield from group.fsdp_params
+
+
+def parameter_groups(unit: Any) -> list[Any]:
+    """Return torch's groups of the parameters that are gathered with a unit."""
+    state = unit._get_fsdp_state()
+    # torch 2.13 has several groups; before it there was one, or None.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def unsharded_parameters(wrapped: nn.Module) -> Iterator[nn.Parameter]:
     """Yield FSDP2's full parameters, whose gradients wait in them for the last micro-batch of a window."""
     for parameter in fsdp_parameters(wrapped):
-        if hasattr(parameter, "_unsharded_param"):  # it is made in the first forward
+        if was_gathered(parameter):
             yield parameter._unsharded_param
 
 
+def was_gathered(parameter: Any) -> bool:
+    """Whether one of FSDP2's records has a full parameter, which is made in the first forward."""
+    return "_unsharded_param" in vars(parameter)
+
+
 def reshard_all(wrapped: nn.Module) -> None:
-    """Free all gathered parameters."""
+    """Free all gathered parameters, also those of a forward that has ended with an error."""
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     for unit in wrapped.modules():
         if isinstance(unit, FSDPModule):
+            for group in parameter_groups(unit):
+                group._training_state = TrainingState.IDLE
             unit.reshard()
 
 

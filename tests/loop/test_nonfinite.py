@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
@@ -428,6 +429,22 @@ def test_a_loss_in_which_no_parameter_takes_part_is_reported(every: int, caplog:
         quiet(max_epochs=1, log_every_n_steps=every).fit(Lone(), loader(4))
         quiet(max_epochs=1, log_every_n_steps=every).fit(Toy(), loader(4))
     assert caplog.text.count("no parameter of the optimizers has a gradient: the loss depends on none of them") == 1
+
+
+def _warned_under_zero3() -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer").addHandler(handler)
+    WAYS["ZeRO-3 x2"].trainer(max_epochs=1).fit(MLP(), DataLoader(MLP.data(16), 4))
+    return messages
+
+
+def test_flat_parameters_of_deepspeed_are_no_missing_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_if_missing("ZeRO-3 x2")
+    monkeypatch.chdir(tmp_path)
+    for messages in run_distributed(_warned_under_zero3):
+        assert not [one for one in messages if "has a gradient" in one]
 
 
 def test_a_complex_value_is_not_logged() -> None:

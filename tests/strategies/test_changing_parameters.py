@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 from tests.helpers.processes import once_per_module, run_distributed, run_python
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
+from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
 
 pytestmark = pytest.mark.timeout(600)
@@ -68,6 +71,8 @@ class Changing(MLP):
                     p.copy_(distribute_tensor(new, p.device_mesh, p.placements) if isinstance(p, DTensor) else new)
         elif kind == "data":
             self.layers[2].weight.data = torch.linspace(-0.3, 0.3, 256).view(16, 16)
+        elif kind == "prune":
+            prune.l1_unstructured(self.layers[2], "weight", amount=0.5)
         elif kind == "weight":
             self.layers[2].weight = nn.Parameter(torch.linspace(-0.3, 0.3, 256).view(16, 16))
         elif kind == "module":
@@ -79,6 +84,30 @@ class Changing(MLP):
         elif kind == "remove":
             self.layers[2] = nn.Identity()
             optimizer.param_groups[0]["params"] = list(self.parameters())
+
+
+class Direct(Changing):
+    """A module that calls backward itself for a second loss, of neither the first nor the last parameters."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.automatic_optimization = kind == "automatic"
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[2](self.layers[:2](x).detach()).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            self.second(batch[0]).backward()
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.second(batch[0]).backward()
+        optimizer.step()
+        return None
+
+    def change(self, kind: str, optimizer: Any, seed: int = 5) -> None: ...
 
 
 class Change(Callback):
@@ -132,6 +161,8 @@ CASES = {
     "register": "step end",
     "delete": "step end",
     "weight within a window": "second batch",
+    "weight within a step": "within",
+    "prune": "step end",
 }
 DIFFERENT = ("one rank", "other ranks", "within")
 
@@ -146,7 +177,8 @@ def fit(name: str, kind: str, callback: Change) -> Any:
         watchdog_seconds=60,
         accumulate_grad_batches=window,
     )
-    module, batch_size = Changing(kind), GLOBAL_BATCH // WAYS[name].processes // window
+    cls = Direct if callback.hook == "direct" else Changing
+    module, batch_size = cls(kind), GLOBAL_BATCH // WAYS[name].processes // window
     try:
         trainer.fit(module, DataLoader(MLP.data(SAMPLES), batch_size), DataLoader(MLP.data(4), 2))
     except ConfigError as error:
@@ -156,7 +188,9 @@ def fit(name: str, kind: str, callback: Change) -> Any:
 
 def train_all(name: str) -> dict[str, Any]:
     cases = {case: hook for case, hook in CASES.items() if (name, case) != ("ZeRO-3 x2", "reset")}  # p.copy_ fails
-    return {case: fit(name, case.split()[0], Change(case.split()[0], hook)) for case, hook in cases.items()}
+    found = {case: fit(name, case.split()[0], Change(case.split()[0], hook)) for case, hook in cases.items()}
+    direct = ("automatic", *(("manual",) if not name.startswith("ZeRO") else ()))
+    return found | {f"direct {kind}": fit(name, kind, Change(kind, "direct")) for kind in direct}
 
 
 def by_hand(kind: str) -> dict[str, torch.Tensor]:
@@ -192,11 +226,14 @@ def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
             assert "was changed while training, and DeepSpeed's stage 3" in found
         elif name.startswith("FSDP") and kind in ("data", "weight"):
             assert "layers.2.weight of shape [16, 16] was replaced while training" in found
+        elif kind == "prune" and (name.startswith("FSDP") or name == "ZeRO-3 x2"):
+            assert "torch.nn.utils.prune.apply" in found
+            assert "needs full parameters, and strategy" in found
         elif name == "FSDP x2, SHARD_GRAD_OP" and case == "halve in a validation":
             assert "layers.4.bias changed between the batches of an evaluation" in found
-        elif case == "weight within a window" and name != "ZeRO-3 x2":
+        elif case == "weight within a step" or (case == "weight within a window" and name != "ZeRO-3 x2"):
             assert "layers.2.weight was replaced within a step" in found
-        elif name.startswith("ZeRO") and kind not in ("halve", "reset", "data"):
+        elif name.startswith("ZeRO") and kind not in ("halve", "reset", "data", "prune"):
             assert "flattens the parameters that train at the start" in found
             names = {
                 "add": "extra.weight",
@@ -219,6 +256,26 @@ def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
         else:
             for key, value in by_hand(kind).items():
                 torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_direct_backward_adds_to_the_gradients_or_is_refused(name: str, results: Any) -> None:
+    skip_if_missing(name)
+    seed_everything(1)
+    module = Direct("automatic")
+    optimizer = module.configure_optimizers()
+    for x, y in list(DataLoader(MLP.data(SAMPLES), GLOBAL_BATCH)) * EPOCHS:
+        optimizer.zero_grad()
+        (mse_loss(module(x), y) + module.second(x)).backward()
+        optimizer.step()
+    for rank in results[name]:
+        if name in ("ZeRO-2 x2", "ZeRO-3 x2"):
+            assert "leave loss.backward() out of training_step" in rank["direct automatic"]
+            continue
+        for key, value in module.state_dict().items():
+            torch.testing.assert_close(rank["direct automatic"][key], value, rtol=1e-4, atol=1e-5)
+        if "direct manual" in rank:
+            assert "call self.manual_backward(loss) instead" in rank["direct manual"]
 
 
 class Gathered(Callback):
@@ -319,3 +376,20 @@ def train_on_one_rank() -> None:
 
 def test_a_parameter_that_one_rank_uses_is_reported_in_the_same_step(tmp_path: Path) -> None:
     assert "Parameters took no part in the loss of a step" in output_of_both("train_on_one_rank()", tmp_path)
+
+
+@pytest.mark.parametrize(("trained", "every"), [(False, 1), (False, 50), (True, 1)])
+def test_new_parameters_that_no_optimizer_has_are_named(
+    trained: bool, every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Growing(Toy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 1:
+                self.layer.weight = nn.Parameter(torch.zeros(1, 4))
+                if trained:
+                    self.trainer.optimizers[0].add_param_group({"params": [self.layer.weight]})
+
+    with caplog.at_level(logging.WARNING, "trainer"):
+        quiet(max_epochs=2, log_every_n_steps=every).fit(Growing(), loader(4))
+    assert caplog.text.count("layer.weight came while training") == (0 if trained else 1)
+    assert ("trainer.optimizers[0].add_param_group({'params': [p]})" in caplog.text) != trained

@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET
 from tests.helpers.processes import run_distributed
+from tests.helpers.strategy_models import FEATURES, MLP
+from tests.helpers.strategy_runs import WAYS
 from trainer import Callback, ConfigError, Trainer, TrainModule
 from trainer.precision import PRECISIONS
 from trainer.strategies import STRATEGIES, DDPStrategy, FSDPStrategy
@@ -424,3 +426,64 @@ def test_a_module_trains_after_it_was_evaluated(processes: int, tmp_path: Path, 
     sharded, plain = (run_distributed(evaluate_first, processes, name) for name in ("fsdp", "ddp"))
     for rank, expected in zip(sharded, plain, strict=True):
         assert rank == pytest.approx(expected, rel=1e-5)
+
+
+class ChangesWithin(MLP):
+    """A module with a layer outside the blocks, which changes a parameter within its third step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.norm = kind, nn.LayerNorm(FEATURES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        now = self.trainer.global_step == 2
+        if now and self.kind == "in place":
+            with torch.no_grad():
+                self.norm.weight.mul_(0.5)
+        elif now and self.kind == "assigned":
+            self.layers[2].weight = nn.Parameter(torch.zeros(16, 16))
+        return super().forward(self.norm(x[:, :3] if now and self.kind == "wrong shape" else x))
+
+
+def change_within() -> dict[str, str]:
+    found = {}
+    for kind in ("in place", "assigned", "wrong shape"):
+        trainer = WAYS["FSDP x2"].trainer(max_steps=4, watchdog_seconds=60)
+        try:
+            trainer.fit(ChangesWithin(kind), DataLoader(MLP.data(24), 4))
+        except (ConfigError, RuntimeError) as error:
+            found[kind] = str(error)
+    return found
+
+
+def test_changes_within_a_step_are_refused_and_other_errors_are_not_called_changes() -> None:
+    for found in run_distributed(change_within):
+        assert "norm.weight changed in place within a step, while gathered" in found["in place"]
+        assert "layers.2.weight of shape [16, 16] was replaced while training" in found["assigned"]
+        assert "Given normalized_shape=[6]" in found["wrong shape"]
+
+
+def fit_again() -> Any:
+    """Return the weights after a training that follows one whose forward has ended with an error."""
+
+    def fail(layer: nn.Module, arguments: Any) -> None:
+        raise KeyError("a user's")
+
+    module, fresh = ChangesWithin(""), ChangesWithin("")
+    fresh.load_state_dict(module.state_dict())
+    handle = module.layers[2].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        WAYS["FSDP x2"].trainer(max_steps=1).fit(module, DataLoader(MLP.data(24), 4))
+    handle.remove()
+    states = []
+    for one in (module, fresh):
+        trainer = WAYS["FSDP x2"].trainer(max_steps=4, seed=1)
+        trainer.fit(one, DataLoader(MLP.data(24), 4))
+        states.append(trainer.full_state_dict(everywhere=True))
+    return states
+
+
+def test_a_module_trains_after_a_forward_that_failed() -> None:
+    for again, fresh in run_distributed(fit_again):
+        for name, value in fresh.items():
+            assert torch.equal(again[name], value), name

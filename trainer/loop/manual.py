@@ -98,15 +98,13 @@ class ManualOptimization:
     def _refusing_direct_calls(self) -> Iterator[None]:
         """Refuse `loss.backward()` and steps of the torch optimizers in the block, where they would train wrongly.
 
-        A backward is noticed at the first and the last parameter of each optimizer: hooks of all would cost time.
+        All parameters are watched, because such a loss may reach a single one, on which the processes then differ.
         """
         strategy, optimizers = self.run.strategy, self.run.optimizers
         handles: list[Any] = []
         if strategy.scaler is not None or strategy.processes.world_size > 1:
-            trained = (
-                [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad] for optimizer in optimizers
-            )
-            watched = {id(p): p for parameters in trained for p in (*parameters[:1], *parameters[-1:])}
+            groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+            watched = {id(p): p for parameters in groups for p in parameters if p.requires_grad}
             handles += [p.register_post_accumulate_grad_hook(self._refuse_backward) for p in watched.values()]
         if strategy.scaler is not None or strategy.shards_state:
             handles += [optimizer.register_step_pre_hook(self._refuse_step) for optimizer in optimizers]

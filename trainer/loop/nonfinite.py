@@ -158,8 +158,9 @@ class NonFiniteMonitor:
         module = self._module
         trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         inside = {id(parameter) for parameter in module.parameters()}
-        # DeepSpeed's optimizers hold flat parameters of their own, whose gradients are never None.
-        if not module.automatic_optimization or any(p.grad is not None or id(p) not in inside for p in trained):
+        # DeepSpeed's optimizers hold flat parameters of their own, or between two steps none.
+        flattened = not trained or any(id(p) not in inside for p in trained)
+        if not module.automatic_optimization or flattened or any(p.grad is not None for p in trained):
             return
         log.warning(
             "after step %d no parameter of the optimizers has a gradient: the loss depends on none of them, so nothing "

@@ -37,7 +37,7 @@ from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.loop.skipping import SkippedBatches
-from trainer.loop.trainable import TrainableParameters
+from trainer.loop.trainable import NewParameters, TrainableParameters
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
 from trainer.module import TrainModule
@@ -125,6 +125,8 @@ class Run:
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     trainable: TrainableParameters | None = None
     """Notices a change of the trainable parameters; None on one process, and outside of `fit`."""
+    new_parameters: NewParameters | None = None
+    """Warns of untrained parameters; None on several processes, under sharding, and outside of `fit`."""
 
     def __init__(
         self,
@@ -236,6 +238,8 @@ class Run:
         self.optimizers = strategy.setup_optimizers(optimizers, config)
         if strategy.processes.world_size > 1:
             self.trainable = TrainableParameters(module, strategy, self.optimizers, self.wait_for_all)
+        elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
+            self.new_parameters = NewParameters(module, self.optimizers)
         self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
@@ -508,7 +512,9 @@ class Run:
         return bool(logged & {name, name.removesuffix("_step"), name.removesuffix("_epoch")})
 
     def check_numbers(self) -> None:
-        """Report numbers that are not finite. Call this after values were read."""
+        """Report numbers that are not finite, and parameters that nothing trains. Call this after values were read."""
+        if self.new_parameters is not None and self.training:
+            self.new_parameters.report()
         optimizers = self.optimizers if self.training else []
         self.nonfinite.check_values(optimizers, updated=not self.skipping.whole_step)
 

@@ -14,7 +14,7 @@ from trainer.callback import call_all, print_text
 from trainer.checkpoint.disk import WriteError
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import requeue
-from trainer.errors import CheckpointError, TrainerError, explain_torch_error
+from trainer.errors import CheckpointError, ConfigError, TrainerError, explain_torch_error
 from trainer.fault_tolerance.ended_processes import explain_lost_connection
 from trainer.fault_tolerance.failure import exit_in_time, limit_exit, report_failure
 from trainer.fault_tolerance.signals import EXIT_RETRY
@@ -75,7 +75,8 @@ def end_with_error(run: Run, error: BaseException) -> None:
     run.stop_coordinator.failed()
     run.watchdog.stop()
     changed = run.trainable.explain(error) if run.trainable is not None else None
-    explained = changed or explain_torch_error(error) or _explain_restored_state(run, error)
+    sharded = _explain_full_parameters(run, error)
+    explained = changed or sharded or explain_torch_error(error) or _explain_restored_state(run, error)
     processes = run.strategy.processes
     rank, world_size = processes.rank, processes.world_size
     explained = explained or explain_lost_connection(error, processes.store, rank, world_size)
@@ -92,6 +93,30 @@ def end_with_error(run: Run, error: BaseException) -> None:
             run.tear_down()
     if explained is not None:
         raise explained from error
+
+
+_OF_FULL_PARAMETERS = {
+    "torch.nn.utils.prune": ("apply", "apply_mask", "remove", "global_unstructured"),
+    "torch.nn.utils.parametrize": ("register_parametrization", "remove_parametrizations"),
+    "torch.nn.utils.parametrizations": ("weight_norm", "spectral_norm", "orthogonal"),
+}
+"""Functions of torch that compute with a full parameter and replace it, by their modules."""
+
+
+def _explain_full_parameters(run: Run, error: BaseException) -> ConfigError | None:
+    """Return a ConfigError for an error of pruning and the like with parameters that the strategy has sharded."""
+    if not run.strategy.collective_forward or isinstance(error, TrainerError) or not isinstance(error, Exception):
+        return None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        where, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if function in _OF_FULL_PARAMETERS.get(where, ()):
+            explained = ConfigError(
+                f"{where}.{function} needs full parameters, and strategy {run.strategy.name!r} shards them. Call it "
+                f"before fit or in configure_model, or use strategy 'ddp'.\ntorch said: {str(error).splitlines()[0]}"
+            )
+            explained.__cause__ = error
+            return explained
+    return None
 
 
 def _explain_restored_state(run: Run, error: BaseException) -> CheckpointError | None:

@@ -48,8 +48,7 @@ class TrainableParameters:
 
     def _in_optimizers(self) -> set[int]:
         """Return the identities of the parameters in the optimizers."""
-        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-        return set(map(id, chain.from_iterable(groups)))
+        return parameters_of(self._optimizers)
 
     def _number_of_groups(self) -> int:
         return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
@@ -94,9 +93,10 @@ class TrainableParameters:
         """Return the error for a change since the window's first forward, if torch or DeepSpeed has failed after it."""
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         raised_in = frame.f_globals.get("__name__", "").split(".")[0]
-        if raised_in not in ("torch", "deepspeed") or not self._have_changed():
-            return None
-        return self._changed_within()
+        try:
+            return self._changed_within() if raised_in in ("torch", "deepspeed") and self._have_changed() else None
+        except ConfigError as change:  # the strategy's words for it
+            return change
 
     def _changed_within(self) -> ConfigError:
         return ConfigError(
@@ -117,15 +117,9 @@ class TrainableParameters:
 
     def _require_optimized(self) -> None:
         """Raise ConfigError for a new parameter that no optimizer has."""
-        optimized = self._in_optimizers()
-        alone = [name for name, p in self._tables.new().items() if p.requires_grad and id(p) not in optimized]
-        if alone:
-            raise ConfigError(
-                f"{', '.join(alone)} came while training, by `module.layer = ...`, `module.weight = ...` or "
-                "register_parameter, and no optimizer trains it. To change the values of a parameter, do it in place: "
-                "with torch.no_grad(): p.copy_(value). To train a new one: "
-                "trainer.optimizers[0].add_param_group({'params': [p]}). To keep it as it is: p.requires_grad_(False)."
-            )
+        untrained = describe_untrained(self._tables, self._in_optimizers())
+        if untrained:
+            raise ConfigError(untrained)
 
     def _changes(self) -> str:
         """Return the changes in words, with the names of the parameters."""
@@ -136,3 +130,42 @@ class TrainableParameters:
             "frozen": [name for name, trains in now.items() if not trains and self._names.get(name)],
         }
         return describe_changes(changes) or "an optimizer's groups of parameters were changed"
+
+
+class NewParameters:
+    """Warns of parameters that came while a single process trains, and that no optimizer has.
+
+    Several processes refuse them, since they would differ; on one a callback may train them itself.
+    """
+
+    def __init__(self, module: TrainModule, optimizers: list[Optimizer]) -> None:
+        self._module, self._optimizers = module, optimizers
+        self._tables = ParameterTables(module)
+
+    def report(self) -> None:
+        """Log a warning if there are such parameters, once for each change."""
+        if self._tables.unchanged():
+            return
+        untrained = describe_untrained(self._tables, parameters_of(self._optimizers))
+        if untrained:
+            log.warning("%s", untrained)
+        self._tables = ParameterTables(self._module)
+
+
+def parameters_of(optimizers: list[Optimizer]) -> set[int]:
+    """Return the identities of the parameters in the optimizers."""
+    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    return set(map(id, chain.from_iterable(groups)))
+
+
+def describe_untrained(tables: ParameterTables, optimized: set[int]) -> str:
+    """Return a message about new parameters that are to be trained and are in no optimizer; empty if there are none."""
+    alone = [name for name, p in tables.new().items() if p.requires_grad and id(p) not in optimized]
+    if not alone:
+        return ""
+    return (
+        f"{', '.join(alone)} came while training, by `module.layer = ...`, `module.weight = ...` or "
+        "register_parameter, and no optimizer trains it. To change the values of a parameter, do it in place: "
+        "with torch.no_grad(): p.copy_(value). To train a new one: "
+        "trainer.optimizers[0].add_param_group({'params': [p]}). To keep it as it is: p.requires_grad_(False)."
+    )
