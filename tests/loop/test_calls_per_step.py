@@ -12,6 +12,7 @@ import torch
 
 import trainer as package
 from trainer import Trainer, TrainModule
+from trainer.callbacks import CSVLogger, TensorBoardLogger
 
 ROOT = Path(package.__file__).resolve().parent.parent
 OURS = tuple(str(ROOT / folder) for folder in ("trainer", "strategies", "callbacks"))
@@ -30,7 +31,7 @@ class Counting(TrainModule):
         self._count()
         loss = self.layer(batch).mean()
         for name in self.names:
-            self.log(name, loss)
+            self.log(name, loss, prog_bar=True)
         return loss
 
     def _count(self) -> None:
@@ -63,3 +64,15 @@ def calls(make: Callable[[], Counting], **settings: Any) -> int:
 )
 def test_a_step_calls_few_functions(names: int, settings: dict[str, Any], most: int) -> None:
     assert calls(lambda: Counting(4, 8, names), **settings) <= 4 * most
+
+
+@pytest.mark.parametrize(("micro_batches", "most"), [(1, 46), (4, 32)], ids=["a step", "four micro-batches"])
+def test_a_step_with_all_on_calls_few_functions_more(micro_batches: int, most: int, tmp_path: Path) -> None:
+    everything: dict[str, Any] = {
+        "enable_progress_bar": True,
+        "enable_checkpointing": True,
+        "logger": [CSVLogger(), TensorBoardLogger()],
+        "default_root_dir": tmp_path,
+        "accumulate_grad_batches": micro_batches,
+    }
+    assert calls(lambda: Counting(4, 8, names=1), **everything) <= 4 * most

@@ -242,6 +242,7 @@ class Run:
             self.new_parameters = NewParameters(module, self.optimizers)
         self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
+        self.metrics.losses_on_host = strategy.device.type == "cpu"
         if isinstance(strategy.scaler, torch.amp.GradScaler):
             self.metrics.scaler = strategy.scaler
 
