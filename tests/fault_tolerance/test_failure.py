@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.processes import fork_python, run_python
-from trainer.fault_tolerance.failure import first_failure, report_failure
+from trainer.fault_tolerance.failure import first_failure, report_dead_process, report_failure
 
 
 def error() -> ValueError:
@@ -34,6 +34,13 @@ def test_first_prints_its_traceback_and_later_ones_a_line(capsys: pytest.Capture
     assert not report_failure(store, 0, 3, error())
     assert not report_failure(store, 2, 3, error())
     assert capsys.readouterr().err == "rank 0 stops because rank 1 failed\nrank 2 stops because rank 1 failed\n"
+
+
+def test_who_follows_a_process_that_is_gone_names_its_own_call(capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+    report_dead_process(store, 1, 2)
+    assert not report_failure(store, 0, 2, error())
+    assert "rank 0 stops because rank 1 is gone, in error (" in capsys.readouterr().err
 
 
 def test_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from trainer.fault_tolerance.stacks import raised_in
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
@@ -103,6 +105,8 @@ def report_failure(store: Store | None, rank: int, world_size: int, error: BaseE
             f"rank {rank} stops, too late to know whether another rank failed first: "
             f"{''.join(traceback.format_exception_only(error))}"
         )
+    elif _GONE in first:
+        text = f"rank {rank} stops because {_describe_failure(first)}, in {raised_in(error)}\n"
     else:
         text = f"rank {rank} stops because {_describe_failure(first)}\n"
     write_error(text)
@@ -116,7 +120,8 @@ def report_dead_process(store: Store, rank: int, world_size: int) -> None:
     if store.compare_set(_KEY, "", claim).decode() == claim:
         write_error(
             f"rank {rank} of {world_size} is gone: it ended without an error of its own. Somebody killed it (the "
-            "kernel does when memory runs out), or it called os._exit or sys.exit.\n"
+            "kernel does when memory runs out), it called os._exit or sys.exit, or C code aborted it: gloo does "
+            "(EnforceNotMet) when the processes are in different collectives, or give tensors of different sizes.\n"
         )
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import threading
+import traceback
 from types import FrameType
 
 
@@ -34,18 +35,27 @@ def where() -> str:
     If that is a call in this package, the user's call that led to it is added.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+    return _innermost([(one, one.f_lineno) for one in _walk(frame)])
+
+
+def raised_in(error: BaseException) -> str:
+    """Return the same of the calls in which `error` was raised."""
+    return _innermost(list(traceback.walk_tb(error.__traceback__))[::-1])
+
+
+def _innermost(calls: list[tuple[FrameType, int]]) -> str:
+    if not calls:
         return "an unknown place"
     foreign = tuple({sysconfig.get_path("stdlib"), *filter(None, map(_folder_of, ("torch", "deepspeed")))})
-    calls = [one for one in _walk(frame) if not one.f_code.co_filename.startswith((*foreign, "<"))] or [frame]
-    users = next((one for one in calls if not _is_of_this_package(one)), None)
+    calls = [one for one in calls if not one[0].f_code.co_filename.startswith((*foreign, "<"))] or calls[:1]
+    users = next((one for one in calls if not _is_of_this_package(one[0])), None)
     if users is None or users is calls[0]:
-        return _location(calls[0])
-    return f"{_location(calls[0])}, called from {_location(users)}"
+        return _location(*calls[0])
+    return f"{_location(*calls[0])}, called from {_location(*users)}"
 
 
-def _location(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+def _location(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{line})"
 
 
 def _is_of_this_package(frame: FrameType) -> bool:
