@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainer import __version__
 from trainer.data.loader import BatchLoader
-from trainer.errors import ConfigError, did_you_mean
+from trainer.errors import ConfigError, did_you_mean, shown
 from trainer.loop.agreement import as_text, describe_layer, optimizer_facts
 from trainer.loop.run import Run
 from trainer.module import TrainModule
@@ -62,9 +62,9 @@ def allowed_problems(allow_changes: Any) -> list[str]:
     """Return a message for each problem of the argument `allow_changes` of `fit`."""
     if isinstance(allow_changes, (list, tuple, set, frozenset)):
         wrong = [name for name in allow_changes if not isinstance(name, str) or name not in CHANGES]
-        hints = "".join(did_you_mean(str(name), CHANGES) for name in wrong[:1])
-        return [f"allow_changes={wrong}: give names out of {', '.join(CHANGES)}.{hints}"] if wrong else []
-    return [f"allow_changes={allow_changes!r}: give a list of names, such as ['dataset']."]
+        hints = "".join(did_you_mean(name, CHANGES) for name in wrong[:1] if isinstance(name, str))
+        return [f"allow_changes={shown(wrong)}: give names out of {', '.join(CHANGES)}.{hints}"] if wrong else []
+    return [f"allow_changes={shown(allow_changes)}: give a list of names, such as ['dataset']."]
 
 
 # -- what is compared --------------------------------------------------------------------------------------------------
