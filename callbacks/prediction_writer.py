@@ -30,7 +30,8 @@ class PredictionWriter(Callback):
     Each process writes `predictions-rank<r>-of-<processes>-part<n>.<format>`, and at the end an index of its parts,
     `predictions-rank<r>-of-<processes>.json`. Files of an earlier prediction in the same folder are replaced. The
     samples of batch `b` are spread over the processes in the order of ranks, so the order of the data is (loader,
-    batch, rank, row); `read_predictions` gives the rows in this order.
+    batch, rank, row); `read_predictions` gives the rows in this order. Processes that hold one model together count as
+    one.
 
     `predict_step` returns a tensor, or a dict or tuple of tensors, whose first dimension is that of the batch; with
     "jsonl" lists with one item per sample too, and anything else that JSON can hold, which is then one row.
@@ -96,17 +97,23 @@ class PredictionWriter(Callback):
         if self.dirpath is None:
             refuse_link(trainer.run_dir / "predictions")
         folder = self.dirpath if self.dirpath is not None else trainer.run_dir / "predictions"
-        self._parts = _Parts(folder, self.format, trainer.rank, trainer.world_size, self.max_shard_size)
+        processes = trainer.strategy.processes
+        if processes.reports:
+            self._parts = _Parts(folder, self.format, processes.reader, processes.readers, self.max_shard_size)
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        if not trainer.strategy.processes.reports:
+            return
         if self.write_interval == "batch":
             self.write_on_batch_end(trainer, module, outputs, batch, batch_idx, dataloader_idx)
         else:
             self._kept[dataloader_idx].append(_on_cpu(outputs))
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.strategy.processes.reports:
+            return
         if self.write_interval == "epoch":
             self.write_on_epoch_end(trainer, module, self._kept)
             self._kept = []

@@ -9,6 +9,7 @@ import torch
 from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.errors import TrainerError
+from trainer.model.weights import AbsentParameter
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -69,7 +70,11 @@ class ReplicaCheck(Callback):
 @torch.no_grad()
 def checksums(module: torch.nn.Module) -> dict[str, int]:
     """Return the sum of the bits of each replicated parameter, weighted by place; one copy from the device."""
-    plain = {name: p.detach() for name, p in module.named_parameters() if not hasattr(p, "device_mesh")}
+    plain = {
+        name: p.detach()
+        for name, p in module.named_parameters()
+        if not hasattr(p, "device_mesh") and not isinstance(p, AbsentParameter)
+    }
     sums = {name: _weighted_sum(_bits(value)) for name, value in plain.items() if value.numel()}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 

@@ -45,6 +45,8 @@ class StepConfig:
     schedulers: Sequence[object] | None = None
     run_dir: Path | None = None
     """Directory in which a strategy may write its configuration; None: write nothing."""
+    compiles_module: bool = False
+    """True if the module is compiled as a whole, not block by block."""
     reuses_memory: bool = False
     """True if each forward overwrites the results of the last backward, as CUDA graphs do."""
 
@@ -269,6 +271,9 @@ class Strategy:
             loss = self.scaler.scale(loss)
         loss.backward()
 
+    def end_window(self) -> None:
+        """Complete the gradients of a window; called after the backward of its last micro-batch."""
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Undo the loss scaling of the gradients, unless this is done already; called before hooks and clipping."""
         if self.scaler is not None and has_gradients(optimizer) and id(optimizer) not in self._unscaled:
@@ -392,8 +397,8 @@ def has_gradients(optimizer: Optimizer) -> bool:
 
 
 def synchronize_buffers(strategy: Strategy) -> None:
-    """Broadcast rank 0's replicated buffers; called before evaluation and checkpoints."""
-    strategy.processes.broadcast([buffer for buffer in strategy.module.buffers() if buffer.numel()])
+    """Broadcast reader 0's replicated buffers; called before evaluation and checkpoints."""
+    strategy.processes.broadcast_over_readers([buffer for buffer in strategy.module.buffers() if buffer.numel()])
 
 
 def full_state_dict(strategy: Strategy, everywhere: bool) -> dict[str, torch.Tensor]:

@@ -437,6 +437,7 @@ class Trainer:
                 if not repeated:
                     hooks.on_train_batch_end(outputs, data, batch_idx)
                 del outputs, data
+        strategy.end_window()
         if skipping.may_skip:
             skipping.end_window()
         return outputs, data, losses
@@ -922,6 +923,17 @@ class Trainer:
     def world_size(self) -> int:
         """The number of processes."""
         return self.strategy.processes.world_size
+
+    @property
+    def reader(self) -> int:
+        """The number of this process among those that read different samples: its rank, unless several processes hold
+        one model together."""
+        return self.strategy.processes.reader
+
+    @property
+    def readers(self) -> int:
+        """Number of processes, or of groups that hold one model together, that read different samples."""
+        return self.strategy.processes.readers
 
     @property
     def is_global_zero(self) -> bool:

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
 
-from trainer.arguments import Limit, PositiveFloat
+from trainer.arguments import Limit, PositiveFloat, PositiveInt
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
 from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_leaves
@@ -26,8 +25,11 @@ from trainer.model.init_device import InitDevice, build_context, initial_values,
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
-from trainer.precision import Precision
+from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward
+from trainer.strategies.fsdp.context import AttentionExchange
+from trainer.strategies.fsdp.mesh import Layout, ParallelMesh
+from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
 from trainer.strategy import StepConfig, wrapping_problems
 
 if TYPE_CHECKING:
@@ -57,7 +59,18 @@ class FSDPStrategy(DistributedStrategy):
         init_device: where `configure_model` builds the layers. "cpu": on every process. "mixed": on rank 0; on the
             other processes without memory. "meta": without memory on all; then rank 0 calls `init_weights` or
             `reset_parameters` of one submodule after the other. All processes get rank 0's values.
+        tensor_parallel: processes among which layers are divided, as the module's `tensor_parallel_plan` says, or that
+            of a Hugging Face model in it; see `trainer.strategies.fsdp.plan.STYLES`.
+        context_parallel: processes among which each sequence is divided, within the blocks. Blocks mix tokens by
+            `scaled_dot_product_attention` only.
+        pipeline_parallel: stages, each with some of the blocks. The micro-batches are those of a window
+            (`Trainer(accumulate_grad_batches=)`).
+        context_exchange: of `context_parallel`: processes exchange "heads" or "keys" of attention; "auto": heads where
+            their number is a multiple of the processes.
         timeout_seconds: after which a collective that does not end raises.
+
+    The processes that hold one model together, tensor_parallel x context_parallel x pipeline_parallel, read the same
+    samples; weights are sharded over the others, and over the parts of sequences.
 
     The module keeps its shards after the run; checkpoints have the weights, and `trainer.full_state_dict()` gathers
     them.
@@ -80,9 +93,19 @@ class FSDPStrategy(DistributedStrategy):
         accumulate_unsharded: bool = True,
         reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         init_device: InitDevice = "cpu",
+        tensor_parallel: PositiveInt = 1,
+        context_parallel: PositiveInt = 1,
+        pipeline_parallel: PositiveInt = 1,
+        context_exchange: AttentionExchange = "auto",
         timeout_seconds: PositiveFloat = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
+        self.layout = Layout(tensor_parallel, context_parallel, pipeline_parallel)
+        self.context_exchange = context_exchange
+        self.pipeline: Pipeline | None = None
+        """This process's stage, with `pipeline_parallel`."""
+        self.divisions = ""
+        """A description of what `layout` divides."""
         self.sharding_strategy = sharding_strategy
         self.auto_wrap_policy = auto_wrap_policy
         self.reshard_after_forward = reshard_after_forward
@@ -94,7 +117,8 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped: Any = None
         self.wrapped_blocks = ""
         """A description of the wrapped units other than the module itself."""
-        self._mesh: DeviceMesh | None = None
+        self._mesh: ParallelMesh | None = None
+        self._loss_parallel = False
         self._parameters: list[Any] = []
         """torch's records of the sharded parameters."""
         self._copies: list[tuple[nn.Parameter, int]] | None = None
@@ -119,9 +143,11 @@ class FSDPStrategy(DistributedStrategy):
         problems = super().problems(precision, device_type, num_processes, config, module)
         if device_type == "mps":
             problems.append("strategy 'fsdp' does not run on MPS: use accelerator='cpu', or devices=1 and no strategy.")
+        problems += self._layout_problems(precision, num_processes, module)
+        readers = max(1, num_processes // self.layout.processes)
         reshard = self.reshard_after_forward
         if isinstance(reshard, int) and not isinstance(reshard, bool):
-            shards = self.device_mesh[-1] if self.device_mesh else num_processes
+            shards = (self.device_mesh[-1] if self.device_mesh else readers) * self.layout.context
             if not 1 < reshard < shards or shards % reshard:
                 problems.append(
                     f"reshard_after_forward={reshard}: as a number it has to divide the {shards} processes that share "
@@ -131,11 +157,32 @@ class FSDPStrategy(DistributedStrategy):
             mesh = self.device_mesh
             if self.sharding_strategy != "HYBRID_SHARD":
                 problems.append(f"device_mesh={mesh} has a meaning for sharding_strategy='HYBRID_SHARD' only.")
-            elif len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] != num_processes:
+            elif len(mesh) != 2 or min(mesh) < 1 or mesh[0] * mesh[1] != readers:
+                who = "processes" if self.layout.processes == 1 else f"readers ({self.layout})"
                 problems.append(
-                    f"device_mesh={mesh} is for {math.prod(mesh)} processes, but there are {num_processes}: give "
-                    "(replicas, shards) whose product is the number of processes."
+                    f"device_mesh={mesh} is for {math.prod(mesh)} processes, but there are {readers} {who}: give "
+                    "(replicas, shards) whose product is that number."
                 )
+        return problems
+
+    def _layout_problems(self, precision: Precision, num_processes: int, module: TrainModule | None) -> list[str]:
+        """Return the problems of a model that is divided over processes."""
+        layout, problems = self.layout, []
+        if num_processes % layout.processes:
+            problems.append(
+                f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
+                f"{num_processes}."
+            )
+        if layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed":
+            problems.append(
+                "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on "
+                "over their processes. Use 'bf16-mixed'."
+            )
+        if layout.pipeline > 1 and module is not None and not module.automatic_optimization:
+            problems.append(
+                "pipeline_parallel runs the backward of each micro-batch itself, and automatic_optimization is False: "
+                "use tensor_parallel or context_parallel, or automatic optimization."
+            )
         return problems
 
     def dry_run(self, module: TrainModule, precision: Precision) -> list[str]:
@@ -144,13 +191,15 @@ class FSDPStrategy(DistributedStrategy):
         self.setup_environment("cpu", precision)
         self._refuse(module)
         precision.convert_module(module)
-        self._shard(module)
+        self._shard(module, self._divide(module))
         assert self._mesh is not None
-        *replicas, shards = self._mesh.shape
+        *replicas, shards = self._mesh.shards.shape
         tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
         full, own = sum(p.numel() for p in tensors), sum(p.to_local().numel() for p in tensors)
         few = sum(p.shape[0] < shards for p in tensors)
+        divided = [f"{self.layout}; {self.divisions}"] if self.layout.processes > 1 else []
         lines = [
+            *divided,
             f"mesh: {replicas[0]} replicas of {shards} shards" if replicas else f"mesh: {shards} shards",
             f"gathered one at a time: {self.wrapped_blocks or 'nothing'}, and the rest",
             f"rank 0 holds {own:,} of {full:,} elements; an equal share is {full // shards:,}",
@@ -166,15 +215,15 @@ class FSDPStrategy(DistributedStrategy):
     def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
         super().setup_environment(device_type, precision, device_ids)
         if self._mesh is None:
-            shape, names = self._mesh_shape()
-            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+            self._mesh = ParallelMesh(self.device.type, self.layout, self._sizes_of_readers())
+        self._mesh.divide(self.processes)
 
-    def _mesh_shape(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        processes = self.processes
+    def _sizes_of_readers(self) -> dict[str, int]:
+        readers = self.processes.world_size // self.layout.processes
         if self.sharding_strategy != "HYBRID_SHARD":
-            return (processes.world_size,), ("shard",)
-        default = processes.num_nodes, processes.world_size // processes.num_nodes
-        return self.device_mesh or default, ("replicate", "shard")
+            return {"shard": readers}
+        replicas, shards = self.device_mesh or (self.processes.num_nodes, readers // self.processes.num_nodes)
+        return {"replicate": replicas, "shard": shards}
 
     @contextmanager
     def init_context(self, module: TrainModule, will_load_checkpoint: bool) -> Iterator[None]:
@@ -188,9 +237,9 @@ class FSDPStrategy(DistributedStrategy):
         from trainer.strategies.fsdp.dtensors import set_values
 
         self.module = module
-        if activation_checkpointing is not None:
-            enable_activation_checkpointing(module, activation_checkpointing)
         if module._wrapper is not None:
+            if activation_checkpointing is not None:
+                enable_activation_checkpointing(module, activation_checkpointing)
             self._refuse_other_mesh(module)
             self.wrapped = module._wrapper  # sharded by a run before this one
             # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
@@ -201,7 +250,10 @@ class FSDPStrategy(DistributedStrategy):
         self.precision.convert_module(module)
         loaded = module.state_dict(keep_vars=True).keys() if self._will_load_checkpoint else ()
         values = initial_values(module, self.init_device, loaded, self.device)
-        self.wrapped = self._shard(module)
+        units = self._divide(module)
+        if activation_checkpointing is not None:
+            enable_activation_checkpointing(module, activation_checkpointing)
+        self.wrapped = self._shard(module, units)
         self._parameters = list(fsdp_parameters(self.wrapped))
         # Not as a submodule: the module's own keys stay as they are.
         module.__dict__["_wrapper"] = self.wrapped
@@ -209,7 +261,8 @@ class FSDPStrategy(DistributedStrategy):
         guard_save_pretrained(module, self.name)
         tensors = named_tensors(module)
         for name, value in values:
-            set_values(tensors[name].detach(), value)
+            if self.pipeline is None or name not in self.pipeline.elsewhere:
+                set_values(tensors[name].detach(), value)
 
     def _refuse_other_mesh(self, module: TrainModule) -> None:
         """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had another number of processes."""
@@ -229,10 +282,60 @@ class FSDPStrategy(DistributedStrategy):
                 "shape [1]: nn.Parameter(torch.ones(1))."
             )
 
-    def _shard(self, module: TrainModule) -> Any:
+    def _divide(self, module: TrainModule) -> dict[str, nn.Module]:
+        """Divide layers, sequences and blocks over the processes of one model; return the blocks of this process."""
+        assert self._mesh is not None
+        blocks = self._find_blocks(module)
+        if self.layout.processes == 1:
+            return blocks
+        lines, here = [], blocks
+        if self.layout.pipeline > 1:
+            self.pipeline = self._make_pipeline(module, blocks)
+            here = self.pipeline.blocks
+            lines.append(self.pipeline.describe())
+        if self.layout.tensor > 1:
+            lines.append(self._divide_layers(module))
+        if self.layout.context > 1:
+            from trainer.strategies.fsdp.context import ContextParallel
+
+            ContextParallel(blocks, here, self._mesh.group("context"), self.context_exchange)
+        self.divisions = "; ".join(lines)
+        log.info("fsdp: %s", ", ".join(filter(None, (str(self.layout), self.divisions))))
+        return here
+
+    def _divide_layers(self, module: TrainModule) -> str:
+        from trainer.strategies.fsdp.plan import (
+            apply_plan,
+            describe_plan,
+            find_plan,
+            needs_loss_parallel,
+            resolve_plan,
+        )
+
+        assert self._mesh is not None
+        styles = resolve_plan(module, find_plan(module), self.layout.tensor)
+        apply_plan(module, self._mesh.tensor, styles)
+        self._loss_parallel = needs_loss_parallel(styles)
+        return describe_plan(module, styles)
+
+    def _make_pipeline(self, module: TrainModule, blocks: dict[str, nn.Module]) -> Pipeline:
+        assert self._mesh is not None
+        mesh = self._mesh
+        return Pipeline(module, blocks, mesh.group("stage"), mesh.group("stage, backwards"), mesh.group_of_stages)
+
+    def _find_blocks(self, module: TrainModule) -> dict[str, nn.Module]:
+        try:
+            return find_blocks(module, self.auto_wrap_policy)
+        except ConfigError as error:
+            raise ConfigError(f"auto_wrap_policy: {error}") from error.__cause__
+
+    def _shard(self, module: TrainModule, chosen: dict[str, nn.Module]) -> Any:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        options: dict[str, Any] = {"mesh": self._mesh, "mp_policy": self._mixed_precision()}
+        assert self._mesh is not None
+        options: dict[str, Any] = {"mesh": self._mesh.shards, "mp_policy": self._mixed_precision()}
+        if self.pipeline is not None:
+            options["ignored_params"] = self.pipeline.stand_ins
         # torch pins the memory by default, which needs an accelerator.
         options["offload_policy"] = (
             CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.cpu_offload else OffloadPolicy()
@@ -240,10 +343,6 @@ class FSDPStrategy(DistributedStrategy):
         reshard = self.reshard_after_forward
         if reshard is None:
             reshard = self.sharding_strategy != "SHARD_GRAD_OP"
-        try:
-            chosen = find_blocks(module, self.auto_wrap_policy)
-        except ConfigError as error:
-            raise ConfigError(f"auto_wrap_policy: {error}") from error.__cause__
         blocks = exclude_tied_weights(module, chosen)
         tied = [name for name in chosen if name not in blocks]
         if tied:
@@ -291,6 +390,22 @@ class FSDPStrategy(DistributedStrategy):
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         self._reuses_memory = config.reuses_memory
+        if self.layout.processes > 1 and config.compiles_module:
+            raise ConfigError(
+                "compile=True with a model that is divided over processes: compile its blocks, which hooks of the "
+                'strategy separate: Trainer(compile={"blocks": "auto"}).'
+            )
+        window = config.accumulate_grad_batches or 1
+        if self.pipeline is not None:
+            stages, is_short = self.layout.pipeline, window < self.layout.pipeline
+            log.log(
+                logging.WARNING if is_short else logging.INFO,
+                "pipeline of %d stages, windows of %d micro-batches: %.0f %% of the time of each stage is waiting%s",
+                stages,
+                window,
+                100 * (stages - 1) / (window + stages - 1),
+                f"; accumulate_grad_batches={4 * stages} has less" if is_short else "",
+            )
         return optimizers
 
     # -- one step ------------------------------------------------------------------------------------------------------
@@ -299,7 +414,12 @@ class FSDPStrategy(DistributedStrategy):
         self._refuse_replaced_parameters()
         if step == "training_step":
             self._versions = [(p, vars(p)["_unsharded_param"]._version) for p in self._parameters if was_gathered(p)]
-        with self.precision.forward_context(self.device), self._refusing_assignments():
+        if self.pipeline is None:
+            return self._call_wrapped(step, args)
+        return self.pipeline.forward(lambda: self._call_wrapped(step, args), step, self.device, self._communicates)
+
+    def _call_wrapped(self, step: str, args: tuple[Any, ...]) -> Any:
+        with self.precision.forward_context(self.device), self._refusing_assignments(), self._loss_context():
             if not torch.is_inference_mode_enabled():
                 outputs = self.wrapped(step, _Hidden(args))
                 if self._steps_by_hand and step == "training_step":
@@ -311,6 +431,14 @@ class FSDPStrategy(DistributedStrategy):
             # Weights that are gathered in inference mode could not be used for training afterwards.
             with torch.inference_mode(False), torch.no_grad():
                 return self.wrapped(step, _Hidden(args))
+
+    def _loss_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which losses are computed from logits that are divided over processes."""
+        if not self._loss_parallel:
+            return NULL_CONTEXT
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
     def _refuse_replaced_parameters(self) -> None:
         """Raise ConfigError for parameters with other values than those that FSDP2 gathers.
@@ -384,6 +512,8 @@ class FSDPStrategy(DistributedStrategy):
             ConfigError: a hook has changed them, or replaced parameters, which would be lost.
         """
         self._refuse_replaced_parameters()
+        if self.pipeline is not None:
+            self.pipeline.flush()
         copies, self._copies = self._copies or [], None
         changed = [id(copy) for copy, version in copies if copy._version != version]
         if changed:
@@ -404,8 +534,12 @@ class FSDPStrategy(DistributedStrategy):
         self._refuse_changes_within_step()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
+        if self.pipeline is not None:
+            self.pipeline.backward(loss, self._backward_of)
+            return
         if not self._steps_by_hand:
-            loss.backward()
+            with self._loss_context():
+                loss.backward()
             if self._reuses_memory and not self._communicates:
                 copy_gradients(unsharded_parameters(self.wrapped))
             return
@@ -415,6 +549,14 @@ class FSDPStrategy(DistributedStrategy):
             loss.register_hook(self.wrapped._get_fsdp_state()._pre_backward)
         loss.backward()
         self.wrapped.unshard()
+
+    def _backward_of(self, communicates: bool, backward: Callable[[], None]) -> None:
+        with self._communicating(communicates), self._loss_context():
+            backward()
+
+    def end_window(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.end_window(self._backward_of)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         super().step(optimizer, closure, **options)
@@ -436,10 +578,18 @@ class FSDPStrategy(DistributedStrategy):
             self._communicates = True
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
-        from torch.distributed.tensor import DTensor
+        from trainer.strategies.fsdp.clipping import by_mesh, clip_by_norm
 
-        norm = super().clip_gradients(optimizer, value, algorithm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "value":
+            for together in by_mesh(parameters):
+                nn.utils.clip_grad_value_(together, value)
+            return None
+        if self.pipeline is None or self._mesh is None:
+            return clip_by_norm(parameters, value)
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        counted = [p for p in parameters if self.pipeline.writes(names[id(p)])]
+        return clip_by_norm(parameters, value, counted, self._mesh.group("stage"))
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
         """Accept parameters that were frozen or unfrozen, but no added ones, which would not be sharded.
@@ -458,26 +608,67 @@ class FSDPStrategy(DistributedStrategy):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
-        from trainer.strategies.fsdp.dtensors import as_shards
+        known: dict[int, Shard] = {}
+        return {
+            name: self._shards(name, value, known) for name, value in self.module.state_dict(keep_vars=True).items()
+        }
 
-        state: dict[str, torch.Tensor | Shard] = as_shards(self.module.state_dict(keep_vars=True))
-        return state
+    def _shards(self, name: str, value: Any, known: dict[int, Shard]) -> Any:
+        """Return the shards in a value that belongs to a parameter or buffer."""
+        from trainer.strategies.fsdp.dtensors import absent, as_shards, whole_shard
+
+        if self.layout.processes == 1:
+            return as_shards(value, lambda tensor: True, known)
+        if self.pipeline is not None and name in self.pipeline.elsewhere:
+            return known.setdefault(id(value), absent(value))
+        if self.pipeline is not None and name in self.pipeline.stage_of_buffer:
+            own = self.pipeline.stage_of_buffer[name] == self.pipeline.stage
+            return whole_shard(value, writes=own and self._is_first_of_stage)
+        return as_shards(value, lambda tensor: self._writes(name, tensor), known)
+
+    @property
+    def _is_first_of_stage(self) -> bool:
+        assert self._mesh is not None
+        return not any(self._mesh.position(name) for name in ("readers", "context", "tensor"))
+
+    def _writes(self, name: str, tensor: Any) -> bool:
+        """Whether this process writes its part of a parameter, or of a tensor in its optimizer state."""
+        assert self._mesh is not None
+        if self.pipeline is not None and not self.pipeline.writes(name):
+            return False
+        # A parameter outside of the plan has copies along the dimension "tensor".
+        return "tensor" in tensor.device_mesh.mesh_dim_names or self._mesh.position("tensor") == 0
 
     def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
         from trainer.strategies.fsdp.dtensors import load_sharded
 
-        load_sharded(self.module, state, strict)
+        load_sharded(self.module, state, strict, self.pipeline.elsewhere if self.pipeline is not None else ())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        from trainer.strategies.fsdp.dtensors import as_shards
+        state = state_by_name(self.module, optimizer, optimizer.state_dict())
+        known: dict[int, Shard] = {}
+        own = {name: self._shards(name, of_one, known) for name, of_one in state["state"].items()}
+        if self.pipeline is not None:
+            own = self._with_other_stages(own, state["param_groups"])
+        return {**state, "state": own}
 
-        state: dict[str, Any] = as_shards(state_by_name(self.module, optimizer, optimizer.state_dict()))
-        return state
+    def _with_other_stages(self, own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the optimizer's state with what other stages have of it, as shards without elements. Collective."""
+        from trainer.strategies.fsdp.dtensors import absent_like, description
+
+        everywhere: dict[str, Any] = {}
+        for of_rank in self.processes.all_gather_object({name: description(of_one) for name, of_one in own.items()}):
+            everywhere = {**of_rank, **everywhere}
+        names = [name for group in groups for name in group["params"] if name in everywhere]
+        return {name: own[name] if name in own else absent_like(everywhere[name]) for name in names}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         from trainer.strategies.fsdp.dtensors import part_as_dtensor
 
         parameters = dict(self.module.named_parameters())
+        if self.pipeline is not None:
+            own = {name: of_one for name, of_one in state["state"].items() if name not in self.pipeline.elsewhere}
+            state = {**state, "state": own}
 
         def take(name: str, value: Loadable) -> torch.Tensor:
             return part_as_dtensor(value, parameters[name])
@@ -489,7 +680,8 @@ class FSDPStrategy(DistributedStrategy):
             f"units: {self.wrapped_blocks}, and the rest" if self.wrapped_blocks else "blocks are found at the start"
         )
         offload = ", CPU offload" if self.cpu_offload else ""
-        return f"{self.name} ({self.sharding_strategy}{offload}; {units})"
+        layout = f", {self.layout}" if self.layout.processes > 1 else ""
+        return f"{self.name} ({self.sharding_strategy}{offload}{layout}; {units})"
 
 
 class _Hidden:
@@ -505,7 +697,10 @@ class _Hidden:
 
 class _FSDPForward(StepForward):
     def forward(self, step: str, hidden: _Hidden) -> Any:
-        return super().forward(step, *hidden.arguments)
+        try:
+            return super().forward(step, *hidden.arguments)
+        except LeftStage as left:
+            return left.hidden
 
 
 def copy_views(unit: nn.Module, arguments: Any, output: Any) -> Any:

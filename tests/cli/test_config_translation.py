@@ -103,8 +103,14 @@ def test_what_cannot_be_done_is_named_with_the_alternative(command: Command, for
     assert trainer_section("run.yaml")["precision"] == "bf16-mixed"
     assert trainer_section("run.yaml")["devices"] == [0, 2]
     rows = report_of(command, "megatron.yaml")
-    assert rows["megatron_lm_config.megatron_lm_tp_degree"].startswith("cannot be done here")
-    assert trainer_section("run.yaml")["activation_checkpointing"] == "auto"
+    assert rows["megatron_lm_config.megatron_lm_tp_degree"].startswith("taken over")
+    section = trainer_section("run.yaml")
+    assert section["activation_checkpointing"] == "auto"
+    assert section["strategy"] == {
+        "class_path": "fsdp",
+        "init_args": {"pipeline_parallel": 2, "tensor_parallel": 4},
+    }
+    assert section["accumulate_grad_batches"] == 4
     rows = report_of(command, "tpu.yaml")
     assert "gcloud compute tpus tpu-vm ssh pod --zone us-central1-a" in rows["tpu_name"]
     assert trainer_section("run.yaml")["strategy"] == "xla"

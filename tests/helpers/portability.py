@@ -21,7 +21,25 @@ from tests.helpers.strategy_models import GPT, STEPS
 from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
 from trainer import Callback, Trainer, TrainModule
 
-PORTABLE = (SINGLE, "DDP x2", "FSDP x2", "FSDP x4", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2", "ZeRO-3 x1")
+PORTABLE = (
+    SINGLE,
+    "DDP x2",
+    "FSDP x2",
+    "FSDP x4",
+    "ZeRO-1 x2",
+    "ZeRO-2 x2",
+    "ZeRO-3 x2",
+    "ZeRO-3 x1",
+    "TP x2",
+    "CP x2",
+    "PP x2",
+    "TP 2 x FSDP 2",
+    "CP 2 x FSDP 2",
+    "CP 2 x TP 2",
+    "PP 2 x FSDP 2",
+    "PP 2 x TP 2",
+    "PP 2 x CP 2",
+)
 SAVED_AT = 10
 BOUND = 1e-5
 SAMPLES = 81

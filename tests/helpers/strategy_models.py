@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -88,9 +88,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        attended = scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
-        x = x + self.project(attended.transpose(1, 2).reshape(batch, length, WIDTH))
+        # By heads, of which a process may have a part.
+        qkv = self.qkv(self.norm_attention(x)).view(batch, length, -1, 3, WIDTH // HEADS)
+        attended = scaled_dot_product_attention(*qkv.permute(3, 0, 2, 1, 4), is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).flatten(2))
         return x + self.feed_forward(self.norm_feed_forward(x))
 
 
@@ -127,6 +128,15 @@ class GPT(Trained):
         frozen: some weights do not train: a layer, and parts of both blocks.
         deferred: the layers are built in `configure_model`.
     """
+
+    tensor_parallel_plan: ClassVar = {
+        "net.tokens": "rowwise",
+        "net.blocks.*.qkv": "colwise",
+        "net.blocks.*.project": "rowwise",
+        "net.blocks.*.feed_forward.0": "colwise",
+        "net.blocks.*.feed_forward.2": "rowwise",
+        "net.head": "colwise_gather_output",
+    }
 
     def __init__(self, ragged: bool = False, tied: bool = False, frozen: bool = False, deferred: bool = False) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,12 @@ class Way:
     @property
     def micro_batch(self) -> int:
         """The micro-batch size of one process."""
-        return GLOBAL_MICRO_BATCH // self.processes
+        return GLOBAL_MICRO_BATCH * self.divided // self.processes
+
+    @property
+    def divided(self) -> int:
+        """Number of processes that hold one model together, and read the same samples."""
+        return math.prod(value for name, value in self.options if name.endswith("_parallel"))
 
     def missing(self, precision: str = "32-true") -> str:
         """The reason why the way cannot run here; empty if it can."""
@@ -61,6 +67,16 @@ WAYS = {
     "FSDP x2, communicating always": Way("fsdp", 2, (("accumulate_unsharded", False),)),
     "FSDP x4": Way("fsdp", 4),
     "FSDP 2x2": Way("fsdp", 4, (("sharding_strategy", "HYBRID_SHARD"), ("device_mesh", (2, 2)))),
+    "TP x2": Way("fsdp", 2, (("tensor_parallel", 2),)),
+    "TP 2 x FSDP 2": Way("fsdp", 4, (("tensor_parallel", 2),)),
+    "CP x2": Way("fsdp", 2, (("context_parallel", 2),)),
+    "CP x2, keys": Way("fsdp", 2, (("context_parallel", 2), ("context_exchange", "keys"))),
+    "CP 2 x FSDP 2": Way("fsdp", 4, (("context_parallel", 2),)),
+    "CP 2 x TP 2": Way("fsdp", 4, (("context_parallel", 2), ("tensor_parallel", 2))),
+    "PP x2": Way("fsdp", 2, (("pipeline_parallel", 2),)),
+    "PP 2 x FSDP 2": Way("fsdp", 4, (("pipeline_parallel", 2),)),
+    "PP 2 x TP 2": Way("fsdp", 4, (("pipeline_parallel", 2), ("tensor_parallel", 2))),
+    "PP 2 x CP 2": Way("fsdp", 4, (("pipeline_parallel", 2), ("context_parallel", 2))),
     "ZeRO-1 x2": Way("deepspeed_stage_1", 2),
     "ZeRO-2 x2": Way("deepspeed_stage_2", 2),
     "ZeRO-3 x2": Way("deepspeed_stage_3", 2, SHARD_SMALL),

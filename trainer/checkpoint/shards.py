@@ -7,8 +7,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from trainer.distributed.sendable import sendable
@@ -81,6 +82,29 @@ def slice_of_box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence
         raise ValueError(f"the elements of a box of {tuple(lengths)} in {tuple(shape)} are not evenly spaced")
     stride = strides[outside[-1]] if outside else 0
     return FlatSlice(start, lengths[inner] * strides[inner], stride, math.prod(lengths[:inner]))
+
+
+def slice_of_grid(shape: Sequence[int], along: Sequence[np.ndarray[Any, np.dtype[np.int64]]]) -> FlatSlice:
+    """Return the elements at some positions along each dimension of a tensor of this shape.
+
+    Raises:
+        ValueError: they are not evenly spaced, or in another order than in the tensor.
+    """
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    narrow = max((d for d in range(len(shape)) if len(along[d]) != shape[d]), default=-1)
+    if narrow == -1:
+        return FlatSlice(0, math.prod(shape))
+    starts = np.zeros(1, dtype=np.int64)
+    for indices, stride in zip(along[: narrow + 1], strides, strict=False):
+        starts = (starts[:, None] + indices * stride).ravel()
+    # Neighbours in the innermost of these dimensions are one run.
+    first = np.flatnonzero(np.diff(starts, prepend=starts[0] - 2 * strides[narrow]) != strides[narrow])
+    lengths = np.diff(first, append=len(starts))
+    gaps = np.diff(starts[first])
+    if len(set(lengths.tolist())) > 1 or len(set(gaps.tolist())) > 1 or (gaps <= 0).any():
+        raise ValueError(f"the elements of a part of a tensor of {tuple(shape)} are not evenly spaced")
+    length = int(lengths[0]) * strides[narrow]
+    return FlatSlice(int(starts[0]), length, int(gaps[0]) if len(gaps) else 0, len(first))
 
 
 @dataclass(frozen=True)

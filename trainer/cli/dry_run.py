@@ -20,6 +20,7 @@ from trainer.errors import ConfigError, raise_problems
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
     from trainer.data.loader import BatchLoader
+    from trainer.distributed.process_group import SingleProcess
     from trainer.loop.resolved_config import ResolvedConfig
     from trainer.loop.run import Run
     from trainer.strategy import Strategy
@@ -247,7 +248,7 @@ def _data(
         found = f"it cannot be looked at here: {type(error).__name__}: {error}."
         yield CheckResult("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
         return
-    yield from steps(run.train_loader, settings.accumulate_grad_batches, config.strategy.processes.world_size)
+    yield from steps(run.train_loader, settings.accumulate_grad_batches, config.strategy.processes)
     total = run.estimated_stepping_batches
     yield CheckResult("OK", "steps", "no end is given" if math.isinf(total) else f"{total:,} in all")
 
@@ -265,14 +266,16 @@ def _bare(configuration: Configuration) -> Any:
         return instantiate(configuration.module)
 
 
-def steps(loader: BatchLoader, window: int, world: int) -> Iterator[CheckResult]:
+def steps(loader: BatchLoader, window: int, processes: SingleProcess) -> Iterator[CheckResult]:
     """Report the global batch, and how full the last step of an epoch is."""
     size, samples, batches = loader.batch_size, loader.samples_per_epoch, loader.length
     if size is None:
         yield CheckResult("WARN", "global batch", "not known: the loader has no batch size.")
         return
-    global_batch = size * window * world
-    factors = f"{size} samples x {window} micro-batch{'es' if window > 1 else ''} x {world} processes"
+    readers = processes.readers
+    global_batch = size * window * readers
+    who = "processes" if readers == processes.world_size else "readers"
+    factors = f"{size} samples x {window} micro-batch{'es' if window > 1 else ''} x {readers} {who}"
     yield CheckResult("OK", "global batch", f"{factors} = {global_batch:,} samples")
     if samples is None or not batches:
         yield CheckResult("WARN", "epoch", "not known: the loader has no length.")

@@ -13,6 +13,7 @@ from trainer.data.fingerprints import of_sampler
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access
 from trainer.data.seeded_dataset import SeededIndices
+from trainer.errors import ConfigError
 from trainer.seed import isolated_rng, mix_seed, rng_state, seed_cpu_generators, set_rng_state
 
 _CHUNK = 4096
@@ -65,6 +66,8 @@ class DistributedBatchSampler:
         self.batch_size, self.drop_last, self.sampler, self.has_batch_sampler = _public(loader)
         self.automatic_batching = loader.batch_sampler is not None
         self.shards_itself = _shards_itself(self.sampler) and world_size > 1
+        if self.shards_itself:
+            _check_shards(self.sampler, rank, world_size)
         self.rank, self.world_size = (0, 1) if self.shards_itself else (rank, world_size)
         self.seed = seed
         self.training = training
@@ -319,6 +322,18 @@ def _shards_itself(sampler: Any) -> bool:
     if type(sampler) is DistributedSampler:
         return False
     return any(hasattr(one, "rank") and getattr(one, "num_replicas", 1) > 1 for one in _nested(sampler))
+
+
+def _check_shards(sampler: Any, rank: int, world_size: int) -> None:
+    """Raise ConfigError if a sampler shards for another number of readers, such as all processes of one model."""
+    for one in _nested(sampler):
+        given = getattr(one, "rank", rank), getattr(one, "num_replicas", world_size)
+        if given != (rank, world_size):
+            raise ConfigError(
+                f"{type(one).__name__} gives part {given[0]} of {given[1]} of the data, and this process is reader "
+                f"{rank} of {world_size}: pass rank=trainer.reader and num_replicas=trainer.readers, or leave both "
+                "out of a plain sampler."
+            )
 
 
 def _nested(sampler: Any) -> list[Any]:

@@ -208,7 +208,7 @@ def _how_to_split(loader: Any) -> str:
         return ""
     return (
         ". For a Hugging Face dataset: datasets.distributed.split_dataset_by_node(dataset, rank, world_size), with "
-        "self.trainer.global_rank and self.trainer.world_size in train_dataloader"
+        "self.trainer.reader and self.trainer.readers in train_dataloader"
     )
 
 

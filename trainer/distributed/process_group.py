@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,11 @@ class SingleProcess:
         self.local_rank = local_rank
         self.world_size = world_size
         self.num_nodes = num_nodes
+        self.reader_of = tuple(range(world_size))
+        """By rank, the number of the reader: processes with the same number hold parts of one model, and read the same
+        samples."""
+        self.reporters = tuple(range(world_size))
+        """By reader, the rank of its process that reports: whose losses, logged values and predictions count."""
         self.begun = 0
         """Number of collectives begun so far; equal on processes at the same point of the run."""
 
@@ -32,9 +37,36 @@ class SingleProcess:
         return self.rank == 0
 
     @property
+    def reader(self) -> int:
+        """The number of this process among those that read different samples; see `readers`."""
+        return self.reader_of[self.rank]
+
+    @property
+    def readers(self) -> int:
+        """Number of processes, or of groups of processes with one model, that read different samples."""
+        return len(self.reporters)
+
+    @property
+    def reports(self) -> bool:
+        """Whether the losses, logged values and predictions of this process count."""
+        return self.rank in self.reporters
+
+    @property
     def store(self) -> Store | None:
         """The key-value store that all processes share; None for a single process."""
         return None
+
+    def sum_over_readers(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the readers, as `sum` does."""
+        return value
+
+    def gather_reports(self, value: T) -> list[T]:
+        """Return the values of the processes that report in the order of readers, on every process."""
+        values = self.all_gather_object(value)
+        return [values[rank] for rank in self.reporters]
+
+    def broadcast_over_readers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite tensors with the values of reader 0, of its process that holds the same part of the model."""
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes, on its device and without reading it on the host."""
@@ -61,6 +93,19 @@ class SingleProcess:
 
 class TorchProcessGroup(SingleProcess):
     """The default process group of torch.distributed, which has been joined."""
+
+    _among_readers: dist.ProcessGroup | None = None
+    """The processes that hold the same part of the model for the readers; None: all."""
+
+    def divide(self, reader_of: Sequence[int], reporters: Sequence[int], among_readers: dist.ProcessGroup) -> None:
+        """Have groups of processes read as one.
+
+        Args:
+            reader_of, reporters: see the attributes.
+            among_readers: the group of this process and its counterparts of the other readers, in the order of readers.
+        """
+        self.reader_of, self.reporters = tuple(reader_of), tuple(reporters)
+        self._among_readers = among_readers
 
     @property
     def store(self) -> Store | None:
@@ -94,6 +139,17 @@ class TorchProcessGroup(SingleProcess):
         dist.broadcast(received, src=0)
         decoded: T = _decoded(received)
         return value if self.rank == 0 else decoded
+
+    def sum_over_readers(self, value: torch.Tensor) -> torch.Tensor:
+        self.begun += 1
+        total = value.clone()
+        dist.all_reduce(total, group=self._among_readers)
+        return total
+
+    def broadcast_over_readers(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.begun += 1
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), group=self._among_readers, group_src=0)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         self.begun += 1

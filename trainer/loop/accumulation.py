@@ -84,11 +84,11 @@ def _what_is_wrong(loss: Any) -> str:
 
 
 def even_window(window: list[Batch], strategy: Strategy) -> list[Batch]:
-    """Return as many batches as every process has, with their samples over all processes if these are known.
+    """Return as many batches as every reader has, with their samples over all readers if these are known.
 
-    For loaders that only know their own process's batches. Collective.
+    For loaders that only know their own reader's batches. Collective.
     """
-    everywhere = strategy.processes.all_gather_object([batch.samples for batch in window])
+    everywhere = strategy.processes.gather_reports([batch.samples for batch in window])
     of_each = list(zip(*everywhere, strict=False))
     totals = [None if None in samples else sum(samples) for samples in of_each]
     return [batch._replace(total=total) for batch, total in zip(window, totals, strict=False)]
@@ -99,11 +99,11 @@ def loss_divisors(
 ) -> Sequence[Divisor]:
     """Return, for each micro-batch of a window, the divisor of its loss, which is a mean over its own items; None: 1.
 
-    The quotients, summed over the window and averaged over processes by the strategy, give the mean over all items: the
+    The quotients, summed over the window and averaged over readers by the strategy, give the mean over all items: the
     loss of one big batch. Items are those of `module.num_items` with `weights_loss_by_items`, else samples if their
     number is known, else micro-batches.
     """
-    average = strategy.processes.world_size
+    average = strategy.processes.readers
     if weights_loss_by_items:
         return _by_items([_items(batch, module) for batch in window], strategy)
     if len(window) == 1 and average == 1:
@@ -124,18 +124,18 @@ def _items(batch: Batch, module: TrainModule) -> int | torch.Tensor | None:
 
 
 def _by_items(items: list[int | torch.Tensor | None], strategy: Strategy) -> list[Divisor]:
-    """Return the divisors from this process's item counts, summed over processes without reading the device."""
-    average, device = strategy.processes.world_size, strategy.device
+    """Return the divisors from this reader's item counts, summed over readers without reading the device."""
+    average, device = strategy.processes.readers, strategy.device
     counted_there = any(isinstance(item, torch.Tensor) and item.device.type != "cpu" for item in items)
     # A sum over the hosts would have them wait for each other in every step.
     if counted_there or (average > 1 and has_streams(device.type)):
         counts = [_on_device(item, strategy) for item in items]
-        everywhere = strategy.processes.sum(torch.stack(counts).sum())
+        everywhere = strategy.processes.sum_over_readers(torch.stack(counts).sum())
         # No items anywhere: infinite divisors, not 0 / 0.
         everywhere = everywhere.clamp(min=torch.finfo(everywhere.dtype).tiny)
         return [everywhere / (count * average) for count in counts]
     numbers = [int(item or 0) for item in items]
-    total = int(strategy.processes.sum(torch.tensor(sum(numbers), dtype=torch.int64)))
+    total = int(strategy.processes.sum_over_readers(torch.tensor(sum(numbers), dtype=torch.int64)))
     return [_divisor(total, number, average) for number in numbers]
 
 

@@ -94,7 +94,7 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
             is_scheduler = name == "schedulers" or owner.split(" number ")[0] in kinds
             (of_schedulers if is_scheduler else of_optimizers)[name] = as_text(value)
     return {
-        **_facts_of_data(run.train_loader, run.strategy.processes.world_size),
+        **_facts_of_data(run.train_loader, run.strategy.processes.readers),
         "optimizers": of_optimizers,
         "schedulers": of_schedulers,
         "settings": {
@@ -109,9 +109,9 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
     }
 
 
-def _facts_of_data(loader: BatchLoader, world_size: int) -> Facts:
+def _facts_of_data(loader: BatchLoader, readers: int) -> Facts:
     numbers = loader.numbers()
-    return {name: {"": words, **numbers.get(name, {})} for name, words in loader.identity(world_size).items()}
+    return {name: {"": words, **numbers.get(name, {})} for name, words in loader.identity(readers).items()}
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -129,10 +129,11 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     saved = None if checkpoint is None else checkpoint.get("facts")
     if run.stage != "fit" or checkpoint is None or saved is None:
         return
-    same_size = checkpoint["world_size"] == run.strategy.processes.world_size
+    readers = run.strategy.processes.readers
+    same_size = len(checkpoint.get("reporters", range(checkpoint["world_size"]))) == readers
     assert run.train_loader is not None
     # Only now: attributes that the sampler had changed are restored, so they are equal.
-    now = {**run.facts, **_facts_of_data(run.train_loader, run.strategy.processes.world_size)}
+    now = {**run.facts, **_facts_of_data(run.train_loader, readers)}
     changed = {name: lines for name, lines in _changed(now, saved, same_size).items() if name not in allowed}
     problem = None
     if run.strategy.processes.is_global_zero:

@@ -158,7 +158,9 @@ def run_prediction(run: Run) -> Iterator[Any]:
         hooks.start()
         hooks.epoch_start()
         for dataloader_idx, loader in enumerate(loaders.values()):
-            yield from run_batches(run, hooks, loader, dataloader_idx)
+            outputs = run_batches(run, hooks, loader, dataloader_idx)
+            yield from outputs if run.strategy.processes.reports else deque(outputs, maxlen=0)
+        run.strategy.release_gathered()
         hooks.epoch_end()
         hooks.end()
     hooks.model_train()

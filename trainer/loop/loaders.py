@@ -161,8 +161,8 @@ def _batch_loader(run: Run, loader: Any, name: str, limit: int | float, *, train
     return make_batch_loader(
         loader,
         name=name,
-        rank=run.strategy.processes.rank,
-        world_size=run.strategy.processes.world_size,
+        rank=run.strategy.processes.reader,
+        world_size=run.strategy.processes.readers,
         seed=run.session.seed,
         training=training,
         limit=limit,

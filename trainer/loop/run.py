@@ -147,7 +147,7 @@ class Run:
             log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
         session.start(stage)
         self.progress = session.progress
-        self.metrics = MetricLog(module, lambda value: config.strategy.processes.all_gather_object(value))
+        self.metrics = MetricLog(module, lambda value: config.strategy.processes.gather_reports(value))
         self.listen(unheard)
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
@@ -218,12 +218,12 @@ class Run:
         self.session.run_dir, self.resumed_from = run_dir, checkpoint
 
     def seed_processes(self, seed: int) -> None:
-        """Have each process derive its own random numbers from the seed; the initial weights are equal."""
+        """Have each reader derive its own random numbers from the seed; the initial weights are equal."""
         self.session.seed = seed
-        rank = self.strategy.processes.rank
-        if self.settings.seed is not None and rank > 0:
-            # Rank 0 continues with the generators that Trainer(seed=...) has seeded, as a single process does.
-            seed_everything(derive_seed(seed, rank))
+        reader = self.strategy.processes.reader
+        if self.settings.seed is not None and reader > 0:
+            # Reader 0 continues with the generators that Trainer(seed=...) has seeded, as a single process does.
+            seed_everything(derive_seed(seed, reader))
 
     def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """Add facts with which a resumed run is compared, as soon as they are known."""

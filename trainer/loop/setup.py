@@ -228,6 +228,7 @@ def build_optimizers(run: Run) -> None:
         schedulers=[config.scheduler for config in schedulers],
         run_dir=None if settings.fast_dev_run else run.session.run_dir,
         reuses_memory=run.reuses_memory,
+        compiles_module=run.config.compilation is not None and run.config.compilation.blocks is None,
     )
     run.set_up_optimizers(optimizers, schedulers, steps)
     if run.closure_needed and (len(optimizers) > 1 or strategy.processes.world_size > 1 or strategy.scaler is not None):

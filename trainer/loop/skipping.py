@@ -116,7 +116,7 @@ class SkippedBatches:
         processes, share = self._strategy.processes, self._share
         self._share = 0.0
         if processes.world_size > 1:
-            share = float(processes.sum(torch.tensor(share, dtype=torch.float64))) / processes.world_size
+            share = float(processes.sum_over_readers(torch.tensor(share, dtype=torch.float64))) / processes.readers
         self.whole_step = share > 1 - 1e-9
         if share == 0:
             return

@@ -22,6 +22,7 @@ from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.storage import StoragePath
 from trainer.data.transfer import map_leaves
+from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, restoring
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
@@ -90,6 +91,8 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "seed": run.session.seed,
         "run_dir": str(run.session.run_dir),
         "world_size": strategy.processes.world_size,
+        "reader_of": list(strategy.processes.reader_of),
+        "reporters": list(strategy.processes.reporters),
         "strategy": strategy.name,
         "precision": strategy.precision.name,
         "facts": {name: dict(facts) for name, facts in run.facts.items()},
@@ -159,6 +162,8 @@ KINDS: dict[str, Any] = {
     "seed": Integer(),
     "run_dir": str,
     "world_size": Integer(1),
+    "reader_of?": [Integer()],
+    "reporters?": [Integer()],
     "strategy": str,
     "precision": str,
     "facts?": {str: {str: str}},
@@ -166,7 +171,7 @@ KINDS: dict[str, Any] = {
 }
 """The kinds of the entries (see `schema.Kind`), but for contents that their owners check; more entries are allowed."""
 
-PER_PROCESS = ("rng", "loader", "metrics")
+PER_PROCESS = ("rng", "loader", "metrics", "reader_of")
 """Entries that are lists with one item per process."""
 
 SHARDED_KEYS = ("model", "optimizers")
@@ -245,7 +250,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     if run.stage != "fit":
         run.progress.load_state_dict(checkpoint["progress"])
         return
-    strategy, rank = run.strategy, run.strategy.processes.rank
+    strategy = run.strategy
     _require_same_number("optimizers", checkpoint["optimizers"], run.optimizers)
     _require_same_number("schedulers", checkpoint["schedulers"], run.scheduler_configs)
     for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
@@ -265,12 +270,11 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     for config, step in zip(run.scheduler_configs, checkpoint.get("scheduler_values", ()), strict=False):
         config.value_step = step
     run.progress.load_state_dict(_cursor(run, checkpoint).state_dict())
-    # With another number of processes, a process merges the values of several processes, or of none.
     with restoring("the logged values"):
-        load_metrics_state(run.metrics, checkpoint["metrics"][rank :: strategy.processes.world_size], strategy.device)
-    same_size = checkpoint["world_size"] == strategy.processes.world_size
-    run.resume(checkpoint["rng"][rank] if same_size else None, checkpoint.get("postponed_stop"))
-    if same_size:
+        load_metrics_state(run.metrics, _metrics_for(checkpoint, strategy.processes), strategy.device)
+    rank = _counterpart(checkpoint, strategy.processes)
+    run.resume(None if rank is None else checkpoint["rng"][rank], checkpoint.get("postponed_stop"))
+    if rank is not None:
         check_rng_state(checkpoint["rng"][rank], f"{run.resumed_from}, 'rng' of rank {rank}", strategy.device)
         if run.train_loader and checkpoint["loader"][rank]:
             run.train_loader.load_state_dict(checkpoint["loader"][rank])
@@ -278,8 +282,8 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         log.info(
             "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
             "same, other random numbers (dropout) differ",
-            checkpoint["world_size"],
-            strategy.processes.world_size,
+            len(_readers_of(checkpoint)[1]),
+            strategy.processes.readers,
         )
     last_step = run.settings.max_steps
     if last_step is not None and -1 < last_step <= run.progress.step:
@@ -289,6 +293,35 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     elif run.config.max_epochs is not None and run.progress.epoch >= run.config.max_epochs:
         log.warning("nothing is left to train: max_epochs=%d are done; raise it to go on", run.config.max_epochs)
     _restore_callbacks(run, checkpoint)
+
+
+def _readers_of(checkpoint: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Return, of the run that wrote the checkpoint, the reader of each rank and the reporting rank of each reader."""
+    everyone = list(range(checkpoint["world_size"]))
+    return checkpoint.get("reader_of", everyone), checkpoint.get("reporters", everyone)
+
+
+def _counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int | None:
+    """Return the rank whose random numbers and data this process goes on with; None: there were more or fewer readers.
+
+    It is this process's own rank where that was of the same reader.
+    """
+    reader_of, reporters = _readers_of(checkpoint)
+    if len(reporters) != processes.readers:
+        return None
+    own = reader_of[processes.rank : processes.rank + 1]
+    return processes.rank if own == [processes.reader] else reporters[processes.reader]
+
+
+def _metrics_for(checkpoint: Mapping[str, Any], processes: SingleProcess) -> list[dict[str, Any]]:
+    """Return the logged values that this process goes on with.
+
+    With another number of readers, a process merges the values of several readers, or of none.
+    """
+    reader_of, reporters = _readers_of(checkpoint)
+    if (*reader_of,) == processes.reader_of and (*reporters,) == processes.reporters:
+        return [checkpoint["metrics"][processes.rank]]
+    return [checkpoint["metrics"][rank] for rank in reporters][processes.reader :: processes.readers]
 
 
 def _restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
@@ -376,9 +409,9 @@ def _on_cpu(leaf: Any) -> Any:
 
 
 def _global_micro_batch(run: Run) -> int | None:
-    """Return the samples of a micro-batch, summed over all processes; None: unknown."""
+    """Return the samples of a micro-batch, summed over all readers; None: unknown."""
     size = run.train_loader.batch_size if run.train_loader is not None else None
-    return None if size is None else size * run.strategy.processes.world_size
+    return None if size is None else size * run.strategy.processes.readers
 
 
 def _cursor(run: Run, checkpoint: Mapping[str, Any]) -> Progress:
@@ -430,9 +463,11 @@ def _require_same_number(what: str, saved: list[Any], current: list[Any]) -> Non
 
 def _wrong_length(checkpoint: dict[str, Any]) -> str | None:
     size = checkpoint["world_size"]
-    wrong = (
-        f"{name!r} has {len(checkpoint[name])} entries for {size} processes"
-        for name in PER_PROCESS
-        if len(checkpoint[name]) != size
-    )
-    return next(wrong, None)
+    for name in PER_PROCESS:
+        if name in checkpoint and len(checkpoint[name]) != size:
+            return f"{name!r} has {len(checkpoint[name])} entries for {size} processes"
+    reader_of, reporters = _readers_of(checkpoint)
+    readers = [reader_of[rank] if rank < size else None for rank in reporters]
+    if readers != list(range(len(reporters))) or not {*reader_of} <= {*readers}:
+        return "'reader_of' and 'reporters' do not fit each other"
+    return None

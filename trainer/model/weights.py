@@ -18,6 +18,10 @@ MapLocation = (
 """The forms of `map_location` of `torch.load`."""
 
 
+class AbsentParameter(nn.Parameter):
+    """A parameter that another process holds: one value, expanded to the parameter's shape, which nothing may read."""
+
+
 def read_map_location(map_location: MapLocation) -> torch.device | None:
     """Return the device for weights read from a checkpoint, which are on the CPU; None for no map_location.
 

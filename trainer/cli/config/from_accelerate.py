@@ -25,7 +25,7 @@ distributed_type=?MULTI_GPU   = <strategy: ddp>
 distributed_type=?MULTI_CPU   = <strategy: ddp, accelerator: cpu>
 distributed_type=?FSDP        = <strategy: fsdp>
 distributed_type=?XLA,?TPU    = <strategy: xla, accelerator: tpu>
-distributed_type=?MEGATRON_LM ! <strategy: fsdp> no tensor or pipeline parallelism: {line} is written
+distributed_type=?MEGATRON_LM = <strategy: fsdp>
 distributed_type              ! <strategy: ddp> no strategy for these devices is tested here; {line} is written
 mixed_precision=?turned_off ! deepspeed_config_file turns {value} off, which counts; Accelerate refuses both
 mixed_precision=FP16    = <precision: 16-mixed> {line}{sums}
@@ -138,8 +138,9 @@ dp_replicate_size,dp_shard_size=?hybrid = <strategy: fsdp, strategy.sharding_str
                                            strategy.device_mesh: {mesh}>
 dp_replicate_size,dp_shard_size=?shards = <strategy: fsdp>
 dp_replicate_size,dp_shard_size         - every process has the full model: ddp
-tp_size,cp_size,sp_size=FROM_2 ! no tensor, context or sequence parallelism; fsdp with activation_checkpointing needs
-                                 less memory
+tp_size=FROM_2          = <strategy: fsdp, strategy.tensor_parallel: {value}>
+cp_size=FROM_2          = <strategy: fsdp, strategy.context_parallel: {value}>
+sp_size=FROM_2          = <strategy: fsdp, strategy.context_parallel: {value}, strategy.context_exchange: heads>
 *                       - this kind of parallelism is off
 
 [megatron_lm_config]
@@ -147,8 +148,10 @@ tp_size,cp_size,sp_size=FROM_2 ! no tensor, context or sequence parallelism; fsd
 recompute_activations   = <activation_checkpointing: auto> | it is off
 gradient_clipping=POSITIVE = <gradient_clip_val: {number}>
 gradient_clipping       - it is off
-tp_degree,pp_degree=FROM_2 ! no tensor or pipeline parallelism; strategy: fsdp shards the weights
+tp_degree=FROM_2        = <strategy.tensor_parallel: {value}>
+pp_degree=FROM_2        = <strategy.pipeline_parallel: {value}>
 tp_degree,pp_degree     - it is off
+num_micro_batches=FROM_2 = <accumulate_grad_batches: {value}>
 num_micro_batches       - of pipeline parallelism; accumulate_grad_batches makes larger steps
 use_distributed_optimizer - fsdp shards the optimizer, too
 sequence_parallelism    - of tensor parallelism

@@ -1,0 +1,343 @@
+"""Context parallelism: the blocks of a module compute a part of each sequence, everything around them the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from trainer.data.transfer import map_leaves
+from trainer.errors import ConfigError
+from trainer.seed import isolated_rng
+from trainer.strategy import eval_mode
+
+AttentionExchange = Literal["auto", "heads", "keys"]
+"""The exchange of one sequence's processes for attention: "heads": an all-to-all gives each process all tokens of a
+part of the heads (Ulysses, https://arxiv.org/abs/2309.14509); "keys": each process gathers all keys and values; "auto":
+the first where the number of heads is a multiple of the processes."""
+
+
+class ContextParallel:
+    """Divides sequences over the processes of a group from the first block to the last.
+
+    The first block's input, and what belongs to tokens among the arguments of blocks, is cut; the last block's output
+    is gathered. Embeddings, positions, masks, labels and the loss are whole on each process, so that a `training_step`
+    for one device stays right. The first forward of each block is compared with one of whole sequences.
+
+    Args:
+        blocks: all blocks by name, in the order in which they are called.
+        here: the names of those that this process computes; others are on other stages of a pipeline.
+        group: the processes of one sequence.
+        exchange: how attention reaches the tokens of the others.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        here: Mapping[str, nn.Module],
+        group: dist.ProcessGroup,
+        exchange: AttentionExchange,
+    ) -> None:
+        self.group, self.parts, self.part = group, dist.get_world_size(group), dist.get_rank(group)
+        self.batch = self.length = 0
+        """Sizes of the whole sequences of the forward in progress."""
+        self._undivided = {name: block.forward for name, block in here.items()}
+        """The forwards for whole sequences, until they have been compared with the divided ones."""
+        first, *_, last = [*blocks, *blocks]
+        blocks[first].register_forward_pre_hook(self._measure, with_kwargs=True)
+        for name, block in here.items():
+            block.forward = _WithAttention(DividedAttention(group, exchange), block.forward)
+            block.register_forward_pre_hook(self._cutter(name, cut_hidden=name == first), with_kwargs=True)
+        if last in here:
+            blocks[last].register_forward_hook(self._join)
+
+    def _measure(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden, _, _ = split_hidden(block, args, kwargs)
+        if hidden.dim() < 3:
+            raise ConfigError(
+                f"context_parallel: the first block gets a tensor of {tuple(hidden.shape)}; what is divided is "
+                "(batch, length, features)."
+            )
+        self.batch, self.length = hidden.shape[:2]
+        if self.length % self.parts or self.length < 2 * self.parts:
+            raise ConfigError(
+                f"context_parallel={self.parts} does not divide sequences of {self.length} tokens into parts of at "
+                f"least 2: pad the batches to a multiple of {self.parts}, in the collate_fn."
+            )
+
+    def _cutter(self, name: str, cut_hidden: bool) -> Callable[..., Any]:
+        def cut(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            hidden, args, kwargs = split_hidden(block, args, kwargs)
+            own = Cut.apply(hidden, 1, self.group) if cut_hidden else hidden
+            own_args, own_kwargs = map_leaves(args, self._part_of), map_leaves(kwargs, self._part_of)
+            if name in self._undivided and not torch.compiler.is_compiling():
+                self._compare(name, block, (own, *own_args), own_kwargs, args, kwargs)
+            return (own, *own_args), own_kwargs
+
+        return cut
+
+    def _part_of(self, leaf: Any) -> Any:
+        """Return this process's tokens of an argument that belongs to tokens; masks of attention stay whole."""
+        dim = self._token_dim(leaf) if isinstance(leaf, torch.Tensor) else None
+        if dim is None:
+            return leaf
+        return Cut.apply(leaf, dim, self.group) if leaf.requires_grad else leaf.chunk(self.parts, dim)[self.part]
+
+    def _token_dim(self, tensor: torch.Tensor) -> int | None:
+        """Return the only dimension of the sequence's length; None for masks, whose last dimension is that of keys."""
+        several = tensor.dim() > 1
+        of_length = [
+            dim
+            for dim, size in enumerate(tensor.shape)
+            if size == self.length and not (several and dim == 0 and size == self.batch)
+        ]
+        if len(of_length) != 1 or (of_length[0] == tensor.dim() - 1 and tensor.dim() > 2):
+            return None
+        return of_length[0]
+
+    def _join(self, block: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_Join.apply(output[0], 1, self.group), *output[1:])
+        return _Join.apply(output, 1, self.group)
+
+    def _compare(
+        self, name: str, block: nn.Module, own: tuple[Any, ...], own_kwargs: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        """Compare a block's output for this process's tokens with that for whole sequences, without dropout.
+
+        Raises:
+            ConfigError: they differ, because what the block computes from tokens depends on more than attention.
+        """
+        undivided = self._undivided.pop(name)
+        with torch.no_grad(), eval_mode(block), isolated_rng(own[0].device):
+            expected = first_tensor(undivided(gather(own[0], 1, self.group), *args, **kwargs))
+            expected = expected.chunk(self.parts, 1)[self.part].float()
+            failure: Exception | None = None
+            try:
+                found = first_tensor(block.forward(*own, **own_kwargs)).float()
+                difference = (found - expected).norm() / expected.norm().clamp(min=1e-12)
+            except (RuntimeError, ValueError) as error:
+                failure, difference = error, torch.full((), torch.inf, device=expected.device)
+            # A part may be right on one process and wrong on another one.
+            dist.all_reduce(difference, op=dist.ReduceOp.MAX, group=self.group)
+        if not difference <= (1e-3 if own[0].dtype in (torch.float32, torch.float64) else 5e-2):
+            how = f"It fails with: {failure}" if failure else f"Its outputs are wrong by {float(difference):.1%}."
+            raise ConfigError(f"{self._cannot_divide(name, block)} {how}") from failure
+
+    def _cannot_divide(self, name: str, block: nn.Module) -> str:
+        return (
+            f"context_parallel: {name} ({type(block).__name__}) does not compute the same for a part of a sequence. "
+            "Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face model: "
+            'attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), and get positions as '
+            "arguments from outside of the blocks."
+        )
+
+
+def split_hidden(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Return the first argument of a block, which the block before has returned, and the other ones.
+
+    Raises:
+        ConfigError: it is no tensor.
+    """
+    rest = dict(kwargs)
+    hidden = args[0] if args else rest.pop(next(iter(rest), ""), None)
+    if not isinstance(hidden, torch.Tensor):
+        raise ConfigError(
+            f"{type(block).__name__} gets a {type(hidden).__name__} as its first argument: blocks that are divided "
+            "over processes take a tensor (batch, length, features) first, and return one."
+        )
+    return hidden, args[1:], rest
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    """Return the output of a block, or the first one of several."""
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+class _WithAttention:
+    """The `forward` of a block whose attention is divided; an object, so that a deep copy of the block has its own."""
+
+    def __init__(self, attention: DividedAttention, forward: Callable[..., Any]) -> None:
+        self.attention, self.forward = attention, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.attention:
+            return self.forward(*args, **kwargs)
+
+
+class DividedAttention(TorchFunctionMode):
+    """Has `scaled_dot_product_attention` attend from this process's tokens to those of all."""
+
+    def __init__(self, group: dist.ProcessGroup, exchange: AttentionExchange) -> None:
+        super().__init__()
+        self.group, self.exchange = group, exchange
+        self.parts, self.part = dist.get_world_size(group), dist.get_rank(group)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            return self.attend(*args, **(kwargs or {}))
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Take the arguments of `scaled_dot_product_attention` for a part of the tokens, and return its part.
+
+        Raises:
+            ConfigError: the number of heads cannot be divided, with the exchange "heads".
+        """
+        if query.dim() != 4:
+            raise ConfigError(
+                f"context_parallel: attention over a query of {tuple(query.shape)}; what is divided is (batch, heads, "
+                "length, features)."
+            )
+        options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        mask = self._whole_mask(attn_mask, query.shape[2], key.shape[2])
+        by_heads = query.shape[1] % self.parts == 0
+        if self.exchange == "heads" and not by_heads:
+            raise ConfigError(
+                f"context_parallel={self.parts} does not divide {query.shape[1]} heads of attention: give "
+                "context_exchange='keys', or a number that does."
+            )
+        if by_heads and self.exchange != "keys":
+            return self._by_heads(query, key, value, mask, is_causal, options)
+        return self._by_keys(query, key, value, mask, is_causal, options)
+
+    def _whole_mask(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor | None:
+        """Return the mask for all tokens, also of one that the block has made from a part of a tensor of tokens."""
+        if mask is not None and mask.shape[-1] == keys:
+            mask = gather(mask, mask.dim() - 1, self.group)
+        if mask is not None and mask.dim() > 1 and mask.shape[-2] == queries:
+            mask = gather(mask, mask.dim() - 2, self.group)
+        return mask
+
+    def _by_heads(
+        self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, is_causal: bool, options: dict[str, Any]
+    ) -> torch.Tensor:
+        if key.shape[1] % self.parts:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+            options = {**options, "enable_gqa": False}
+        whole_query, whole_key, whole_value = (_Exchange.apply(one, 2, 1, self.group) for one in (query, key, value))
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+            mask = mask.chunk(self.parts, 1)[self.part]
+        attended = scaled_dot_product_attention(
+            whole_query, whole_key, whole_value, mask, is_causal=is_causal, **options
+        )
+        exchanged: torch.Tensor = _Exchange.apply(attended, 1, 2, self.group)
+        return exchanged
+
+    def _by_keys(
+        self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, is_causal: bool, options: dict[str, Any]
+    ) -> torch.Tensor:
+        keys, values = (_GatherKeys.apply(tensor, 2, self.group) for tensor in (key, value))
+        queries = query.shape[2]
+        start = self.part * queries
+        if is_causal:
+            rows = torch.arange(start, start + queries, device=query.device)
+            mask = rows[:, None] >= torch.arange(keys.shape[2], device=query.device)
+        elif mask is not None and mask.dim() > 1 and mask.shape[-2] != 1:
+            mask = mask[..., start : start + queries, :]
+        return scaled_dot_product_attention(query, keys, values, mask, is_causal=False, **options)
+
+
+# -- collectives with gradients ----------------------------------------------------------------------------------------
+
+
+def gather(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the parts of all processes of the group, one after the other along `dim`."""
+    parts = dist.get_world_size(group)
+    own = tensor.detach().contiguous()
+    bits = own.view(torch.uint8) if own.dtype == torch.bool else own  # gloo has no booleans
+    gathered = torch.empty(parts, *bits.shape, dtype=bits.dtype, device=bits.device)
+    _all_gather(gathered.view(-1), bits.view(-1), group=group)
+    return torch.cat(list(gathered.view(own.dtype)), dim)
+
+
+# torch 2.13 gives them other names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Cut(torch.autograd.Function):
+    """Take this process's part along a dimension. The gradient: the parts of all, divided by their number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return tensor.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gather(gradient, ctx.dim, ctx.group) / dist.get_world_size(ctx.group), None, None
+
+
+class _Join(torch.autograd.Function):
+    """Gather the parts of all processes along a dimension.
+
+    Each process computes the same loss from the whole, and the strategy averages their gradients as those of different
+    samples. So a process's part of the gradient counts as often as there are processes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gather(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        parts = dist.get_world_size(ctx.group)
+        return gradient.chunk(parts, ctx.dim)[dist.get_rank(ctx.group)].contiguous() * parts, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchange a part of dimension `parted` and all of `whole` for the opposite, by one all-to-all."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, parted: int, whole: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.parted, ctx.whole, ctx.group = parted, whole, group
+        return _exchanged(tensor, parted, whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _exchanged(gradient, ctx.whole, ctx.parted, ctx.group), None, None, None
+
+
+def _exchanged(tensor: torch.Tensor, parted: int, whole: int, group: dist.ProcessGroup) -> torch.Tensor:
+    sent = torch.stack(tensor.chunk(dist.get_world_size(group), whole))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(list(received), parted)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Gather the keys or values of all tokens; each process uses all, and their gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gather(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        sent = torch.stack(gradient.chunk(dist.get_world_size(ctx.group), ctx.dim))
+        own = torch.empty_like(sent[0])
+        _reduce_scatter(own.view(-1), sent.view(-1), group=ctx.group)
+        return own, None, None

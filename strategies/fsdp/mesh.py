@@ -1,0 +1,97 @@
+"""Arrange the processes of a run in a mesh: stages of a pipeline, readers, and parts of sequences and of weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of processes among which one model is divided, by dimension; the rest of the processes are readers."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that hold one model together and read the same samples."""
+        return self.tensor * self.context * self.pipeline
+
+    def __str__(self) -> str:
+        sizes = (("pipeline", self.pipeline), ("context", self.context), ("tensor", self.tensor))
+        return ", ".join(f"{name}_parallel={size}" for name, size in sizes if size > 1)
+
+
+class ParallelMesh:
+    """The mesh of a run, of dimensions (stage, readers, context, tensor): neighbouring ranks share a layer's weights.
+
+    Args:
+        device_type: of the processes' devices.
+        layout: the division of one model.
+        readers: names and sizes of the dimensions over which weights are sharded, or replicated and sharded, by FSDP;
+            the product of all sizes is the number of processes.
+    """
+
+    def __init__(self, device_type: str, layout: Layout, readers: dict[str, int]) -> None:
+        self.layout = layout
+        # FSDP shards over the processes of one sequence too: its mean over them is that of their parts.
+        sizes = {**readers, "shard": readers["shard"] * layout.context}
+        if layout.processes > 1:
+            sizes = {"stage": layout.pipeline, **sizes, "tensor": layout.tensor}
+        self.whole = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.shards = self.whole[tuple(readers)] if layout.processes > 1 else self.whole
+        """The mesh over which FSDP shards."""
+        shape = (layout.pipeline, math.prod(readers.values()), layout.context, layout.tensor)
+        self._ranks = self.whole.mesh.reshape(shape)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        if layout.processes > 1:
+            # Two for stages: NCCL would have a send wait for a receive in the other direction.
+            for number, name in enumerate(("stage", "readers", "context", "stage, backwards")):
+                self._groups[name] = self._new_group(number % 3)
+
+    def _new_group(self, dim: int) -> dist.ProcessGroup:
+        """Return a group of the processes along a dimension of (stage, readers, context). Collective."""
+        lines = self._ranks.movedim(dim, -1).reshape(-1, self._ranks.shape[dim]).tolist()
+        own, _ = dist.new_subgroups_by_enumeration(lines)
+        group: dist.ProcessGroup = own
+        return group
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The processes among which this process's layers are divided."""
+        return self.whole["tensor"]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Return the processes along "stage" (or "stage, backwards"), "readers" or "context" through this process."""
+        return self._groups[name]
+
+    def group_of_stages(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the group of some stages of this process's model; None if this process is of none of them."""
+        ranks = dist.get_process_group_ranks(self._groups["stage"])
+        if self.position("stage") not in stages or len(stages) == len(ranks):
+            return self._groups["stage"] if len(stages) == len(ranks) else None
+        group: dist.ProcessGroup = dist.new_group([ranks[stage] for stage in stages], use_local_synchronization=True)
+        return group
+
+    def position(self, name: str) -> int:
+        """Return this process's coordinate along "stage", "readers", "context" or "tensor"."""
+        at = (self._ranks == dist.get_rank()).nonzero()[0].tolist()
+        return int(at[("stage", "readers", "context", "tensor").index(name)])
+
+    def divide(self, processes: SingleProcess) -> None:
+        """Tell the processes which of them read the same samples, and which report: of the last stage the first."""
+        if self.layout.processes == 1 or not isinstance(processes, TorchProcessGroup):
+            return
+        reader_of = [0] * processes.world_size
+        for reader in range(self._ranks.shape[1]):
+            for rank in self._ranks[:, reader].flatten().tolist():
+                reader_of[rank] = reader
+        processes.divide(reader_of, self._ranks[-1, :, 0, 0].tolist(), self._groups["readers"])

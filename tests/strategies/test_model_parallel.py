@@ -1,0 +1,376 @@
+"""A model that is divided over processes: layers, sequences and blocks, from an ordinary training_step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout, mse_loss, scaled_dot_product_attention
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.processes import once_per_module, run_distributed
+from tests.helpers.strategy_models import GPT, Transformer
+from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
+from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import ModelCheckpoint, PredictionWriter
+from trainer.callbacks.prediction_writer import read_predictions
+from trainer.errors import ConfigError
+from trainer.precision import PRECISIONS
+from trainer.strategies import FSDPStrategy
+
+TWO = ("TP x2", "CP x2", "PP x2")
+"""Ways of dividing a model over two processes."""
+STEPS = 6
+
+
+class Dropped(GPT):
+    """Dropout around the blocks, and logged values of every kind."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        assert self.net is not None
+        self.net.tokens.weight.requires_grad_(True)
+        inputs, targets = batch
+        logits = dropout(self(inputs), 0.1, self.training)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("noise", torch.rand(()), on_step=False, on_epoch=True)
+        return loss
+
+
+class LocalValues(Callback):
+    """Remember this process's own values of the parameters, and who it is."""
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        processes = trainer.strategy.processes
+        self.who = (processes.rank, processes.reader, processes.readers, processes.reports)
+        self.values = {
+            name: p.detach().to_local().clone()  # type: ignore[operator]
+            for name, p in module.named_parameters()
+            if hasattr(p, "device_mesh")
+        }
+
+
+def trainer_of(way: str, folder: str, *callbacks: Callback, **settings: Any) -> Trainer:
+    every = {"accumulate_grad_batches": 3, "gradient_clip_val": 1.0, "log_every_n_steps": 1, "seed": 3}
+    return WAYS[way].trainer(**{**every, "default_root_dir": folder, "callbacks": list(callbacks), **settings})
+
+
+def fit(way: str, folder: str, steps: int = STEPS, go_on: bool = False) -> dict[str, Any]:
+    values = LocalValues()
+    saved = ModelCheckpoint(save_last=True, every_n_train_steps=1)
+    trainer = trainer_of(way, folder, values, saved, max_steps=steps, enable_checkpointing=True)
+    module = Dropped()
+    loader = DataLoader(module.data(40), WAYS[way].micro_batch, shuffle=True)
+    trainer.fit(module, loader, DataLoader(module.data(11), 4), ckpt_path="last" if go_on else None)
+    return {
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "weights": trainer.full_state_dict(everywhere=True),
+        "local": values.values,
+        "who": values.who,
+    }
+
+
+def everything(way: str, root: str) -> dict[str, Any]:
+    """Train; train again with a break; evaluate and predict with the weights of the first training."""
+    folder = f"{root}/{way}"
+    found = {"whole": fit(way, f"{folder}/whole")}
+    fit(way, f"{folder}/broken", steps=2)
+    torch.manual_seed(99)
+    found["resumed"] = fit(way, f"{folder}/broken", go_on=True)
+    module = GPT()
+    module.load_state_dict(found["whole"]["weights"])
+    loader = DataLoader(module.data(11), 4)
+    found["evaluated"] = trainer_of(way, folder).validate(module, loader)
+    module = GPT()
+    module.load_state_dict(found["whole"]["weights"])
+    writer = PredictionWriter(f"{folder}/predictions")
+    found["predictions"] = trainer_of(way, folder, writer).predict(module, loader, return_predictions=True)
+    return found
+
+
+@once_per_module
+def results() -> dict[str, list[dict[str, Any]]]:
+    with TemporaryDirectory() as root:
+        found = run_each(everything, (SINGLE, *TWO), root)
+        for way in TWO:
+            found[way][0]["written"] = list(read_predictions(Path(root, way, "predictions")))
+    return found
+
+
+@pytest.mark.parametrize("way", TWO)
+def test_metrics_are_those_of_one_process_on_every_rank(way: str, results: Any) -> None:
+    expected = results[SINGLE][0]["whole"]["metrics"]
+    for rank in results[way]:
+        found = rank["whole"]["metrics"]
+        assert found["samples"] == expected["samples"]
+        assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=5e-2)  # dropout draws other numbers
+        assert found["val_largest"] == expected["val_largest"]
+
+
+@pytest.mark.parametrize("way", TWO)
+def test_a_resumed_run_has_the_same_bits(way: str, results: Any) -> None:
+    for rank in results[way]:
+        assert_same_bits(rank["whole"], rank["resumed"])
+
+
+@pytest.mark.parametrize("way", TWO)
+def test_the_processes_of_one_model_are_one_reader(way: str, results: Any) -> None:
+    readers = [rank["whole"]["who"][1:] for rank in results[way]]
+    reporting = 1 if way == "PP x2" else 0
+    assert readers == [(0, 1, rank == reporting) for rank in range(2)]
+
+
+def test_weights_outside_of_the_plan_have_equal_bits(results: Any) -> None:
+    first, second = (rank["whole"]["local"] for rank in results["TP x2"])
+    equal = [
+        name for name in first if first[name].shape == second[name].shape and torch.equal(first[name], second[name])
+    ]
+    whole = ("norm", "positions", "project.bias", "feed_forward.2.bias")
+    assert {name for name in first if any(word in name for word in whole)} == set(equal)
+
+
+@pytest.mark.parametrize("way", TWO)
+def test_evaluation_and_prediction_are_those_of_one_process(way: str, results: Any) -> None:
+    weights = results[way][0]["whole"]["weights"]
+    module = GPT()
+    module.load_state_dict(weights)
+    loader = DataLoader(module.data(11), 4)
+    single = Trainer(**QUIET)
+    expected = single.validate(module, loader)
+    for rank in results[way]:
+        assert rank["evaluated"] == pytest.approx(expected, rel=1e-5)
+    outputs = single.predict(module, loader, return_predictions=True)
+    assert outputs is not None
+    torch.testing.assert_close(torch.stack(results[way][0]["written"]), torch.cat(outputs), rtol=1e-4, atol=1e-5)
+    kept = [rank["predictions"] for rank in results[way] if rank["predictions"]]
+    assert len(kept) == 1
+    torch.testing.assert_close(torch.cat(kept[0]), torch.cat(outputs), rtol=1e-4, atol=1e-5)
+
+
+def test_stages_have_parts_of_the_module(results: Any) -> None:
+    first, last = (set(rank["whole"]["local"]) for rank in results["PP x2"])
+    assert "net.tokens.weight" in first - last
+    assert {"net.norm.weight", "net.head.weight"} <= last - first
+    assert not {name for name in first & last if "blocks" in name}
+
+
+# -- what cannot be divided --------------------------------------------------------------------------------------------
+
+
+class Small(TrainModule):
+    """A module of blocks that a test gives."""
+
+    def __init__(self, *blocks: nn.Module, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return mse_loss(self(batch[0]), batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Attending(nn.Module):
+    """A block that is right for parts of sequences, unless a subclass breaks it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 2, 3, 4).permute(3, 0, 2, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class OwnPositions(Attending):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.arange(x.shape[1])[:, None] / 10)
+
+
+class TorchAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class Eager(Attending):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + self.out((q @ k.transpose(1, 2)).softmax(-1) @ v)
+
+
+class Convolved(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.convolution(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Tuples(Attending):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
+
+
+class Unpacking(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)[0]
+        return x
+
+
+class Skipping(Small):
+    """The last block's input has a part that does not come through the block before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + first
+
+
+class Twice(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return mse_loss(self(batch[0]), self(batch[0] + 1))
+
+
+class Planned(Small):
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
+
+
+class Unmatched(Small):
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"block.*.qkv": "colwise"}
+
+
+class Unknown(Small):
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "columnwise"}
+
+
+class Uneven(Small):
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"head": "colwise"}
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.head = nn.Linear(8, 7)
+
+
+CP, PP, TP = {"context_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2}
+REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
+    "positions inside of blocks": (CP, Small, OwnPositions, "positions as arguments"),
+    "torch's attention": (CP, Small, TorchAttention, "nn.MultiheadAttention"),
+    "attention by hand": (CP, Small, Eager, "scaled_dot_product_attention only"),
+    "convolutions": (CP, Small, Convolved, "convolutions"),
+    "a skip connection": (PP, Skipping, Attending, "embed"),
+    "two forwards": (PP, Twice, Attending, "called twice"),
+    "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
+    "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
+    "an unknown style": (TP, Unknown, Attending, "Did you mean 'colwise'"),
+    "outputs that cannot be divided": (TP, Uneven, Attending, "does not divide the 7 outputs of head"),
+}
+LENGTHS = {"odd": 7, "short": 2}
+
+
+def refusal(kind: type[Small], block: type[nn.Module], options: dict[str, int], length: int = 8) -> str:
+    """Return the error of a first step, without a Trainer, which would end the other process too."""
+    torch.manual_seed(0)
+    strategy, module = FSDPStrategy(**options), kind(block(), block())
+    strategy.setup_environment("cpu", PRECISIONS["32-true"])
+    try:
+        strategy.setup_module(module, for_training=True)
+        strategy.call_step("training_step", [torch.randn(4, length, 8)], 0)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def refuse_all() -> dict[str, str]:
+    found = {name: refusal(kind, block, options) for name, (options, kind, block, _) in REFUSED.items()}
+    return found | {name: refusal(Small, Attending, CP, length) for name, length in LENGTHS.items()}
+
+
+refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=90.0))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_divided_is_told_in_the_first_step(name: str, refusals: Any) -> None:
+    assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals)
+
+
+def train_with_tuples() -> None:
+    trainer = Trainer(strategy=FSDPStrategy(**PP), devices=2, accelerator="cpu", max_steps=1, **QUIET)
+    trainer.fit(Unpacking(Tuples(), Tuples()), DataLoader(TensorDataset(torch.randn(4, 8, 8)), 4))
+
+
+def test_a_stage_that_cannot_send_ends_the_others() -> None:
+    with pytest.raises(AssertionError, match="returns a tuple, and what a stage sends is one tensor"):
+        run_distributed(train_with_tuples, 2, timeout=90.0)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_sequences_that_cannot_be_divided_are_told(name: str, refusals: Any) -> None:
+    assert f"does not divide sequences of {LENGTHS[name]} tokens" in refusals[0][name]
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "words"),
+    [
+        ({"tensor_parallel": 3}, {"devices": 4}, "a multiple of 3 processes"),
+        ({"tensor_parallel": 2}, {"devices": 2, "precision": "16-mixed"}, "Use 'bf16-mixed'"),
+        (
+            {"pipeline_parallel": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+            {"devices": 4},
+            "there are 2 readers",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_told_before_anything_starts(
+    options: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Trainer(strategy=FSDPStrategy(**options), accelerator="cpu", **{**QUIET, **settings})
+
+
+def test_the_test_model_has_a_plan_that_divides_its_layers() -> None:
+    names = {name for name, child in Transformer(False, False).named_modules() if isinstance(child, nn.Linear)}
+    assert len(names) == 9
+
+
+class OutOfRange(GPT):
+    """torch's own code raises in the forward, while the weights around the blocks are gathered."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        assert self.net is not None
+        return self.net.tokens(batch[0] + 1000).sum()
+
+
+def look_up_what_is_not_there() -> None:
+    module = OutOfRange()
+    WAYS["FSDP x2"].trainer(max_steps=1).fit(module, DataLoader(module.data(8), 4))
+
+
+def test_an_error_of_torch_in_a_forward_is_reported_as_it_is() -> None:
+    with pytest.raises(AssertionError, match="IndexError: index out of range") as ended:
+        run_distributed(look_up_what_is_not_there, 2, timeout=90.0)
+    assert "were replaced" not in str(ended.value)

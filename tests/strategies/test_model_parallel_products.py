@@ -1,0 +1,52 @@
+"""Products of divisions of a model, on four processes: parity with a hand-written loop, and portable checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.portability import BOUND, PORTABLE, Cell, differences
+from tests.helpers.processes import once_per_module
+from tests.helpers.strategy_runs import SINGLE, run_each
+from tests.strategies.test_strategy_parity import CASES, train_by_hand, train_one
+
+pytestmark = pytest.mark.timeout(1200)
+
+PRODUCTS = [name for name in PORTABLE if " x " in name]
+KEYS = ("gpt", "gpt, tied and frozen", "gpt, tied, in configure_model", "gpt, bf16-mixed")
+CELLS: list[Cell] = [
+    *zip(PRODUCTS, (*PRODUCTS[1:], PRODUCTS[0]), strict=True),
+    (SINGLE, "PP 2 x CP 2"),
+    ("PP 2 x TP 2", SINGLE),
+    ("ZeRO-3 x2", "CP 2 x TP 2"),
+    ("TP 2 x FSDP 2", "DDP x2"),
+]
+
+
+def train(name: str) -> dict[str, list[float]]:
+    return {key: train_one(name, CASES[key]) for key in KEYS}
+
+
+losses = once_per_module(lambda: run_each(train, PRODUCTS))
+by_hand = once_per_module(lambda: {key: train_by_hand(CASES[key]) for key in KEYS})
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_losses_are_those_of_one_process(name: str, key: str, losses: dict, by_hand: dict) -> None:
+    for of_rank in losses[name]:
+        assert max(abs(a - b) for a, b in zip(of_rank[key], by_hand[key], strict=True)) <= CASES[key].bound
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, float]:
+    folder: Path = tmp_path_factory.mktemp("portability")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return differences(CELLS, folder)
+
+
+@pytest.mark.parametrize(("source", "target"), CELLS)
+def test_a_run_goes_on_in_another_layout(source: str, target: str, found: dict[Cell, float]) -> None:
+    assert found[source, target] <= BOUND
