@@ -178,13 +178,15 @@ def _heads(module: nn.Module, parts: int) -> list[str]:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
-    """Divide the layers; weights that are tied stay tied. Collective.
+    """Divide the layers; weights that are tied stay tied.
 
     Raises:
         ConfigError: tied weights would be divided in different ways.
     """
     ties = _tied_weights(module)
-    parallelize_module(module, mesh, {n: s for n, s in styles.items() if _is_here(module.get_submodule(n))})
+    here = {name: style for name, style in styles.items() if _is_here(module.get_submodule(name))}
+    # Without sending anything: all processes have the values, or get them later.
+    parallelize_module(module, mesh, here, src_data_rank=None)
     for (owner, name), *others in ties:
         kept = owner._parameters[name]
         for other, other_name in others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.compare import QUIET, assert_same_bits
 from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.strategy_models import GPT, Transformer
-from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
+from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
 from trainer import Callback, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint, PredictionWriter
 from trainer.callbacks.prediction_writer import read_predictions
@@ -355,6 +356,46 @@ def test_settings_that_cannot_work_are_told_before_anything_starts(
 def test_the_test_model_has_a_plan_that_divides_its_layers() -> None:
     names = {name for name, child in Transformer(False, False).named_modules() if isinstance(child, nn.Linear)}
     assert len(names) == 9
+
+
+OPTIONS: dict[str, tuple[str, tuple[tuple[str, Any], ...], dict[str, Any]]] = {
+    "layers built on rank 0 only": ("TP x2", (("init_device", "mixed"),), {}),
+    "compiled blocks, by the name of their class": (
+        "CP x2",
+        (),
+        {"compile": {"blocks": ["Block"], "backend": "eager"}},
+    ),
+    "recomputed activations": ("CP x2", (), {"activation_checkpointing": "auto"}),
+    "recomputed activations of stages": ("PP x2", (), {"activation_checkpointing": "auto"}),
+    "weights in the CPU's memory": ("PP x2", (("cpu_offload", True),), {}),
+    "windows shorter than the pipeline": ("PP x2", (), {"accumulate_grad_batches": 1}),
+}
+
+
+def train_with_options() -> dict[str, list[float]]:
+    found = {}
+    for name, (way, options, settings) in OPTIONS.items():
+        recorder, module = StepLosses(), GPT(tied=True, deferred=True)
+        strategy = replace(WAYS[way], options=(*WAYS[way].options, *options))
+        every = {"accumulate_grad_batches": 3, "log_every_n_steps": 1, "seed": 3, "max_steps": 4}
+        loader = DataLoader(module.data(40), WAYS[way].micro_batch)
+        strategy.trainer(callbacks=[recorder], **{**every, **settings}).fit(module, loader)
+        found[name] = recorder.losses
+    return found
+
+
+with_options = once_per_module(lambda: run_distributed(train_with_options, 2))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_strategy_and_trainer_work_together(name: str, with_options: list[dict[str, list[float]]]) -> None:
+    recorder, module = StepLosses(), GPT(tied=True, deferred=True)
+    window = OPTIONS[name][2].get("accumulate_grad_batches", 3)
+    settings = {"accumulate_grad_batches": window, "log_every_n_steps": 1, "seed": 3, "max_steps": 4}
+    single = WAYS[SINGLE].trainer(callbacks=[recorder], **settings)
+    single.fit(module, DataLoader(module.data(40), WAYS[SINGLE].micro_batch))
+    for of_rank in with_options:
+        assert of_rank[name] == pytest.approx(recorder.losses, abs=1e-5)
 
 
 class OutOfRange(GPT):

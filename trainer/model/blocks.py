@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -78,7 +79,7 @@ def describe_blocks(blocks: dict[str, nn.Module]) -> str:
     """Return text such as `"12 x Block (net.blocks.0 to net.blocks.11), Embedding (net.embedding)"`, or `"nothing"`."""
     names: dict[str, list[str]] = {}
     for name, block in blocks.items():
-        names.setdefault(type(block).__name__, []).append(name)
+        names.setdefault(class_of(block).__name__, []).append(name)
     groups = (
         f"{len(own)} x {kind} ({own[0]} to {own[-1]})" if len(own) > 1 else f"{kind} ({own[0]})"
         for kind, own in names.items()
@@ -147,8 +148,17 @@ def _by_class(module: nn.Module, kinds: Collection[str | type]) -> dict[str, nn.
 def _is_a(module: nn.Module, kind: str | type) -> bool:
     if isinstance(kind, type):
         return isinstance(module, kind)
-    cls = type(module)
+    cls = class_of(module)
     return kind in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+
+
+def class_of(module: nn.Module) -> type:
+    """Return the class of a module as its author named it: FSDP2 gives sharded modules a subclass `FSDP<name>`."""
+    cls = type(module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule) and cls.__bases__[:1] == (fsdp.FSDPModule,):
+        return cls.__bases__[1]
+    return cls
 
 
 def _no_such_class(module: nn.Module, kind: str | type) -> str:
@@ -156,7 +166,7 @@ def _no_such_class(module: nn.Module, kind: str | type) -> str:
         return f"{_named(kind)} has no forward, so it cannot be a block: name the class of its members."
     if _is_a(module, kind):
         return f"{_named(kind)} is the module itself: name a class within it."
-    known = {type(child).__name__ for _, child in _submodules(module)}
+    known = {class_of(child).__name__ for _, child in _submodules(module)}
     suggestion = did_you_mean(_named(kind), known)
     return f"no submodule of {type(module).__name__} is a {_named(kind)}.{suggestion}"
 
@@ -170,8 +180,8 @@ def _list_classes(module: nn.Module) -> str:
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for _, child in _submodules(module):
-        counts[type(child).__name__] += 1
-        sizes[type(child).__name__] += _size(child)
+        counts[class_of(child).__name__] += 1
+        sizes[class_of(child).__name__] += _size(child)
     if not counts:
         return f"{type(module).__name__} has no submodules with a forward."
     ordered = sorted(counts, key=lambda name: -sizes[name])
