@@ -43,6 +43,9 @@ class TrainModule(OptionalMethods, nn.Module):
 
     automatic_optimization: bool = True
     """With False, `training_step` itself calls `manual_backward` and steps the optimizers of `optimizers()`."""
+    key_mapping: Mapping[str, str] = {}
+    """For `fit(weights=)`: regular expressions for names of pretrained weights -> their replacements, as in
+    transformers' `from_pretrained(key_mapping=)`."""
     strict_loading: bool = True
     """With False, weights that a checkpoint lacks stay as they are, and weights that the module lacks are left out."""
     _wrapper: nn.Module | None = None

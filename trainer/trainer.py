@@ -141,6 +141,7 @@ class Trainer:
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         allow_changes: Sequence[str] = (),
+        weights: str | Path | None = None,
     ) -> None:
         """Train.
 
@@ -153,6 +154,9 @@ class Trainer:
                 is no checkpoint yet, so that one command both starts and restarts a job.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
                 of `trainer.loop.changes.CHANGES`, such as "dataset", "shuffle", "optimizers".
+            weights: pretrained weights to start from, unless a checkpoint is there to resume from: a folder that
+                Hugging Face's `save_pretrained` has written, or a safetensors file. Each process reads its part only.
+                See `TrainModule.key_mapping` and `strict_loading`.
 
         Raises:
             ConfigError: the run cannot work; raised before the first step where possible.
@@ -160,7 +164,7 @@ class Trainer:
                 complete and saved (not in a REPL or notebook).
         """
         data = {"train": train_dataloaders, "val": val_dataloaders}
-        with self._start("fit", module, data, datamodule, ckpt_path, allow_changes) as run:
+        with self._start("fit", module, data, datamodule, ckpt_path, allow_changes, weights) as run:
             self._start_training(run)
             while not self._finished(run):
                 self._train_epoch(run)
@@ -306,9 +310,10 @@ class Trainer:
         datamodule: DataModule | None,
         ckpt_path: str | Path | None,
         allow_changes: Sequence[str] = (),
+        weights: str | Path | None = None,
     ) -> AbstractContextManager[Run]:
         return start_run(
-            self.config, self._session, stage, module, data, datamodule, ckpt_path, self.adopt, allow_changes
+            self.config, self._session, stage, module, data, datamodule, ckpt_path, self.adopt, allow_changes, weights
         )
 
     def adopt(self, run: Run) -> Trainer:

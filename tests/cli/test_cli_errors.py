@@ -13,7 +13,7 @@ from tests.helpers.project import Command
 from tests.tiers import Inputs
 
 NET = "module: mymodel.py:Net\n"
-KEYS = "Top-level keys: module, data, trainer, ckpt_path, allow_changes."
+KEYS = "Top-level keys: module, data, trainer, ckpt_path, allow_changes, weights."
 
 
 def net(*arguments: str) -> str:

@@ -39,6 +39,8 @@ _CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {code: dtype for dtype, code in _CODES.items()}
+"""The dtypes by their names in a file."""
 
 
 class ByteReader(Protocol):

@@ -17,6 +17,7 @@ EXAMPLES = """\
   trainer fit --config examples/digits/config.yaml
   trainer fit --config base.yaml big.yaml --trainer.max_epochs 3 --module.lr 0.1
   trainer fit --config run.yaml --ckpt-path last          go on where the last run stopped
+  trainer fit --config run.yaml --weights llama/          start from pretrained weights (safetensors)
   trainer fit --module mymodel.py:MyModule --data mymodel.py:MyData --trainer.max_steps 100
   trainer fit --config run.yaml --trainer.strategy ddp --trainer.devices 2
   trainer fit --config run.yaml --dry-run --world-size 1024       check everything, start nothing; --dry-run --help
@@ -38,7 +39,13 @@ def _fit(job: Job) -> None:
 
     ignore_sigusr1_if(lambda: job.trainer.has_fit and job.trainer.stage is None)
     try:
-        job.trainer.fit(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, allow_changes=job.allow_changes)
+        job.trainer.fit(
+            job.module,
+            datamodule=job.data,
+            ckpt_path=job.ckpt_path,
+            allow_changes=job.allow_changes,
+            weights=job.weights,
+        )
     except SystemExit:
         # A run that a signal stopped has saved everything; its paths are printed, too.
         _print(job)

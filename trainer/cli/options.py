@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
 
 ROOTS = ("trainer", "module", "data")
-FIXED = ("help", "config", "print-config", "ckpt-path", "allow-changes", "ray")
+FIXED = ("help", "config", "print-config", "ckpt-path", "allow-changes", "weights", "ray")
 ALIASES = {"seed": "trainer.seed"}
 RAY_HELP = (
     "train in Ray's workers: num_workers=2 max_failures=1; also use_gpu=true, resources_per_worker='{CPU: 4}', "
@@ -118,6 +118,8 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
     if command == "fit":
         words = "what may differ from the run that wrote the checkpoint, such as dataset or optimizers"
         parser.add_argument("--allow-changes", metavar="NAME", nargs="+", help=words)
+        words = "pretrained weights to start from: a folder of save_pretrained, or a .safetensors file"
+        parser.add_argument("--weights", metavar="PATH", help=words)
     parser.set_defaults(ray=None)
     if command == "fit":
         parser.add_argument("--ray", metavar="NAME=VALUE", nargs="+", help=RAY_HELP)
@@ -155,6 +157,8 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
     options.config, options.print_config = known.config, known.print_config
     if known.ckpt_path is not None:
         options.overrides.append(("ckpt_path", Node(known.ckpt_path, COMMAND_LINE)))
+    if getattr(known, "weights", None) is not None:
+        options.overrides.append(("weights", Node(known.weights, COMMAND_LINE)))
     if getattr(known, "allow_changes", None) is not None:
         names = [Node(name, COMMAND_LINE) for name in known.allow_changes]
         options.overrides.append(("allow_changes", Node(names, COMMAND_LINE)))

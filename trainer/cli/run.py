@@ -35,6 +35,7 @@ class Job:
     data: DataModule | None
     ckpt_path: str | None
     allow_changes: list[str]
+    weights: str | None
     config: list[str]
     """The configuration files as they were named."""
 
@@ -76,7 +77,8 @@ def run_command(
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
         return usage_error(str(error))
-    return _run(act, Job(trainer, module, data, configuration.ckpt_path, configuration.allow_changes, options.config))
+    start = configuration.ckpt_path, configuration.allow_changes, configuration.weights
+    return _run(act, Job(trainer, module, data, *start, options.config))
 
 
 def _load(command: str, options: Options, findings: Diagnostics) -> Configuration:

@@ -144,6 +144,17 @@ class Checker:
             value = node.value = str(path.absolute())
         return value
 
+    def weights(self, node: Node | None) -> str | None:
+        """Return the absolute path of pretrained weights; only a `fit` without a checkpoint needs them to be there."""
+        value = None if node is None else self.value(node, str | None, ("weights",))
+        if node is None or not isinstance(value, str):
+            return None
+        try:
+            node.value = str(as_storage_path(value).absolute())
+        except ConfigError as error:
+            self.findings.add(node.source, f"weights: {error}")
+        return str(node.value)
+
     def allow_changes(self, node: Node | None) -> list[str]:
         """Return the names of what may differ from the run that wrote the checkpoint."""
         names = [] if node is None else self.value(node, list[str], ("allow_changes",))

@@ -140,7 +140,7 @@ def read_tree(name: str, findings: Diagnostics) -> Node | None:
         return tree
     empty = tree.value in (None, {})
     what = "the file is empty" if empty else "this is not a mapping of names to values"
-    keys = "a configuration has the keys module, data, trainer, ckpt_path, allow_changes."
+    keys = "a configuration has the keys module, data, trainer, ckpt_path, allow_changes, weights."
     findings.add(source if empty else tree.source, f"{what}; {keys}")
     return None
 

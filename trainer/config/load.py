@@ -18,7 +18,7 @@ from trainer.module import TrainModule
 from trainer.settings import ARGUMENTS, Settings
 from trainer.trainer import Trainer
 
-KEYS = ("module", "data", "trainer", "ckpt_path", "allow_changes")
+KEYS = ("module", "data", "trainer", "ckpt_path", "allow_changes", "weights")
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Configuration:
     data: ClassSpec | None
     ckpt_path: str | None
     allow_changes: list[str]
+    weights: str | None
     resolved: str
     """YAML that gives the same configuration from any folder."""
     notes: list[str]
@@ -109,11 +110,12 @@ def _checked(tree: Node, findings: Diagnostics) -> Configuration:
     module = checker.module(given.get("module"), tree.source)
     data, ckpt_path = checker.data(given.get("data")), checker.ckpt_path(given.get("ckpt_path"))
     allow_changes = checker.allow_changes(given.get("allow_changes"))
+    weights = checker.weights(given.get("weights"))
     findings.report()
     assert module is not None
     sources = sources_of(given.get("trainer"))
     return Configuration(
-        trainer, module, data, ckpt_path, allow_changes, to_yaml(_resolved(tree)), findings.notes, sources
+        trainer, module, data, ckpt_path, allow_changes, weights, to_yaml(_resolved(tree)), findings.notes, sources
     )
 
 

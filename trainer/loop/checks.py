@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from trainer.callback import EVALUATION_ARGUMENTS, check_hooks, check_signature, parameters_of
+from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import as_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
@@ -63,6 +64,7 @@ def check_call(
     datamodule: Any,
     ckpt_path: Any,
     allow_changes: Any = (),
+    weights: Any = None,
 ) -> None:
     """Check a call of `fit` and the like, as far as possible before a process is started.
 
@@ -70,7 +72,7 @@ def check_call(
         config: the choices made from the settings.
         running: the current stage; None: nothing runs.
         stage: the stage that is called.
-        module, datamodule, ckpt_path, allow_changes: the user's arguments.
+        module, datamodule, ckpt_path, allow_changes, weights: the user's arguments.
         data: the user's loaders, by stage.
 
     Raises:
@@ -106,6 +108,10 @@ def check_call(
             f"ckpt_path={str(ckpt_path)!r} does not exist.{guess} Give 'last', 'best' or a checkpoint folder."
         )
     problems += allowed_problems(allow_changes)
+    if not isinstance(weights, (str, Path, type(None))):
+        problems.append(f"weights={shown(weights)}: give the path of a folder or of a .safetensors file.")
+    elif weights is not None and ckpt_path is None and (problem := weights_problem(weights)) is not None:
+        problems.append(problem)
     raise_problems(problems, f"{stage}({type(module).__name__})")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.disk import replace_notes
+from trainer.checkpoint.pretrained import open_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.distributed.environment import detect_environment
@@ -58,6 +59,7 @@ def start_run(
     ckpt_path: str | Path | None,
     adopt: Callable[[Run], object],
     allow_changes: Collection[str] = (),
+    weights: str | Path | None = None,
 ) -> Iterator[Run]:
     """Set up a stage, yield the complete `Run`, and tear the stage down.
 
@@ -73,8 +75,9 @@ def start_run(
         adopt: called with the run before any user code, to attach the trainer to modules. Returns the first argument
             of hooks.
         allow_changes: names of `loop.changes.CHANGES`: what may differ from the run that wrote the checkpoint.
+        weights: pretrained weights with which `fit` starts, where there is no checkpoint.
     """
-    check_call(config, session.stage, stage, module, data, datamodule, ckpt_path, allow_changes)
+    check_call(config, session.stage, stage, module, data, datamodule, ckpt_path, allow_changes, weights)
     start_processes(config)
     run = Run(config, session, stage, module, datamodule)
     with ExitStack() as cleanup:
@@ -90,7 +93,7 @@ def start_run(
             checkpoint = open_run_directory(run, ckpt_path, cleanup)
             run.seed_processes(choose_seed(run, checkpoint))
             prepare_data(run)
-            build_module(run, checkpoint, cleanup)
+            build_module(run, checkpoint, cleanup, weights)
             cleanup.callback(run.loaders.close)
             make_loaders(run, data)
             check_loaders(run)
@@ -184,12 +187,18 @@ def prepare_data(run: Run) -> None:
     run.hooks.setup(run.stage)
 
 
-def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack) -> None:
-    """Build the module's layers, move and wrap them, compile them, and load the checkpoint's weights."""
+def build_module(
+    run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack, weights: str | Path | None = None
+) -> None:
+    """Build the module's layers, move and wrap them, compile them, and load the checkpoint's or pretrained weights."""
     module, strategy, training = run.module, run.strategy, run.stage == "fit"
-    with strategy.init_context(module, will_load_checkpoint=checkpoint is not None):
+    pretrained = None if weights is None or checkpoint is not None else open_weights(weights)
+    loads_all = checkpoint is not None or (pretrained is not None and module.strict_loading)
+    with strategy.init_context(module, will_load_checkpoint=loads_all):
         module.configure_model()
         check_module(run)
+    if pretrained is not None:
+        pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
     if training:
         run.record_facts({"module": facts_of_module(module)})
         check_torchmetrics(module)
@@ -201,6 +210,9 @@ def build_module(run: Run, checkpoint: dict[str, Any] | None, cleanup: ExitStack
         trained = (lambda: run.progress.step) if training else None
         cleanup.callback(start_compiling(module, run.config.compilation, trained))
     restore_weights(run, checkpoint)
+    if pretrained is not None:
+        strategy.load_module_state(pretrained, module.strict_loading)
+        log.info("started from the weights of %s", weights)
 
 
 def build_optimizers(run: Run) -> None:

@@ -1,0 +1,169 @@
+"""Pretrained weights from safetensors files, read into every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader
+
+from tests.helpers.compare import QUIET
+from tests.helpers.strategy_models import GPT, Transformer
+from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
+from trainer import CheckpointError, ConfigError, Trainer
+from trainer.callbacks import ModelCheckpoint
+from trainer.checkpoint.pretrained import open_weights
+
+LAYOUTS = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "CP x2", "PP x2", "ZeRO-3 x2")
+
+
+class Frozen(GPT):
+    """Trains with a learning rate of 0, so that the weights stay as they were read."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def weights_of(seed: int = 7) -> dict[str, torch.Tensor]:
+    """Return the weights of a pretrained model as its author would save them: a tied weight once."""
+    torch.manual_seed(seed)
+    state = Transformer(tied=True, frozen=False).state_dict()
+    return {name: value.contiguous() for name, value in state.items() if name != "head.weight"}
+
+
+def save_sharded(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write a folder of two files and an index, as `save_pretrained` does."""
+    names = list(weights)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, own in parts.items():
+        save_file({name: weights[name] for name in own}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, own in parts.items() for name in own}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def fit(way: str, folder: str, init_device: str = "cpu") -> dict[str, torch.Tensor]:
+    torch.manual_seed(99)
+    module = Frozen(tied=True, deferred=True)
+    trainer = WAYS[way].trainer(max_steps=1)
+    trainer.fit(module, DataLoader(module.data(8), WAYS[way].micro_batch), weights=folder)
+    return trainer.full_state_dict(everywhere=True)
+
+
+def test_every_layout_reads_the_same_weights(tmp_path: Path) -> None:
+    weights = weights_of()
+    save_sharded(tmp_path, weights)
+    expected = {f"net.{name}": value for name, value in weights.items()}
+    expected["net.head.weight"] = expected["net.tokens.weight"]
+    for way, ranks in run_each(fit, LAYOUTS, str(tmp_path)).items():
+        for found in ranks:
+            assert found.keys() == expected.keys(), way
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{way}: {name}")
+
+
+def train(module: GPT, weights: Path, **arguments: Any) -> Trainer:
+    trainer = Trainer(max_steps=1, **{**QUIET, **arguments.pop("settings", {})})
+    trainer.fit(module, DataLoader(module.data(8), 8), weights=weights, **arguments)
+    return trainer
+
+
+def test_a_file_in_another_dtype(tmp_path: Path) -> None:
+    file = tmp_path / "some.safetensors"
+    save_file({name: value.bfloat16() for name, value in weights_of().items()}, file)
+    module = Frozen(tied=True)
+    train(module, file)
+    assert module.net is not None
+    expected = weights_of()["blocks.1.qkv.weight"].bfloat16().float()
+    assert torch.equal(module.net.blocks[1].qkv.weight, expected)
+
+
+class Renamed(Frozen):
+    key_mapping: ClassVar = {r"^transformer\.": "", r"\.c_attn\.": ".qkv."}
+
+
+def test_names_are_mapped(tmp_path: Path) -> None:
+    weights = {f"transformer.{name.replace('.qkv.', '.c_attn.')}": value for name, value in weights_of().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    module = Renamed(tied=True)
+    train(module, tmp_path)
+    assert module.net is not None
+    assert torch.equal(module.net.blocks[1].qkv.weight, weights_of()["blocks.1.qkv.weight"])
+
+
+class Lenient(Frozen):
+    strict_loading = False
+
+
+def test_what_is_missing_is_told_or_left_as_it_is(tmp_path: Path) -> None:
+    weights = weights_of()
+    weights["extra"] = weights.pop("blocks.0.qkv.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"the weights lack net.blocks.0.qkv.weight, the module lacks net.extra"):
+        train(Frozen(tied=True), tmp_path)
+    module = Lenient(tied=True)
+    before = module.net.blocks[0].qkv.weight.clone()  # type: ignore[union-attr,operator]
+    train(module, tmp_path)
+    assert torch.equal(module.net.blocks[0].qkv.weight, before)  # type: ignore[union-attr,arg-type]
+    assert torch.equal(module.net.norm.weight, weights["norm.weight"])  # type: ignore[union-attr]
+
+
+def test_other_shapes_are_told(tmp_path: Path) -> None:
+    save_file({**weights_of(), "norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"net.norm.weight is \[3\] in the weights and \[16\] in the module"):
+        train(Frozen(tied=True), tmp_path)
+
+
+def test_a_checkpoint_counts_before_the_weights(tmp_path: Path) -> None:
+    save_file(weights_of(), tmp_path / "model.safetensors")
+    settings = {"default_root_dir": tmp_path / "runs", "enable_checkpointing": True}
+    module = GPT(tied=True)
+    saving = {**settings, "callbacks": [ModelCheckpoint(every_n_train_steps=1)]}
+    train(module, tmp_path, ckpt_path="last", settings=saving)  # there is none yet
+    trained = {name: value.clone() for name, value in module.state_dict().items()}
+    resumed = GPT(tied=True)
+    trainer = train(resumed, tmp_path / "gone", ckpt_path="last", settings=settings)
+    assert trainer.global_step == 1
+    assert all(torch.equal(value, trained[name]) for name, value in resumed.state_dict().items())
+
+
+def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no model.safetensors"):
+        train(Frozen(tied=True), tmp_path)
+    with pytest.raises(ConfigError, match="weights=3: give the path"):
+        train(Frozen(tied=True), 3)  # type: ignore[arg-type]
+
+
+def header(entry: Any) -> bytes:
+    text = json.dumps({"a": entry}).encode()
+    return len(text).to_bytes(8, "little") + text + b"\0" * 16
+
+
+DAMAGED = {
+    "nothing": b"",
+    "a huge header": (2**60).to_bytes(8, "little") + b"{}",
+    "no JSON": (3).to_bytes(8, "little") + b"[1,",
+    "no object": (2).to_bytes(8, "little") + b"[]",
+    "a place outside of the file": header({"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}),
+    "another size": header({"dtype": "F32", "shape": [2], "data_offsets": [0, 12]}),
+    "a negative place": header({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}),
+    "an unknown dtype": header({"dtype": "F31", "shape": [2], "data_offsets": [0, 8]}),
+    "no entry": header(None),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files_are_found_by_their_headers(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(DAMAGED[name])
+    with pytest.raises(CheckpointError):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {"a": 3}}'])
+def test_damaged_indexes_are_found(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError):
+        open_weights(tmp_path)

@@ -1,0 +1,156 @@
+"""Read pretrained weights by slices: a safetensors file, or a folder as Hugging Face's `save_pretrained` writes it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.format import FilePart, FileTensor
+from trainer.checkpoint.safetensors_io import DTYPES, MAX_HEADER, size_of
+from trainer.checkpoint.serialization import from_json
+from trainer.checkpoint.shards import FlatSlice, StoredTensor
+from trainer.checkpoint.storage import StoragePath, as_storage_path, reading, storage_of
+from trainer.errors import CheckpointError, first_of
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_INDEX = 100_000_000
+
+
+def weights_problem(path: str | Path) -> str | None:
+    """Return what is wrong with the argument `weights`; None if there is a file to read."""
+    place = as_storage_path(path)
+    if any((place / name).exists() for name in (WHOLE, INDEX)) or (_is_file(place) and place.exists()):
+        return None
+    return (
+        f"weights={str(path)!r}: there is no {WHOLE} and no {INDEX}. Give a folder that save_pretrained has written, "
+        "or a .safetensors file; for a checkpoint of this package ckpt_path=, or load_from_checkpoint."
+    )
+
+
+def open_weights(path: str | Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file or folder by name. Only headers are read.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    place = as_storage_path(path)
+    if _is_file(place):
+        return dict(_tensors_of(place))
+    index = place / INDEX
+    if not index.exists():
+        return dict(_tensors_of(place / WHOLE))
+    where: Any = _read_index(index).get("weight_map")
+    files = {*where.values()} if isinstance(where, dict) and all(map(_is_text, where.values())) else {""}
+    names: list[str] = sorted(files)
+    if not names or any(not name.endswith(".safetensors") or "/" in name or "\\" in name for name in names):
+        raise CheckpointError(f"{index} has no weight_map of names and safetensors files of its own folder")
+    found = {name: dict(_tensors_of(place / name)) for name in names}
+    missing = [name for name, file in where.items() if name not in found[file]]
+    if missing:
+        raise CheckpointError(f"{index} names {first_of(missing)}, which {where[missing[0]]} does not have")
+    return {name: found[file][name] for name, file in where.items()}
+
+
+def _is_file(place: StoragePath) -> bool:
+    return place.name.endswith(".safetensors")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _read_index(path: StoragePath) -> dict[str, Any]:
+    with reading(path), storage_of(path).open_file(path) as (file, size):
+        text = file.read(min(size, _MAX_INDEX))
+    content = from_json(text, str(path))
+    return content if isinstance(content, dict) else {}
+
+
+def _tensors_of(path: StoragePath) -> list[tuple[str, StoredTensor]]:
+    """Return the tensors of a safetensors file, whose header has to describe places within it."""
+    with reading(path), storage_of(path).open_file(path) as (file, size):
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            raise CheckpointError(f"{path} is not a safetensors file, or is damaged")
+        header = from_json(file.read(length), f"the header of {path}")
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: its header is not an object")
+    header.pop("__metadata__", None)
+    return [(name, _tensor(path, 8 + length, size, name, entry)) for name, entry in header.items()]
+
+
+def _tensor(path: StoragePath, first: int, size: int, name: str, entry: Any) -> StoredTensor:
+    entry = entry if isinstance(entry, dict) else {}
+    dtype, shape, span = DTYPES.get(str(entry.get("dtype"))), entry.get("shape"), entry.get("data_offsets")
+    if dtype is None or not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+        raise CheckpointError(f"{path}: {name!r:.100} has no dtype, shape and place that can be read")
+    begin, end = span
+    if end - begin != size_of(dtype, shape) or first + end > size:
+        raise CheckpointError(f"{path}: the bytes of {name!r:.100} are not where they must be: it is damaged")
+    extent = FlatSlice(0, math.prod(shape))
+    return FileTensor(name, tuple(shape), dtype, [FilePart(path, first + begin, extent)])
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**53 for size in value)
+
+
+def weights_for(
+    module: nn.Module, weights: Mapping[str, StoredTensor], key_mapping: Mapping[str, str], strict: bool
+) -> dict[str, StoredTensor]:
+    """Return pretrained weights by the names of the module's `state_dict`; a tied weight by all of its names.
+
+    A model that is an attribute of the module is found by its names: those of the weights get the prefix with which
+    most of them are in the module.
+
+    Args:
+        module: with its layers, not sharded yet.
+        key_mapping: regular expressions for names, and their replacements, applied first and in order.
+        strict: refuse weights that the module does not have, and the other way round.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    own = module.state_dict(keep_vars=True)
+    renamed = {}
+    for name, value in weights.items():
+        for pattern, replacement in key_mapping.items():
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = value
+    prefix = _prefix(module, [*renamed], own)
+    found = {name: renamed[name.removeprefix(prefix)] for name in own if name.removeprefix(prefix) in renamed}
+    found = {name: value for name, value in found.items() if name.startswith(prefix)}
+    of_tensor = {id(own[name]): value for name, value in found.items()}
+    found |= {name: of_tensor[id(tensor)] for name, tensor in own.items() if id(tensor) in of_tensor}
+    used = {name.removeprefix(prefix) for name in found}
+    problems = [
+        f"{name} is {list(value.shape)} in the weights and {list(_shape(own[name]))} in the module"
+        for name, value in found.items()
+        if tuple(value.shape) != tuple(_shape(own[name]))
+    ]
+    if strict:
+        problems += [f"the weights lack {name}" for name in own if name not in found]
+        problems += [f"the module lacks {prefix}{name}" for name in renamed if name not in used]
+    if problems:
+        raise CheckpointError(
+            f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}. To rename them, set key_mapping "
+            "in the module; to load what fits, strict_loading = False."
+        )
+    return found
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    """Return the full shape, also of a parameter that ZeRO-3 has sharded (locally empty)."""
+    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
+    return shape
+
+
+def _prefix(module: nn.Module, names: list[str], own: Mapping[str, Any]) -> str:
+    prefixes = ["", *(f"{name}." for name, _ in module.named_modules() if name)]
+    return max(prefixes, key=lambda prefix: sum(prefix + name in own for name in names))
