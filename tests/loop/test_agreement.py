@@ -389,6 +389,25 @@ def compare_on_four() -> str | None:
     return None
 
 
+def compare_names() -> list[str]:
+    """Compare values that have other names on rank 1, and one that rank 0 alone has."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    messages = []
+    for by_rank in (({"a": 1, "b": 2}, {"c": 1, "d": 2}), ({"a": 1, "b": 2}, {"a": 1})):
+        with pytest.raises(ConfigError) as error:
+            compare(TorchProcessGroup(rank, rank, 2), iter(by_rank[rank].items()), "Give all the same.")
+        messages.append(str(error.value))
+    return messages
+
+
+def test_names_differ_though_the_values_are_the_same(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for other_names, alone in run_distributed(compare_names):
+        assert "c: missing on rank 0, and 1 on rank 1" in other_names
+        assert "b: 2 on rank 0, and missing on rank 1" in alone
+
+
 def test_of_many_ranks_each_value_is_named_once(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     messages = run_distributed(compare_on_four, 4)
