@@ -442,7 +442,8 @@ class Trainer:
                 if not repeated:
                     hooks.on_train_batch_end(outputs, data, batch_idx)
                 del outputs, data
-        strategy.end_window()
+        if run.ends_windows:
+            strategy.end_window()
         if skipping.may_skip:
             skipping.end_window()
         return outputs, data, losses

@@ -138,13 +138,6 @@ class Between(Callback):
             self.context.__exit__(None, None, None)
 
 
-class LossesOnADevice(Callback):
-    """A callback that has losses kept until the next flush, as those on an accelerator are."""
-
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        trainer.metrics.losses_on_host = False
-
-
 def loader(samples: int = 96) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(samples, 4)), batch_size=4)
 
@@ -155,7 +148,7 @@ def fit(*callbacks: Callback, **settings: Any) -> None:
         "accelerator": "cpu",
         "log_every_n_steps": 12,
         "logger": CSVLogger(),
-        "callbacks": [LossesOnADevice(), *callbacks],
+        "callbacks": [*callbacks],
     }
     Trainer(**{**options, **settings}).fit(Module(), loader(), loader(8))
 
@@ -167,16 +160,6 @@ def test_no_device_value_is_read_between_two_flushes(settings: dict[str, Any]) -
     between = Between(Reads(), first=1, last=11)
     fit(between, **settings)
     assert between.found.seen == {}
-
-
-def test_a_loss_in_host_memory_is_read_once_per_step_and_nothing_else_is() -> None:
-    class LossesOnTheHost(Callback):
-        def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-            trainer.metrics.losses_on_host = True
-
-    between = Between(Reads(), first=1, last=11)
-    fit(between, LossesOnTheHost())
-    assert between.found.seen == {"item": 10, "aten._local_scalar_dense.default": 10}
 
 
 def test_an_accumulating_window_reads_nothing_either() -> None:

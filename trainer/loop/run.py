@@ -56,7 +56,7 @@ from trainer.profiling import (
 )
 from trainer.seed import derive_seed, seed_everything, set_rng_state
 from trainer.settings import Settings
-from trainer.strategy import StepConfig
+from trainer.strategy import StepConfig, Strategy
 
 Activity = Literal["sanity checking", "training", "validating"]
 
@@ -165,6 +165,8 @@ class Run:
         self.metrics.copies_losses = self.reuses_memory
         self.optimizers: list[Optimizer] = []
         self.scheduler_configs: list[SchedulerConfig] = []
+        self.ends_windows = False
+        """True if the strategy has something to do after the last backward of a window."""
         self.closure_needed = False
         """True if the optimizer evaluates the loss several times per step (LBFGS)."""
         self.transfer_hooks = transfer_hooks(module, datamodule)
@@ -240,9 +242,9 @@ class Run:
             self.trainable = TrainableParameters(module, strategy, self.optimizers, self.wait_for_all)
         elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
             self.new_parameters = NewParameters(module, self.optimizers)
+        self.ends_windows = type(strategy).end_window is not Strategy.end_window
         self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
-        self.metrics.losses_on_host = strategy.device.type == "cpu"
         if isinstance(strategy.scaler, torch.amp.GradScaler):
             self.metrics.scaler = strategy.scaler
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import math
 import sys
 import warnings
@@ -143,9 +142,6 @@ class MetricLog:
         self.ending: MetricScope | None = None
         """The scope of the hooks at the end of an epoch or evaluation, while they run: `latest` has its values."""
         self.watches_losses = True
-        self.losses_on_host = False
-        """True if losses are in host memory: reading one waits for nothing, and costs less than keeping it, after which
-        the next steps are given other memory, which is not in the processor's caches."""
         self.copies_losses = False
         """True if the memory of a step's tensors is used again in the next step."""
         self.nonfinite_loss: tuple[int, float] | None = None
@@ -203,31 +199,19 @@ class MetricLog:
         self.batch, self.samples = batch, samples
 
     def watch_loss(self, step: int, loss: torch.Tensor, divisor: Number | None) -> None:
-        """Remember the first loss that is not finite, to report it when values are next read.
-
-        A loss on a device is kept until then: nothing is read from the device.
+        """Keep a loss until values are next read, to report one that is not finite. Reads nothing from the device.
 
         Args:
             divisor: of the loss; infinite for a batch without items, whose loss is a mean over nothing and is ignored.
         """
         # Not `!=` alone, which would read a divisor that is on the device.
-        if not self.watches_losses or (isinstance(divisor, float) and divisor == math.inf):
-            return
-        if self.losses_on_host and type(loss) is torch.Tensor:  # not one of which processes hold parts
-            value = loss.item()
-            if not cmath.isfinite(value):  # backward refuses a complex loss, in its own words
-                self._found_nonfinite(step, value, divisor)
-            return
-        # `data` is the loss without its graph, at half the price of `detach()`, which also tracks later writes.
-        kept = loss.data
-        # A view would keep a larger tensor in memory.
-        self._losses.append((step, kept.clone() if self.copies_losses or loss._is_view() else kept, divisor))
-        if len(self._losses) == 1000:
-            self.read_losses()
-
-    def _found_nonfinite(self, step: int, loss: float, divisor: Number | None) -> None:
-        if self.nonfinite_loss is None and not (isinstance(divisor, torch.Tensor) and math.isinf(divisor)):
-            self.nonfinite_loss = (step, loss)
+        if self.watches_losses and not (isinstance(divisor, float) and divisor == math.inf):
+            # `data` is the loss without its graph, at half the price of `detach()`, which also tracks later writes.
+            kept = loss.data
+            # A view would keep a larger tensor in memory.
+            self._losses.append((step, kept.clone() if self.copies_losses or loss._is_view() else kept, divisor))
+            if len(self._losses) == 1000:
+                self.read_losses()
 
     def take_nonfinite_loss(self) -> tuple[int, float] | None:
         """Return step and value of the first loss read that is not finite, once: losses are not watched any longer."""
@@ -248,15 +232,15 @@ class MetricLog:
     def _read(self, tensors: list[torch.Tensor]) -> list[float]:
         """Return tensors as numbers. The same copy to the host brings the sum of the losses and the loss scale."""
         losses = [loss for _, loss, _ in self._losses]
-        totals = [total_of(losses)] if losses else []
         scale = None if self.scaler is None else self.scaler._scale
         scales = [] if scale is None else [scale]
-        numbers = to_host([*totals, *scales, *tensors])
-        if totals and not math.isfinite(numbers.pop(0)):
-            for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):
-                if not math.isfinite(loss):
-                    self._found_nonfinite(step, loss, divisor)
+        total, *numbers = to_host([total_of(losses), *scales, *tensors])
         self.loss_scale = numbers.pop(0) if scales else None
+        if self.nonfinite_loss is None and not math.isfinite(total):
+            for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):
+                if not math.isfinite(loss) and not (isinstance(divisor, torch.Tensor) and math.isinf(divisor)):
+                    self.nonfinite_loss = (step, loss)
+                    break
         self._losses.clear()
         return numbers
 
@@ -291,7 +275,7 @@ class MetricLog:
         if entry.metric is not None and value is entry.metric:
             self._log_metric(entry, value)
             return
-        given_tensor = isinstance(value, torch.Tensor)
+        given_tensor = is_tensor(value)
         if given_tensor:
             if value.dim():
                 value = _as_scalar(name, value)
