@@ -7,6 +7,7 @@ import enum
 import inspect
 import math
 import re
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -14,12 +15,21 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 import trainer.callbacks
 from tests.helpers.drawn_values import raising
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Trainer
-from trainer.arguments import PositiveFloat, PositiveInt, describe_annotation, fits, whole_number, with_python_numbers
+from trainer.arguments import (
+    PositiveFloat,
+    PositiveInt,
+    describe_annotation,
+    fits,
+    is_mapping,
+    whole_number,
+    with_python_numbers,
+)
 from trainer.callback import Callback
 from trainer.callbacks import (
     CSVLogger,
@@ -30,6 +40,8 @@ from trainer.callbacks import (
     StragglerMonitor,
     ThroughputMonitor,
 )
+from trainer.data.transfer import map_leaves
+from trainer.metrics.metric_log import add_sizes
 from trainer.settings import ARGUMENTS
 from trainer.strategies import STRATEGIES, DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from trainer.strategy import Strategy
@@ -369,3 +381,27 @@ def test_the_window_takes_a_number_of_numpy_while_training_too() -> None:
     assert type(trainer.accumulate_grad_batches) is int
     with pytest.raises(ConfigError, match="give an integer from 1"):
         trainer.accumulate_grad_batches = np.float64(2.0)  # type: ignore[assignment]
+
+
+class Liar:
+    """An object whose `__class__` is no class, at which `isinstance(..., Mapping)` raises."""
+
+    @property
+    def __class__(self) -> Any:
+        return 3
+
+
+def test_a_mapping_is_known_by_its_type() -> None:
+    assert is_mapping({})
+    assert is_mapping(UserDict())
+    assert not is_mapping(Liar())
+    assert not is_mapping([])
+    with pytest.raises(ConfigError, match="Liar"):
+        quiet().validate(Toy(), Liar())
+
+
+def test_a_batch_may_hold_any_object() -> None:
+    assert map_leaves([Liar()], lambda leaf: 7) == [7]
+    sizes: dict[int, None] = {}
+    add_sizes([Liar(), torch.zeros(3)], sizes)
+    assert [*sizes] == [3]

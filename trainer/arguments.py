@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from trainer.errors import ConfigError, TrainerError, did_you_mean, raise_problems
 
@@ -49,6 +49,11 @@ PositiveInt = Annotated[int, Limit("from", 1), Limit("up to", 2**31 - 1)]
 NonNegativeInt = Annotated[int, Limit("from", 0), Limit("up to", 2**31 - 1)]
 PositiveFloat = Annotated[float, Limit("above", 0), Limit("up to", 10**9)]
 NonNegativeFloat = Annotated[float, Limit("from", 0)]
+
+
+def is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
+    """Return True for a mapping, by its type: `isinstance` would ask `__class__`, which may be anything."""
+    return issubclass(type(value), Mapping)
 
 
 def whole_number(text: str) -> int | None:

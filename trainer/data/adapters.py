@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.arguments import is_mapping
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.iterable_loader import IterableLoader
 from trainer.data.loader import BatchLoader
@@ -81,7 +81,7 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
     """
     if loaders is None:
         return {}
-    if isinstance(loaders, Mapping):
+    if is_mapping(loaders):
         for name in loaders:
             if not isinstance(name, (str, int)):
                 raise ConfigError(f"the loaders are named {shown(name)} among others: name them by texts or numbers.")
@@ -94,7 +94,7 @@ def named_loaders(loaders: Any) -> dict[str, Any]:
 def _refuse_several(loader: Any, label: str) -> None:
     if loader is None:
         raise ConfigError(f"{label} is None. Give a DataLoader, or any iterable of batches.")
-    if isinstance(loader, Mapping) or _is_several(loader):
+    if is_mapping(loader) or _is_several(loader):
         raise ConfigError(
             f"{label} is a {type(loader).__name__} of {len(loader)} loaders; it must be one. "
             "Join the datasets with torch.utils.data.ConcatDataset, or pass an iterable whose batches hold a part of "
@@ -143,7 +143,7 @@ _DEEPEST = 100
 def _is_batch(value: Any) -> bool:
     """Return True for data: a tensor, array, number or text, or a container whose first entry is one."""
     for _ in range(_DEEPEST):
-        if isinstance(value, Mapping):
+        if is_mapping(value):
             value = list(value.values())
         if not isinstance(value, (list, tuple)):
             break

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import context as contexts
 from multiprocessing.connection import wait
@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from trainer.arguments import is_mapping
 from trainer.fault_tolerance.signals import children_keep_handlers, ignore_in_this_process, in_main_thread
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -181,7 +182,7 @@ def data_loaders_in(loader: Any) -> Iterator[DataLoader[Any]]:
     """Yield the DataLoaders in an iterable: itself, its attributes, and the entries of lists and dicts among these."""
     seen = set()
     for one in (loader, *getattr(loader, "__dict__", {}).values()):
-        for part in one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else (one,):
+        for part in one.values() if is_mapping(one) else one if isinstance(one, (list, tuple)) else (one,):
             if isinstance(part, DataLoader) and id(part) not in seen:
                 seen.add(id(part))
                 yield part

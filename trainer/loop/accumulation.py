@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from trainer.arguments import is_mapping
 from trainer.callback import CallbackList, nothing
 from trainer.data.loader import Batch, Divisor
 from trainer.data.transfer import map_leaves
@@ -31,7 +32,7 @@ def checked_loss(
     """
     loss = outputs
     if not isinstance(loss, torch.Tensor):
-        if isinstance(loss, Mapping):
+        if is_mapping(loss):
             loss = loss.get("loss", outputs)
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"{type(module).__name__}.{where} {_what_is_wrong(loss)}")
@@ -49,7 +50,7 @@ def outputs_for_hooks(hooks: CallbackList, outputs: Any) -> Any:
         return None
     if isinstance(outputs, torch.Tensor):
         return {"loss": outputs.detach()}
-    if isinstance(outputs, Mapping):
+    if is_mapping(outputs):
         return {name: map_leaves(value, _detached) for name, value in outputs.items()}
     if outputs is None:
         return {}
@@ -62,7 +63,7 @@ def _detached(leaf: Any) -> Any:
 
 def _what_is_wrong(loss: Any) -> str:
     """Return the problem of a value that is not a finite loss with a gradient."""
-    if isinstance(loss, Mapping):
+    if is_mapping(loss):
         return f'a dict without "loss"; it has: {", ".join(map(str, loss))}. Return {{"loss": loss, ...}}.'
     if not isinstance(loss, torch.Tensor):
         what = "None" if loss is None else f"a value of type {type(loss).__name__}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from trainer.arguments import is_mapping
 from trainer.callback import EVALUATION_ARGUMENTS, Callback, parameters_of, takes
 from trainer.data.adapters import make_batch_loader, named_loaders
 from trainer.data.loader import BatchLoader
@@ -29,7 +29,7 @@ def refuse_data(loaders: Any, stage: str) -> None:
     Raises:
         ConfigError: `loaders` is or contains one; the message says how to make a loader.
     """
-    several = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
+    several = list(loaders.values()) if is_mapping(loaders) else loaders
     inside = [one for one in several if isinstance(one, Dataset)] if isinstance(several, (list, tuple)) else []
     for loader in [loaders, *inside]:
         if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 
+from trainer.arguments import is_mapping
 from trainer.distributed.sendable import sendable
 from trainer.errors import ConfigError
 from trainer.metrics.log_arguments import as_number, check_name, checked_weight
@@ -570,7 +571,7 @@ def add_sizes(batch: Any, sizes: dict[int, None]) -> None:
     elif isinstance(batch, torch.Tensor):
         if shape := batch.shape:
             sizes[shape[0]] = None
-    elif isinstance(batch, Mapping):
+    elif is_mapping(batch):
         for item in batch.values():
             add_sizes(item, sizes)
     elif is_dataclass(batch) and not isinstance(batch, type):
