@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.fault_tolerance.signals import _undo_keep_exit_code
 from trainer.seed import isolated_rng, seed_everything
 
 torch.set_num_threads(1)
@@ -41,6 +42,15 @@ def _not_in_the_repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _same_action_of_sigusr1() -> Iterator[None]:
+    """Undo what `trainer fit`, run in this process, does at its end: processes of later tests would inherit it."""
+    ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    yield
+    if not ignored:
+        _undo_keep_exit_code(signal.SIGUSR1)
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,10 @@ class Layout:
         sizes = (("pipeline", self.pipeline), ("context", self.context), ("tensor", self.tensor))
         return ", ".join(f"{name}_parallel={size}" for name, size in sizes if size > 1)
 
+    def __bool__(self) -> bool:
+        """Return True if a model is divided over several processes."""
+        return self.processes > 1
+
 
 class ParallelMesh:
     """The mesh of a run, of dimensions (stage, readers, context, tensor): neighbouring ranks share a layer's weights.

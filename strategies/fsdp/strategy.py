@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -241,7 +241,8 @@ class FSDPStrategy(DistributedStrategy):
             if activation_checkpointing is not None:
                 enable_activation_checkpointing(module, activation_checkpointing)
             self._refuse_other_mesh(module)
-            self.wrapped = module._wrapper  # sharded by a run before this one
+            self.wrapped = module._wrapper  # sharded by a run before this one, maybe by another strategy object
+            _, _, self.pipeline, self._loss_parallel, self.divisions = self.wrapped.division
             # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
             reshard_all(self.wrapped)
             self._parameters = list(fsdp_parameters(self.wrapped))
@@ -255,6 +256,9 @@ class FSDPStrategy(DistributedStrategy):
             enable_activation_checkpointing(module, activation_checkpointing)
         self.wrapped = self._shard(module, units)
         self._parameters = list(fsdp_parameters(self.wrapped))
+        self.wrapped.division = Division(
+            self.layout, self.processes.world_size, self.pipeline, self._loss_parallel, self.divisions
+        )
         # Not as a submodule: the module's own keys stay as they are.
         module.__dict__["_wrapper"] = self.wrapped
         self._allocate(module)
@@ -265,12 +269,19 @@ class FSDPStrategy(DistributedStrategy):
                 set_values(tensors[name].detach(), value)
 
     def _refuse_other_mesh(self, module: TrainModule) -> None:
-        """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had another number of processes."""
-        before = next((p.device_mesh.size() for p in module.parameters() if hasattr(p, "device_mesh")), None)
-        if before is not None and before != self.processes.world_size:
+        """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had other processes or parts."""
+        wrapper: Any = module._wrapper
+        before: Division = wrapper.division
+        if before.processes != self.processes.world_size:
             raise ConfigError(
-                f"{type(module).__name__} was sharded over {before} processes by an earlier run, and this run has "
-                f"{self.processes.world_size}: make a new one, for example with load_from_checkpoint."
+                f"{type(module).__name__} was sharded over {before.processes} processes by an earlier run, and this "
+                f"run has {self.processes.world_size}: make a new one, for example with load_from_checkpoint."
+            )
+        if before.layout != self.layout:
+            raise ConfigError(
+                f"{type(module).__name__} was divided by an earlier run ({before.layout or 'whole models'}) in another "
+                f"way than this run ({self.layout or 'whole models'}): make a new one, for example with "
+                "load_from_checkpoint."
             )
 
     def _refuse(self, module: TrainModule) -> None:
@@ -682,6 +693,16 @@ class FSDPStrategy(DistributedStrategy):
         offload = ", CPU offload" if self.cpu_offload else ""
         layout = f", {self.layout}" if self.layout.processes > 1 else ""
         return f"{self.name} ({self.sharding_strategy}{offload}{layout}; {units})"
+
+
+class Division(NamedTuple):
+    """What a run has made of a module, for later runs, which may have another strategy object."""
+
+    layout: Layout
+    processes: int
+    pipeline: Pipeline | None
+    loss_parallel: bool
+    description: str
 
 
 class _Hidden:

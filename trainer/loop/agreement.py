@@ -29,6 +29,8 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import ConfigError, format_ranks
 from trainer.hyperparameters import is_scalar
 from trainer.loop.run import Run
+from trainer.model.blocks import class_of
+from trainer.model.weights import AbsentParameter
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig
 
@@ -245,7 +247,7 @@ def describe_layer(layer: torch.nn.Module) -> str:
         options = layer.extra_repr()
     except Exception:  # the user's
         options = ""
-    return f"{type(layer).__name__}({re.sub(r' at 0x[0-9a-f]+', '', options)[:_MOST_OPTIONS]})"
+    return f"{class_of(layer).__name__}({re.sub(r' at 0x[0-9a-f]+', '', options)[:_MOST_OPTIONS]})"
 
 
 def _tensor(tensor: torch.Tensor) -> str:
@@ -253,7 +255,8 @@ def _tensor(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return f"None {tensor.dtype}"
     # Strategies send the memory as it is.
-    strided = tensor.layout == torch.strided and not tensor.is_contiguous()
+    here = not isinstance(tensor, AbsentParameter)
+    strided = here and tensor.layout == torch.strided and not tensor.is_contiguous()
     order = f", strides {list(tensor.stride())}" if strided else ""
     return f"{list(getattr(tensor, 'ds_shape', tensor.shape))} {tensor.dtype}{order}"
 
