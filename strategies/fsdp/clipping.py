@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def clip_by_norm(
         counted: the parameters whose gradients count here; None: all. A weight that two stages share counts once.
         stages: the group over whose processes the squares are added; None: all parameters are here.
     """
-    squares = [norm.square() for norm in _norms(parameters if counted is None else counted)]
+    squares = _squares(parameters if counted is None else counted)
     device = next((p.grad.device for p in parameters if p.grad is not None), torch.device("cpu"))
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     if stages is not None:
@@ -36,12 +37,30 @@ def clip_by_norm(
     return total
 
 
-def _norms(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    norms = []
-    for group in by_mesh(parameters):
-        norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    return norms
+def _squares(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return squared norms whose sum is that of all gradients, the same bits on all processes that share them.
+
+    Those of gradients that are divided in the same way are added up on each process, and then over the processes.
+    """
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is None:
+            continue
+        if not isinstance(gradient, DTensor):
+            alike.setdefault((None, ()), []).append(gradient)
+            continue
+        if any(placement.is_partial() for placement in gradient.placements):
+            gradient = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+        alike.setdefault((gradient.device_mesh, gradient.placements), []).append(gradient.to_local())
+    squares = []
+    for (mesh, placements), gradients in alike.items():
+        square = nn.utils.get_total_norm(gradients).square()
+        for dim, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=mesh.get_group(dim))
+        squares.append(square)
+    return squares
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

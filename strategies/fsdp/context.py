@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -114,7 +115,7 @@ class ContextParallel:
             ConfigError: they differ, because what the block computes from tokens depends on more than attention.
         """
         undivided = self._undivided.pop(name)
-        with torch.no_grad(), eval_mode(block), isolated_rng(own[0].device):
+        with torch.no_grad(), eval_mode(block), isolated_rng(own[0].device), _without_zeros(block):
             expected = first_tensor(undivided(gather(own[0], 1, self.group), *args, **kwargs))
             expected = expected.chunk(self.parts, 1)[self.part].float()
             failure: Exception | None = None
@@ -135,7 +136,28 @@ class ContextParallel:
             "Blocks mix tokens by torch.nn.functional.scaled_dot_product_attention only (a Hugging Face model: "
             'attn_implementation="sdpa"; not nn.MultiheadAttention, convolutions or BatchNorm), and get positions as '
             "arguments from outside of the blocks."
+            + (
+                f" The batch has as many samples as tokens ({self.length}), so that it is not clear which arguments "
+                "belong to tokens: try another batch size."
+                if self.batch == self.length
+                else ""
+            )
         )
+
+
+@contextmanager
+def _without_zeros(block: nn.Module) -> Iterator[None]:
+    """Add a little to all parameters: a branch that begins with zeros would hide what it computes."""
+    kept = [(owner, dict(owner._parameters)) for owner in block.modules()]
+    for owner, parameters in kept:
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                owner._parameters[name] = nn.Parameter(parameter.detach() + 0.02, requires_grad=False)
+    try:
+        yield
+    finally:
+        for owner, parameters in kept:
+            owner._parameters.update(parameters)
 
 
 def split_hidden(
@@ -223,10 +245,16 @@ class DividedAttention(TorchFunctionMode):
     def _whole_mask(self, mask: torch.Tensor | None, queries: int, keys: int) -> torch.Tensor | None:
         """Return the mask for all tokens, also of one that the block has made from a part of a tensor of tokens."""
         if mask is not None and mask.shape[-1] == keys:
-            mask = gather(mask, mask.dim() - 1, self.group)
+            mask = self._gathered(mask, mask.dim() - 1)
         if mask is not None and mask.dim() > 1 and mask.shape[-2] == queries:
-            mask = gather(mask, mask.dim() - 2, self.group)
+            mask = self._gathered(mask, mask.dim() - 2)
         return mask
+
+    def _gathered(self, mask: torch.Tensor, dim: int) -> torch.Tensor:
+        if not mask.requires_grad:
+            return gather(mask, dim, self.group)
+        gathered: torch.Tensor = _GatherKeys.apply(mask, dim, self.group)
+        return gathered
 
     def _by_heads(
         self, query: Any, key: Any, value: Any, mask: torch.Tensor | None, is_causal: bool, options: dict[str, Any]
@@ -236,8 +264,8 @@ class DividedAttention(TorchFunctionMode):
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
             options = {**options, "enable_gqa": False}
         whole_query, whole_key, whole_value = (_Exchange.apply(one, 2, 1, self.group) for one in (query, key, value))
-        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-            mask = mask.chunk(self.parts, 1)[self.part]
+        if mask is not None and mask.dim() >= 3 and mask.shape[-3] > 1:
+            mask = mask.chunk(self.parts, -3)[self.part]
         attended = scaled_dot_product_attention(
             whole_query, whole_key, whole_value, mask, is_causal=is_causal, **options
         )

@@ -89,8 +89,8 @@ class Pipeline:
         self._received: torch.Tensor | None = None
         self._taken = False
         """True if the first own block has run in the forward in progress."""
-        self._checked = False
-        """True after the first forward, which looks at the numbers that it computes."""
+        self._checked = self._loss_checked = False
+        """True after the first forward, which looks at the numbers that it computes; of a training step."""
         self._drop_other_parameters()
         self._dress(list(blocks.items()))
 
@@ -163,6 +163,11 @@ class Pipeline:
         self._generators.seed(derive_seed(self._seed, self.stage))
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> None:
+        if not self._taken:
+            raise ConfigError(
+                f"pipeline_parallel: the first block of stage {self.stage} was skipped in this step, and a pipeline "
+                "runs every block once for a batch: multiply what a block adds by 0 instead, or use another strategy."
+            )
         self._generators.restore(self._around_blocks)
 
     def _checker(self, name: str) -> Callable[..., Any]:
@@ -224,10 +229,11 @@ class Pipeline:
             )
         if self._next is not None:
             self._next.send(outputs)
-        elif not self._checked and isinstance(outputs, (torch.Tensor, Mapping)):
+        elif training and not self._loss_checked and isinstance(outputs, (torch.Tensor, Mapping)):
             self._check_loss(outputs)
         self._checked = True
         if training:
+            self._loss_checked = True
             self._saved.append(MicroBatch(outputs, received, synchronizes))
         if self.is_last:
             return outputs

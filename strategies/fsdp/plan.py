@@ -219,7 +219,7 @@ def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str:
     """Return which layers are divided, and which layers with weights are whole."""
     whole = [
-        name
+        name or "parameters of the module itself"
         for name, child in module.named_modules()
         if name not in styles and next(child.parameters(recurse=False), None) is not None
     ]

@@ -696,7 +696,7 @@ class FSDPStrategy(DistributedStrategy):
 
 
 class Division(NamedTuple):
-    """What a run has made of a module, for later runs, which may have another strategy object."""
+    """The division of a module by an earlier run, for later runs, which may have another strategy object."""
 
     layout: Layout
     processes: int

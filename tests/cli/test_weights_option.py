@@ -53,4 +53,4 @@ def test_a_run_starts_from_the_weights(
 
 def test_weights_that_are_not_there_are_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--weights", "nowhere"]) != 0
-    assert "there is no model.safetensors" in capsys.readouterr().err
+    assert "weights='" in capsys.readouterr().err

@@ -214,6 +214,27 @@ class TorchAttention(nn.Module):
         return x + self.attention(x, x, x, need_weights=False)[0]
 
 
+class Zeros(TorchAttention):
+    """As many models begin: the first forward of the attention adds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.attention.out_proj.weight)
+
+
+class Biased(Attending):
+    """A mask that the block computes from its tokens, with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 2, 3, 4).permute(3, 0, 2, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v, attn_mask=self.bias(x)[:, None, None, :, 0])
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
 class Eager(Attending):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -252,6 +273,22 @@ class Skipping(Small):
         return x + first
 
 
+class HeadFirst(Small):
+    """The head is registered before the blocks, so that the first stage has it."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        del self.blocks
+        self.head = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(x))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch[0])
+
+
 class Twice(Small):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return mse_loss(self(batch[0]), self(batch[0] + 1))
@@ -281,9 +318,11 @@ CP, PP, TP = {"context_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_paralle
 REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "positions inside of blocks": (CP, Small, OwnPositions, "positions as arguments"),
     "torch's attention": (CP, Small, TorchAttention, "nn.MultiheadAttention"),
+    "attention that begins with zeros": (CP, Small, Zeros, "nn.MultiheadAttention"),
     "attention by hand": (CP, Small, Eager, "scaled_dot_product_attention only"),
     "convolutions": (CP, Small, Convolved, "convolutions"),
     "a skip connection": (PP, Skipping, Attending, "embed"),
+    "a head that is registered before the blocks": (PP, HeadFirst, Attending, "depends on head."),
     "two forwards": (PP, Twice, Attending, "called twice"),
     "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
@@ -300,6 +339,9 @@ def refusal(kind: type[Small], block: type[nn.Module], options: dict[str, int], 
     strategy.setup_environment("cpu", PRECISIONS["32-true"])
     try:
         strategy.setup_module(module, for_training=True)
+        if module.overrides("validation_step"):  # as before the training
+            with torch.no_grad():
+                strategy.call_step("validation_step", [torch.randn(4, length, 8)], 0)
         strategy.call_step("training_step", [torch.randn(4, length, 8)], 0)
     except ConfigError as error:
         return str(error)
@@ -317,6 +359,20 @@ refusals = once_per_module(lambda: run_distributed(refuse_all, 2, timeout=90.0))
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_divided_is_told_in_the_first_step(name: str, refusals: Any) -> None:
     assert any(REFUSED[name][3] in of_rank[name] for of_rank in refusals)
+
+
+def train_biased(way: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module, trainer = Small(Biased(), Biased()), WAYS[way].trainer(max_steps=3)
+    data = torch.randn(24, 8, 8, generator=torch.Generator().manual_seed(1))
+    trainer.fit(module, DataLoader(TensorDataset(data), 8))
+    return trainer.full_state_dict(everywhere=True)
+
+
+def test_a_mask_that_is_computed_from_tokens_has_its_gradient() -> None:
+    expected = train_biased(SINGLE)
+    for of_rank in run_distributed(train_biased, 2, "CP x2", timeout=90.0):
+        torch.testing.assert_close(of_rank, expected, rtol=1e-5, atol=1e-6)
 
 
 def train_with_tuples() -> None:

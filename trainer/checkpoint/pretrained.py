@@ -27,6 +27,8 @@ def weights_problem(path: str | Path) -> str | None:
     place = as_storage_path(path)
     if any((place / name).exists() for name in (WHOLE, INDEX)) or (_is_file(place) and place.exists()):
         return None
+    if not place.exists():
+        return f"weights={str(path)!r} does not exist. Give a folder that save_pretrained has written."
     return (
         f"weights={str(path)!r}: there is no {WHOLE} and no {INDEX}. Give a folder that save_pretrained has written, "
         "or a .safetensors file; for a checkpoint of this package ckpt_path=, or load_from_checkpoint."
@@ -140,7 +142,7 @@ def weights_for(
     if problems:
         raise CheckpointError(
             f"the weights do not fit {type(module).__name__}: {first_of(problems, 5)}. To rename them, set key_mapping "
-            "in the module; to load what fits, strict_loading = False."
+            "in the module; to load the names that are there, with equal shapes, strict_loading = False."
         )
     return found
 
