@@ -355,13 +355,8 @@ def _exchanged(tensor: torch.Tensor, parted: int, whole: int, group: dist.Proces
     return torch.cat(list(received), parted)
 
 
-class _GatherKeys(torch.autograd.Function):
+class _GatherKeys(_Join):
     """Gather the keys or values of all tokens; each process uses all, and their gradients are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return gather(tensor, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
