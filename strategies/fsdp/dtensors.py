@@ -111,8 +111,8 @@ def absent(tensor: torch.Tensor) -> Shard:
     return Shard(torch.empty(0, dtype=tensor.dtype), tuple(tensor.shape), EMPTY_SLICE)
 
 
-def whole_shard(tensor: torch.Tensor, writes: bool) -> Shard:
-    """Return a tensor that one process writes whole."""
+def full_shard(tensor: torch.Tensor, writes: bool) -> Shard:
+    """Return a full tensor that one process writes."""
     extent = FlatSlice(0, tensor.numel()) if writes else EMPTY_SLICE
     return Shard(tensor.detach(), tuple(tensor.shape), extent)
 

@@ -50,11 +50,11 @@ class ParallelMesh:
         sizes = {**readers, "shard": readers["shard"] * layout.context}
         if layout.processes > 1:
             sizes = {"stage": layout.pipeline, **sizes, "tensor": layout.tensor}
-        self.whole = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self.shards = self.whole[tuple(readers)] if layout.processes > 1 else self.whole
+        self.mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self.shards = self.mesh[tuple(readers)] if layout.processes > 1 else self.mesh
         """The mesh over which FSDP shards."""
         shape = (layout.pipeline, math.prod(readers.values()), layout.context, layout.tensor)
-        self._ranks = self.whole.mesh.reshape(shape)
+        self._ranks = self.mesh.mesh.reshape(shape)
         self._groups: dict[str, dist.ProcessGroup] = {}
         if layout.processes > 1:
             # Two for stages: NCCL would have a send wait for a receive in the other direction.
@@ -71,7 +71,7 @@ class ParallelMesh:
     @property
     def tensor(self) -> DeviceMesh:
         """The processes among which this process's layers are divided."""
-        return self.whole["tensor"]
+        return self.mesh["tensor"]
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the processes along "stage" (or "stage, backwards"), "readers" or "context" through this process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from trainer.model.blocks import describe_blocks
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
-
-log = logging.getLogger("trainer")
 
 
 class LeftStage(BaseException):

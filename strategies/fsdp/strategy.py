@@ -626,7 +626,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def _shards(self, name: str, value: Any, known: dict[int, Shard]) -> Any:
         """Return the shards in a value that belongs to a parameter or buffer."""
-        from trainer.strategies.fsdp.dtensors import absent, as_shards, whole_shard
+        from trainer.strategies.fsdp.dtensors import absent, as_shards, full_shard
 
         if self.layout.processes == 1:
             return as_shards(value, lambda tensor: True, known)
@@ -634,7 +634,7 @@ class FSDPStrategy(DistributedStrategy):
             return known.setdefault(id(value), absent(value))
         if self.pipeline is not None and name in self.pipeline.stage_of_buffer:
             own = self.pipeline.stage_of_buffer[name] == self.pipeline.stage
-            return whole_shard(value, writes=own and self._is_first_of_stage)
+            return full_shard(value, writes=own and self._is_first_of_stage)
         return as_shards(value, lambda tensor: self._writes(name, tensor), known)
 
     @property
