@@ -193,6 +193,14 @@ def test_the_root_holds_the_nouns_that_a_user_knows() -> None:
     )  # beside its __init__.py
 
 
+def test_no_output_of_a_run_is_among_the_files_of_the_repository() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("no git repository")
+    folders = {name.partition("/")[0] for name in listed.stdout.splitlines() if "/" in name}
+    assert folders <= {".ci", "benchmarks", "callbacks", "docs", "examples", "strategies", "tests", "trainer"}
+
+
 @pytest.mark.parametrize(
     ("name", "source"),
     [

@@ -828,6 +828,19 @@ def values(*by_epoch: float) -> Any:
     return define
 
 
+def values_at_steps(by_step: dict[int, float]) -> Any:
+    """Define a module whose validation logs these values, by the number of completed steps."""
+
+    def define(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+        class Module(Net):
+            def validation_step(self, batch: Any, batch_idx: int) -> Any:
+                self.log("val_loss", by_step[self.trainer.global_step])
+
+        return Module
+
+    return define
+
+
 StepLR = torch.optim.lr_scheduler.StepLR
 
 
@@ -1237,8 +1250,10 @@ SCENARIOS = [
     ),
     Scenario(
         "best of validations in an epoch",
-        settings={"val_check_interval": 2, "max_epochs": 2},
-        callbacks=checkpoint(monitor="val_loss", save_top_k=2),
+        values_at_steps({2: 2.0, 4: 1.0, 6: 3.0, 8: 4.0}),
+        {"val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0},
+        checkpoint(monitor="val_loss", save_top_k=2),
+        differs={"saved": "newest checkpoint"},
     ),
     Scenario(
         "several validation loaders",
