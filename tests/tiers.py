@@ -49,6 +49,7 @@ SLOW = (
     "strategies/test_deepspeed_engine.py",
     "strategies/test_deepspeed_state.py",
     "strategies/test_model_parallel.py",
+    "strategies/test_parallel_cost.py",
     "strategies/test_portability.py",
     "strategies/test_resume_sharded.py",
     "strategies/test_strategy_*",
@@ -94,6 +95,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "loop/test_resume.py::test_sigkill": ("one process",),
     "model/test_compile_slow.py::test_two_processes": ("setting0-ddp", "setting1-fsdp"),
     "strategies/test_model_parallel_products.py::*": (),
+    "strategies/test_parallel_cost.py::*": ("FSDP x2", "TP x2", "CP x2, heads", "PP x2"),
     "strategies/test_resume_sharded.py::test_a_broken_run_ends_with_the_same_bits": ("fsdp", "deepspeed_stage_3"),
 }
 """Tests for `make test-long`, and the cases of them that stay in `make test`: one of each behaviour and strategy."""

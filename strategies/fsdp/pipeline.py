@@ -13,6 +13,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, first_of
 from trainer.model.blocks import describe_blocks
+from trainer.model.parallel_cost import cut_blocks
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
@@ -375,24 +376,8 @@ def divide_blocks(module: nn.Module, blocks: dict[str, nn.Module], stages: int) 
     before, after = _sizes_around(module, blocks)
     sizes[0] += before
     sizes[-1] += after
-    ends = _cuts(sizes, stages)
+    ends = cut_blocks(sizes, stages)
     return {name: next(stage for stage, end in enumerate(ends) if number < end) for number, name in enumerate(names)}
-
-
-def _cuts(sizes: Sequence[int], stages: int) -> list[int]:
-    """Return where each stage ends: the largest sum of a stage is as small as it can be, and no stage is empty."""
-    count = len(sizes)
-    best: list[dict[int, tuple[int, list[int]]]] = [{0: (0, [])}]
-    for stage in range(1, stages + 1):
-        row: dict[int, tuple[int, list[int]]] = {}
-        for end in range(stage, count - (stages - stage) + 1):
-            row[end] = min(
-                (max(largest, sum(sizes[start:end])), [*ends, end])
-                for start, (largest, ends) in best[-1].items()
-                if start < end
-            )
-        best.append(row)
-    return best[-1][count][1]
 
 
 def _sizes_around(module: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, int]:

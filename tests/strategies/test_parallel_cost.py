@@ -1,0 +1,189 @@
+"""The cost model of layouts agrees with real steps: each collective with its bytes, and the memory of each process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.compare import QUIET
+from tests.helpers.counted_collectives import CountCollectives, Counted
+from tests.helpers.decoder import Decoder
+from tests.helpers.processes import run_distributed
+from tests.tiers import selected
+from trainer import Callback, Trainer, TrainModule
+from trainer.model.memory import DtypeSizes
+from trainer.model.parallel_cost import (
+    Architecture,
+    ParallelLayout,
+    Work,
+    collectives,
+    process_memory,
+    stages_of,
+)
+from trainer.strategies import FSDPStrategy
+
+LLAMA = Architecture(layers=4, hidden=64, heads=4, vocabulary=96, kv_heads=2, head_dim=16, intermediate=160, gated=True)
+GPT = Architecture(
+    layers=3, hidden=64, heads=4, vocabulary=96, kv_heads=4, head_dim=16, intermediate=256, gated=False, tied=True
+)
+FLOAT32 = DtypeSizes(4, 4)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A layout on real processes, and what it trains."""
+
+    layout: ParallelLayout
+    model: Architecture = LLAMA
+    window: int = 2
+    checkpointing: bool = False
+    accumulate_unsharded: bool = True
+    keys: bool = False
+
+    @property
+    def work(self) -> Work:
+        return Work(
+            sequence=64,
+            micro_batch=2,
+            window=self.window,
+            numbers=FLOAT32,
+            checkpointing=self.checkpointing,
+            accumulate_unsharded=self.accumulate_unsharded,
+            keys=self.keys,
+        )
+
+    def trainer(self, *callbacks: Callback) -> Trainer:
+        layout = self.layout
+        hybrid: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (layout.replicas, layout.shards)}
+        strategy = FSDPStrategy(
+            tensor_parallel=layout.tensor,
+            context_parallel=layout.context,
+            pipeline_parallel=layout.pipeline,
+            context_exchange="keys" if self.keys else "auto",
+            accumulate_unsharded=self.accumulate_unsharded,
+            **(hybrid if layout.replicas > 1 else {}),
+        )
+        return Trainer(
+            strategy=strategy,
+            devices=layout.processes,
+            accelerator="cpu",
+            accumulate_grad_batches=self.window,
+            activation_checkpointing="auto" if self.checkpointing else None,
+            gradient_clip_val=1.0,
+            max_steps=2,
+            callbacks=list(callbacks),
+            **QUIET,
+        )
+
+
+TWO = {
+    "FSDP x2": Run(ParallelLayout(shards=2)),
+    "FSDP x2, communicating always": Run(ParallelLayout(shards=2), accumulate_unsharded=False),
+    "TP x2": Run(ParallelLayout(tensor=2)),
+    "TP x2, checkpointing": Run(ParallelLayout(tensor=2), checkpointing=True),
+    "TP x2, GPT": Run(ParallelLayout(tensor=2), GPT),
+    "CP x2, heads": Run(ParallelLayout(context=2)),
+    "CP x2, checkpointing": Run(ParallelLayout(context=2), checkpointing=True),
+    "CP x2, keys": Run(ParallelLayout(context=2), keys=True),
+    "PP x2": Run(ParallelLayout(pipeline=2), window=3),
+    "PP x2, tied": Run(ParallelLayout(pipeline=2), GPT, window=3),
+    "PP x2, checkpointing": Run(ParallelLayout(pipeline=2), window=3, checkpointing=True),
+}
+FOUR = {
+    "HYBRID 2x2": Run(ParallelLayout(shards=2, replicas=2)),
+    "TP 2 x FSDP 2": Run(ParallelLayout(shards=2, tensor=2)),
+    "CP 2 x TP 2": Run(ParallelLayout(context=2, tensor=2)),
+    "PP 2 x FSDP 2": Run(ParallelLayout(shards=2, pipeline=2), window=3),
+    "PP 2 x TP 2": Run(ParallelLayout(pipeline=2, tensor=2), window=3),
+    "PP 2 x CP 2": Run(ParallelLayout(pipeline=2, context=2), window=3),
+}
+RUNS = {**TWO, **FOUR}
+
+
+class Measure(Callback):
+    """Count the collectives of the second step, and measure its memory."""
+
+    counted: Counted
+    states = activations = stage = 0
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.micro_batches = run, 0
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, *args: Any) -> None:
+        if trainer.global_step == 1 and not self.micro_batches:
+            strategy: Any = trainer.strategy
+            self.stage = 0 if strategy.pipeline is None else strategy.pipeline.stage
+            self.mode = CountCollectives()
+            self.mode.__enter__()
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
+        if trainer.global_step == 1:
+            self.micro_batches += 1
+            # As many forwards as a stage keeps, and no backward yet.
+            if self.micro_batches == min(self.run.window, self.run.layout.pipeline - self.stage):
+                self.activations = self.mode.allocated(module)
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Any) -> None:
+        if trainer.global_step == 1:
+            own = [p for p in module.parameters() if hasattr(p, "device_mesh")]
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in states]
+            local += [tensor.to_local() for p in own for tensor in (p, p.grad)]  # type: ignore[operator, union-attr]
+            self.states = sum(tensor.nbytes for tensor in local)
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.micro_batches and not hasattr(self, "counted"):
+            self.mode.__exit__(None, None, None)
+            self.counted = self.mode.counted
+
+
+def measured(names: list[str]) -> dict[str, tuple[int, Counted, int, int]]:
+    """Train each; return the stage, the collectives, the bytes of states and those of activations."""
+    found = {}
+    for name in names:
+        run = RUNS[name]
+        measure = Measure(run)
+        torch.manual_seed(0)
+        tokens = torch.randint(run.model.vocabulary, (2 * 2 * run.window * run.layout.readers, run.work.sequence + 1))
+        run.trainer(measure).fit(Decoder(run.model), DataLoader(TensorDataset(tokens), run.work.micro_batch))
+        found[name] = (measure.stage, measure.counted, measure.states, measure.activations)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    names, ranks = selected(request, "name"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("runs"))
+        for processes in (2, 4):
+            together = [name for name in names if RUNS[name].layout.processes == processes]
+            if together:
+                several = run_distributed(measured, processes, together)
+                ranks.update({name: [rank[name] for rank in several] for name in together})
+    return ranks
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_sends_what_the_formulas_say(name: str, found: dict[str, list[Any]]) -> None:
+    run = RUNS[name]
+    stages = stages_of(run.model, run.layout.pipeline)
+    for number, counted, _, _ in found[name]:
+        wanted: Counted = Counter()
+        for one in collectives(run.model, run.layout, run.work, stages[number]):
+            wanted[one.kind, one.bytes] += one.count
+        assert dict(counted) == dict(wanted)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_memory_is_within_15_percent(name: str, found: dict[str, list[Any]]) -> None:
+    run = RUNS[name]
+    stages = stages_of(run.model, run.layout.pipeline)
+    for number, _, states, activations in found[name]:
+        wanted = process_memory(run.model, run.layout, run.work, stages[number])
+        assert wanted.parameters + wanted.gradients + wanted.optimizer == pytest.approx(states, rel=0.01)
+        assert wanted.activations == pytest.approx(activations, rel=0.15)

@@ -1,0 +1,379 @@
+"""Compute what a layout of a transformer over processes costs: memory, collectives, and time, without running it.
+
+docs/planning.md derives the formulas, and tests/strategies/test_parallel_cost.py compares them with real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from trainer.model.memory import DtypeSizes
+
+REDUCED = 4
+"""Bytes of a number in the sums of gradients: they are float32."""
+HEADER = 80
+"""Bytes of the message that says the shape of the next one between stages."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes of a decoder: an embedding, equal blocks of attention and an MLP with norms, a norm, and a head."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    gated: bool = True
+    """True: the MLP has three layers (gate, up, down), else two."""
+    tied: bool = False
+    """True if the head has the weights of the embedding."""
+    experts: int = 1
+    experts_per_token: int = 1
+
+    @property
+    def attention(self) -> int:
+        """Elements of a block's attention."""
+        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def mlp(self) -> int:
+        """Elements of one expert, or of the MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.intermediate
+
+    @property
+    def divided(self) -> int:
+        """Elements of a block in layers that tensor parallelism divides."""
+        return self.attention + self.experts * self.mlp
+
+    @property
+    def full(self) -> int:
+        """Elements of a block that tensor parallelism does not divide: norms, and the router of experts."""
+        return 2 * self.hidden + (self.experts * self.hidden if self.experts > 1 else 0)
+
+    @property
+    def active(self) -> int:
+        """Elements of a block with which a token is multiplied."""
+        return self.attention + self.experts_per_token * self.mlp
+
+    @property
+    def table(self) -> int:
+        """Elements of the embedding, and of the head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the model."""
+        return self.layers * (self.divided + self.full) + self.table * (1 if self.tied else 2) + self.hidden
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Numbers of processes along each dimension of the mesh; their product is the number of processes."""
+
+    shards: int = 1
+    """Readers over which weights are sharded."""
+    replicas: int = 1
+    """Groups of readers with replicated shards: more than one with HYBRID_SHARD."""
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def readers(self) -> int:
+        """Models that read different samples."""
+        return self.shards * self.replicas
+
+    @property
+    def sharing(self) -> int:
+        """Processes over which FSDP shards a weight: readers, and the parts of their sequences."""
+        return self.shards * self.context
+
+    @property
+    def processes(self) -> int:
+        """All processes."""
+        return self.readers * self.context * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of a reader, and how it is computed."""
+
+    sequence: int
+    micro_batch: int
+    """Samples of a micro-batch."""
+    window: int
+    """Micro-batches of a step."""
+    numbers: DtypeSizes
+    checkpointing: bool = False
+    accumulate_unsharded: bool = True
+    keys: bool = False
+    """True: context parallelism gathers keys, also where heads could be exchanged."""
+    clips: bool = True
+    """True if gradients are clipped by their norm."""
+    states: float = 2
+    """Numbers of the optimizer's state for each parameter."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.sequence * self.micro_batch
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a pipeline; of a model without one the whole."""
+
+    number: int
+    blocks: int
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Equal collectives of one process in one step."""
+
+    along: str
+    """The dimension of the mesh: shards, replicas, tensor, context, stages; or norm, for clipping."""
+    kind: str
+    """all_gather, reduce_scatter, all_reduce, all_to_all or send."""
+    count: int
+    bytes: int
+    """Of the full tensor: the output of all_gather, the input of the others."""
+    processes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a process sends in all, by the algorithms that send least (rings)."""
+        share = {"all_reduce": 2.0, "send": 1.0}.get(self.kind, 1.0)
+        return self.count * self.bytes * share * (1 if self.kind == "send" else 1 - 1 / self.processes)
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Bytes on one process."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for the backwards of all micro-batches in flight."""
+    recomputed: int
+    """Activations of the one block whose forward is repeated, with activation checkpointing."""
+    gathered: int
+    """Full weights of the blocks in use, and full gradients that wait for the end of a window."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.activations + self.recomputed + self.gathered
+
+
+# -- which stage has what ----------------------------------------------------------------------------------------------
+
+
+def cut_blocks(sizes: Sequence[int], stages: int) -> list[int]:
+    """Return where each stage ends: the largest sum of a stage is as small as it can be, and no stage is empty."""
+    return list(_cut_blocks(tuple(sizes), stages))
+
+
+@lru_cache(maxsize=256)
+def _cut_blocks(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    count, sums = len(sizes), [0]
+    for size in sizes:
+        sums.append(sums[-1] + size)
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(1, stages + 1):
+        best = {
+            end: min(
+                (max(largest, sums[end] - sums[start]), (*ends, end))
+                for start, (largest, ends) in best.items()
+                if start < end
+            )
+            for end in range(stage, count - (stages - stage) + 1)
+        }
+    return best[count][1]
+
+
+def stages_of(model: Architecture, stages: int) -> list[Stage]:
+    """Return the stages, of which the largest has as few parameters as possible, as `FSDPStrategy` makes them."""
+    sizes = [model.divided + model.full] * model.layers
+    sizes[0] += model.table
+    sizes[-1] += model.hidden + model.table
+    ends = cut_blocks(sizes, stages)
+    return [
+        Stage(number, end - start, number == 0, number == stages - 1)
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
+
+
+def bubble(stages: int, window: int) -> float:
+    """Return the share of a step in which a stage of a 1F1B pipeline waits (https://arxiv.org/abs/2006.09503)."""
+    return (stages - 1) / (window + stages - 1)
+
+
+def _elements(model: Architecture, layout: ParallelLayout, stage: Stage) -> tuple[int, int]:
+    """Return the elements of a block, and of what is around the blocks, that a process has without sharding."""
+    block = model.divided // layout.tensor + model.full
+    tables = int(stage.first) + int(stage.last and not (model.tied and stage.first))
+    return block, tables * model.table // layout.tensor + (model.hidden if stage.last else 0)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def process_memory(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> ProcessMemory:
+    """Return the memory of a process of a stage at the largest moment of a step; the rounding of shards is left out."""
+    block, around = _elements(model, layout, stage)
+    numbers, own = work.numbers, -(-(stage.blocks * block + around) // layout.sharing)
+    is_gathered = layout.sharing > 1 or numbers.computed != numbers.stored
+    waits = work.window > 1 and layout.sharing > 1 and work.accumulate_unsharded
+    return ProcessMemory(
+        parameters=numbers.stored * own,
+        gradients=numbers.stored * own,
+        optimizer=round(numbers.stored * work.states * own),
+        activations=_kept_activations(model, layout, work, stage),
+        recomputed=_kept_of_block(model, layout, work) if work.checkpointing else 0,
+        gathered=(numbers.computed * (around + min(stage.blocks, 3) * block) if is_gathered else 0)
+        + (max(numbers.stored, 4) * (stage.blocks * block + around) if waits else 0),
+    )
+
+
+def _kept_activations(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> int:
+    """Return the bytes that the forwards of all micro-batches in flight keep for their backwards."""
+    computed, stored = work.numbers.computed, work.numbers.stored
+    in_flight = min(work.window, layout.pipeline - stage.number)
+    hidden = work.tokens // layout.context * model.hidden
+    blocks = stage.blocks * (hidden * stored if work.checkpointing else _kept_of_block(model, layout, work))
+    sent = 0 if stage.last else hidden * computed
+    # The last norm's input and output, and the logarithms of the probabilities.
+    logits = model.vocabulary * (computed + 4 if computed < 4 else computed)
+    head = work.tokens * (model.hidden * (stored + computed) + logits) if stage.last else 0
+    return in_flight * (blocks + head + sent)
+
+
+def _kept_of_block(model: Architecture, layout: ParallelLayout, work: Work) -> int:
+    """Return the bytes that a block keeps: the inputs of layers, of norms, of the attention and of the MLP."""
+    numbers, queries = work.numbers, model.heads * model.head_dim
+    keys, mask = _exchanged_keys(model, layout, work) * model.head_dim, 0
+    # Queries, keys, values, and the attention's output.
+    attention = 2 * queries + 2 * keys
+    if layout.context > 1 and _by_heads(model, layout, work):
+        attention += queries  # the output, in the arrangement before the exchange too
+    elif layout.context > 1:
+        # The keys and values of all tokens; a mask, since torch's causal attention is that of whole sequences.
+        attention, mask = 2 * queries + 2 * layout.context * keys, work.sequence // work.micro_batch
+    mlp = model.experts_per_token * (4 if model.gated else 2) * model.intermediate
+    divided = (attention + mlp) // layout.tensor
+    of_token = numbers.computed * (2 * model.hidden + divided + mask) + numbers.stored * 2 * model.hidden
+    return work.tokens // layout.context * of_token
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def collectives(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> list[Collective]:
+    """Return the collectives and messages of a process of a stage in one step."""
+    found = [
+        *_of_shards(model, layout, work, stage),
+        *_of_tensor(model, layout, work, stage),
+        *_of_context(model, layout, work, stage),
+        *_of_stages(model, layout, work, stage),
+        *_of_norm(layout, work),
+    ]
+    return [one for one in found if one.count and one.processes > 1]
+
+
+def _of_shards(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> Iterator[Collective]:
+    sharing, window = layout.sharing, work.window
+    reduced = 1 if work.accumulate_unsharded else window
+    block, around = (-(-elements // sharing) * sharing for elements in _elements(model, layout, stage))
+    number = work.numbers.computed
+    # A block is gathered before its forward and before its backward; what is around the blocks stays in between.
+    for units, elements, gathers in ((stage.blocks, block, 2), (int(around > 0), around, 1)):
+        yield Collective("shards", "all_gather", gathers * units * window, number * elements, sharing)
+        gradients = max(REDUCED, work.numbers.stored) * elements
+        yield Collective("shards", "reduce_scatter", units * reduced, gradients, sharing)
+        yield Collective("replicas", "all_reduce", units * reduced, gradients // sharing, layout.replicas)
+
+
+def _of_tensor(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> Iterator[Collective]:
+    window, number, parts = work.window, work.numbers.computed, layout.tensor
+    hidden = number * work.tokens * model.hidden
+    # Forward: sums after attention and MLP, of which recomputation needs the first; backward: sums of the gradients
+    # of what each of the layers q, k, v, gate and up has read.
+    of_block = 2 + int(work.checkpointing) + 3 + (2 if model.gated else 1)
+    yield Collective("tensor", "all_reduce", of_block * stage.blocks * window, hidden // layout.context, parts)
+    # The embedding's sum, and that of the gradients of what the head has read; the logits are gathered.
+    yield Collective("tensor", "all_reduce", (int(stage.first) + int(stage.last)) * window, hidden, parts)
+    logits = number * work.tokens * model.vocabulary
+    yield Collective("tensor", "all_gather", int(stage.last) * window, logits, parts)
+
+
+def _of_context(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> Iterator[Collective]:
+    parts, forwards = layout.context, 2 if work.checkpointing else 1
+    number = work.numbers.computed * work.tokens * model.head_dim // layout.tensor
+    of_blocks = stage.blocks * work.window
+    keys = number * _exchanged_keys(model, layout, work)
+    if _by_heads(model, layout, work):
+        # Queries and the attention's output; keys and values.
+        for size in (number * model.heads, keys):
+            yield Collective("context", "all_to_all", 2 * (forwards + 1) * of_blocks, size // parts, parts)
+    else:
+        yield Collective("context", "all_gather", 2 * forwards * of_blocks, keys, parts)
+        yield Collective("context", "reduce_scatter", 2 * of_blocks, keys, parts)
+    # The last block's output is joined, and so is the gradient of the first block's input.
+    hidden = work.numbers.computed * work.tokens * model.hidden
+    yield Collective("context", "all_gather", (int(stage.first) + int(stage.last)) * work.window, hidden, parts)
+
+
+def _by_heads(model: Architecture, layout: ParallelLayout, work: Work) -> bool:
+    return not work.keys and model.heads // layout.tensor % layout.context == 0
+
+
+def _exchanged_keys(model: Architecture, layout: ParallelLayout, work: Work) -> int:
+    """Return the heads of keys that are exchanged, on all tensor processes: repeated where they cannot be divided."""
+    repeated = _by_heads(model, layout, work) and model.kv_heads // layout.tensor % layout.context
+    return model.heads if repeated else model.kv_heads
+
+
+def _of_stages(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> Iterator[Collective]:
+    # Outputs to the next stage, gradients to the one before, each after a header.
+    messages = (int(not stage.first) + int(not stage.last)) * work.window
+    hidden = work.numbers.computed * work.tokens // layout.context * model.hidden
+    for size in (HEADER, hidden):
+        yield Collective("stages", "send", messages, size, layout.pipeline)
+    if model.tied and layout.pipeline > 1 and (stage.first or stage.last):
+        table = work.numbers.stored * -(-model.table // (layout.tensor * layout.sharing))
+        yield Collective("stages", "all_reduce", 1, table, 2)
+
+
+def _of_norm(layout: ParallelLayout, work: Work) -> Iterator[Collective]:
+    """Squares of norms are summed for weights that are divided in the same way: by rows, by columns, or not."""
+    by_plan = 2 if layout.tensor > 1 else 0
+    for count, processes in (
+        (by_plan + 1, layout.sharing),
+        (by_plan, layout.tensor),
+        (1, layout.pipeline),
+    ):
+        yield Collective("norm", "all_reduce", count * int(work.clips), REDUCED, processes)
+
+
+# -- computing ---------------------------------------------------------------------------------------------------------
+
+
+def step_flops(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> float:
+    """Return the floating-point operations of a process in one step: a forward and twice as much for the backward.
+
+    What is around the blocks is computed by each process of a sequence; causal attention needs half of the scores.
+    """
+    of_token = 2 * model.active + 2 * work.sequence * model.heads * model.head_dim
+    blocks = stage.blocks * of_token * (4 if work.checkpointing else 3) / layout.context
+    head = 6 * model.table if stage.last else 0
+    return work.tokens * work.window * (blocks + head) / layout.tensor
