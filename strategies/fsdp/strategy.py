@@ -123,8 +123,8 @@ class FSDPStrategy(DistributedStrategy):
         """torch's records of the sharded parameters."""
         self._copies: list[tuple[nn.Parameter, int]] | None = None
         """The parameters that an evaluation inside `fit` has gathered, each with its version; None: no evaluation."""
-        self._versions: list[tuple[Any, int]] = []
-        """The records of parameters that an earlier step has gathered, each with the version of its full parameter."""
+        self._before: list[tuple[Any, int, int]] = []
+        """The records of parameters that an earlier step has gathered, each with the state of its full parameter."""
         self._will_load_checkpoint = False
         self._reuses_memory = False
         self._communicates = True
@@ -424,7 +424,7 @@ class FSDPStrategy(DistributedStrategy):
     def call_step(self, step: str, *args: Any) -> Any:
         self._refuse_replaced_parameters()
         if step == "training_step":
-            self._versions = [(p, vars(p)["_unsharded_param"]._version) for p in self._parameters if was_gathered(p)]
+            self._before = [(p, *_state_of(vars(p)["_unsharded_param"])) for p in self._parameters if was_gathered(p)]
         if self.pipeline is None:
             return self._call_wrapped(step, args)
         return self.pipeline.forward(lambda: self._call_wrapped(step, args), step, self.device, self._communicates)
@@ -459,6 +459,12 @@ class FSDPStrategy(DistributedStrategy):
         for parameter in self._parameters:
             place, sharded = parameter._module_info, parameter.sharded_param
             current = place.module._parameters.get(place.param_name)
+            if current is None:
+                raise ConfigError(
+                    f"{self._name_of(place)} of shape {list(sharded.shape)} was removed while training, as weight_norm "
+                    f"and register_parametrization do, and strategy {self.name!r} still has its shards: call them "
+                    "before fit or in configure_model, or use strategy 'ddp'."
+                )
             # A DTensor has no memory of its own, but for that of a tensor assigned to its `data`.
             if (current is sharded and not sharded.data_ptr()) or current is vars(parameter).get("_unsharded_param"):
                 continue
@@ -480,10 +486,10 @@ class FSDPStrategy(DistributedStrategy):
         A gathered parameter is a copy of the shards, and its values are lost when it is freed.
         """
         self._refuse_replaced_parameters()
-        changed = [p._module_info for p, version in self._versions if vars(p)["_unsharded_param"]._version != version]
+        changed = [p._module_info for p, *then in self._before if [*_state_of(vars(p)["_unsharded_param"])] != then]
         if changed:
             raise ConfigError(
-                f"{', '.join(map(self._name_of, changed))} changed in place within a step, while gathered, and "
+                f"{', '.join(map(self._name_of, changed))} changed within a step, while gathered, and "
                 f"strategy {self.name!r} would lose that: change it in on_train_step_end or on_train_batch_start."
             )
 
@@ -768,6 +774,14 @@ def unsharded_parameters(wrapped: nn.Module) -> Iterator[nn.Parameter]:
     for parameter in fsdp_parameters(wrapped):
         if was_gathered(parameter):
             yield parameter._unsharded_param
+
+
+def _state_of(full: nn.Parameter) -> tuple[int, int]:
+    """Return what changes with a gathered parameter's values: its version, and its memory by `p.data = ...`.
+
+    FSDP2 frees and allocates the bytes of one and the same storage.
+    """
+    return full._version, full.untyped_storage()._cdata
 
 
 def was_gathered(parameter: Any) -> bool:

@@ -18,45 +18,50 @@ from trainer.errors import TrainerError
 
 
 class Disturb(Callback):
-    """Change one bit of a weight on rank 1 after a step; not the last one, which the next steps may round away."""
+    """Change one bit of a weight on rank 2 after a step; not the last one, which the next steps may round away."""
 
     def __init__(self, at: int) -> None:
         self.at = at
 
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.on_train_step_end(trainer, module)
+
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.global_step == self.at and trainer.rank == 1:
+        if trainer.global_step == self.at and trainer.rank == 2:
             weight = module.get_parameter("layers.2.weight")
             with torch.no_grad():
                 weight.view(torch.int32)[3, 3] ^= 1 << 12
 
 
-def check(precision: str, at: int, every: int) -> str:
-    trainer = Trainer(
-        accelerator="cpu", max_steps=8, precision=precision, callbacks=[Disturb(at), ReplicaCheck(every)], **QUIET
-    )
+def check(precision: str, at: int, check: ReplicaCheck, frozen: bool = False) -> str:
+    trainer = Trainer(accelerator="cpu", max_steps=8, precision=precision, callbacks=[Disturb(at), check], **QUIET)
+    module = MLP()
+    module.layers[2].requires_grad_(not frozen)
     try:
-        trainer.fit(MLP(), DataLoader(MLP.data(64), 4))
+        trainer.fit(module, DataLoader(MLP.data(96), 4))
     except TrainerError as error:
         return str(error)
     return "equal"
 
 
 def check_all() -> list[str]:
+    again = ReplicaCheck(3)
     return [
-        check("32-true", at=99, every=3),
-        check("bf16-true", at=99, every=3),
-        check("32-true", at=4, every=3),
-        check("32-true", at=8, every=3),
+        check("32-true", 99, again),
+        check("bf16-true", 99, ReplicaCheck(3)),
+        check("32-true", 0, again),
+        check("32-true", 4, ReplicaCheck(3), frozen=True),
+        check("32-true", 8, ReplicaCheck(3)),
     ]
 
 
 def test_a_changed_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for found in run_distributed(check_all, 2):
+    for found in run_distributed(check_all, 3):
         assert found[:2] == ["equal", "equal"]
-        assert found[2].startswith("the replicas differ: layers.")
-        assert "on rank 1 from rank 0, after step 3, seen at step 6" in found[2]
-        assert "layers.2.weight on rank 1 from rank 0, after step 6, seen at step 8" in found[3]
+        assert found[2].startswith("the replicas differ: layers.2.weight on rank 2 from rank 0, before the first step")
+        assert "on rank 2 from rank 0, after step 3, seen at step 6" in found[3]
+        assert "layers.2.weight on rank 2 from rank 0, after step 6, seen at step 8" in found[4]
 
 
 def test_every_dtype_has_a_checksum() -> None:

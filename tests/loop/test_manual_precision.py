@@ -260,6 +260,32 @@ def call_directly(name: str, precision: str) -> dict[str, tuple[int, str]]:
     return found
 
 
+class CallsBackward(MLP):
+    """A module with automatic optimization that calls backward for a second loss, in the second batch of a window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1:
+            self.layers[0](batch[0]).square().mean().backward()
+        return self.loss(batch)
+
+
+def call_backward(name: str, precision: str) -> str:
+    trainer = WAYS[name].trainer(seed=1, max_steps=3, precision=precision, accumulate_grad_batches=2)
+    try:
+        trainer.fit(CallsBackward(), DataLoader(MLP.data(48), 4))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_backward_in_automatic_optimization_is_refused_where_losses_are_scaled(precision: str) -> None:
+    refused = "training_step has called loss.backward(), whose gradients are not scaled"
+    for ranks in run_each(call_backward, (SINGLE, "DDP x2", "FSDP x2"), precision).values():
+        for found in ranks:
+            assert found.startswith(refused) if precision == "16-mixed" else found == ""
+
+
 BACKWARD, STEP = (
     "loss.backward() leaves the gradients unscaled",
     "the step of torch's SGD itself would use gradients that",

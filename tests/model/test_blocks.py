@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.nn.utils import parametrize
 
 from tests.helpers.examples import example_module
 from trainer import TrainModule
@@ -32,6 +33,15 @@ def test_weights_that_are_sharded_already_count_with_what_they_hold() -> None:
     policies: tuple[BlockPolicy, ...] = ("auto", 100)
     for policy in policies:
         assert list(find_blocks(sharded, policy)) == list(find_blocks(unsharded, policy)) != []
+
+
+def test_a_layer_with_parametrizations_is_a_block_and_they_are_not() -> None:
+    """What a parametrization returns may share the memory of its parameter, which a block of its own would free."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    parametrize.register_parametrization(layers[1], "weight", nn.Identity())
+    tree = Tree(layers=layers)
+    for policy in ("auto", "Linear", 60):
+        assert list(find_blocks(tree, policy)) == ["layers.0", "layers.1", "layers.2"]
 
 
 class Tree(nn.Module):

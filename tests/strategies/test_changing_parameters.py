@@ -60,6 +60,8 @@ class Changing(MLP):
             parameters = optimizer.param_groups[0]["params"]
             optimizer.param_groups[0]["params"] = parameters[:2]
             optimizer.add_param_group({"params": parameters[2:], "lr": 0.02})
+        elif kind == "leave out":
+            optimizer.param_groups[0]["params"].pop()
         elif kind == "halve":
             with torch.no_grad():
                 for parameter in self.parameters():
@@ -164,7 +166,7 @@ CASES = {
     "weight within a step": "within",
     "prune": "step end",
 }
-DIFFERENT = ("one rank", "other ranks", "within")
+DIFFERENT = ("one rank", "other ranks", "within", "optimizer")
 
 
 def fit(name: str, kind: str, callback: Change) -> Any:
@@ -320,13 +322,15 @@ def test_processes_that_train_different_parameters_are_reported(case: str, tmp_p
     elif case == "other ranks":
         assert "layers.0.weight, layers.0.bias were unfrozen" in output
         assert "layers.2.weight, layers.2.bias were frozen" in output
+    elif case == "optimizer":
+        assert "rank 1 calls for a step in which an optimizer's groups of parameters were changed" in output
     else:
         assert "rank 1 of 2 failed" in output
         assert "were unfrozen within a step" in output
 
 
 def raise_difference(case: str) -> None:
-    kinds = ("unfreeze", "freeze" if case == "other ranks" else "unfreeze")
+    kinds = ("unfreeze", {"other ranks": "freeze", "optimizer": "leave out"}.get(case, "unfreeze"))
     callback = Change(
         kinds[int(os.environ["RANK"])],
         "within" if case == "within" else "step end",

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
@@ -440,14 +441,24 @@ class ChangesWithin(MLP):
         if now and self.kind == "in place":
             with torch.no_grad():
                 self.norm.weight.mul_(0.5)
+        elif now and self.kind == "data":
+            self.norm.weight.data = torch.full((FEATURES,), 0.5)
         elif now and self.kind == "assigned":
             self.layers[2].weight = nn.Parameter(torch.zeros(16, 16))
         return super().forward(self.norm(x[:, :3] if now and self.kind == "wrong shape" else x))
 
+    def configure_model(self) -> None:
+        if self.kind == "parametrized":
+            parametrize.register_parametrization(self.layers[2], "weight", nn.Identity())
+
+    def on_train_start(self) -> None:
+        if self.kind == "weight_norm":
+            parametrizations.weight_norm(self.layers[2])
+
 
 def change_within() -> dict[str, str]:
     found = {}
-    for kind in ("in place", "assigned", "wrong shape"):
+    for kind in ("in place", "data", "assigned", "wrong shape", "weight_norm", "parametrized"):
         trainer = WAYS["FSDP x2"].trainer(max_steps=4, watchdog_seconds=60)
         try:
             trainer.fit(ChangesWithin(kind), DataLoader(MLP.data(24), 4))
@@ -458,7 +469,10 @@ def change_within() -> dict[str, str]:
 
 def test_changes_within_a_step_are_refused_and_other_errors_are_not_called_changes() -> None:
     for found in run_distributed(change_within):
-        assert "norm.weight changed in place within a step, while gathered" in found["in place"]
+        assert "parametrized" not in found
+        assert "layers.2.weight of shape [16, 16] was removed while training, as weight_norm" in found["weight_norm"]
+        for kind in ("in place", "data"):
+            assert "norm.weight changed within a step, while gathered" in found[kind]
         assert "layers.2.weight of shape [16, 16] was replaced while training" in found["assigned"]
         assert "Given normalized_shape=[6]" in found["wrong shape"]
 

@@ -33,6 +33,7 @@ from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.loop.direct_backward import RefusingDirectBackward
 from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
@@ -148,6 +149,7 @@ class Run:
         session.start(stage)
         self.progress = session.progress
         self.metrics = MetricLog(module, lambda value: config.strategy.processes.gather_reports(value))
+        self.call_step: Callable[..., Any] = self.strategy.call_step
         self.listen(unheard)
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
@@ -247,6 +249,9 @@ class Run:
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
             self.metrics.scaler = strategy.scaler
+        if module.automatic_optimization and strategy.precision.loss_scaling:
+            self.call_step = RefusingDirectBackward(strategy.call_step, self.optimizers)
+            self.listen(self.phase)
 
     def resume(self, rng: dict[str, Any] | None, postponed_stop: str | None) -> None:
         """Keep of the checkpoint what has to wait: the generators' states, and a stop that waits for its time."""
@@ -417,7 +422,7 @@ class Run:
         """Notify `phase`; bind what each batch calls, so that a phase without listeners costs nothing."""
         self.phase = self.metrics.phase = phase
         self.transfer = during(phase, TRANSFER, self._transfer)
-        self.forward = during(phase, FORWARD, self.strategy.call_step)
+        self.forward = during(phase, FORWARD, self.call_step)
         self.backward = during(phase, BACKWARD, self.strategy.backward)
         self.optimizer_step = during(phase, OPTIMIZER, self.strategy.step)
 

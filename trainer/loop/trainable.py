@@ -164,8 +164,8 @@ def describe_untrained(tables: ParameterTables, optimized: set[int]) -> str:
     if not alone:
         return ""
     return (
-        f"{', '.join(alone)} came while training, by `module.layer = ...`, `module.weight = ...` or "
-        "register_parameter, and no optimizer trains it. To change the values of a parameter, do it in place: "
-        "with torch.no_grad(): p.copy_(value). To train a new one: "
+        f"{', '.join(alone)} came while training, by `module.layer = ...`, `module.weight = ...`, "
+        "register_parameter, weight_norm or the like, and no optimizer trains it. To change the values of a "
+        "parameter, do it in place: with torch.no_grad(): p.copy_(value). To train a new one: "
         "trainer.optimizers[0].add_param_group({'params': [p]}). To keep it as it is: p.requires_grad_(False)."
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from trainer.arguments import PositiveInt, failed_function
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
@@ -24,8 +25,8 @@ MIN_BLOCK_FRACTION = 20
 def find_blocks(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn.Module]:
     """Return the blocks of `module` by name: children before their parents, siblings in the order of registration.
 
-    Blocks exclude `module` itself and containers without a `forward`, such as `nn.ModuleList`. A submodule with several
-    names has the first one. By policy:
+    Blocks exclude `module` itself and containers without a `forward`, such as `nn.ModuleList`, and the parametrizations
+    of a layer, whose values it uses after them. A submodule with several names has the first one. By policy:
 
     - `"auto"`: the `_no_split_modules` of Hugging Face models, and elsewhere the members of one class of the outermost
       `nn.ModuleList`s and `nn.Sequential`s (an encoder and a decoder, say; members with children before plain layers),
@@ -93,7 +94,7 @@ def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     def below(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for name, child in parent.named_children():
-            if id(child) in seen:
+            if id(child) in seen or isinstance(child, ParametrizationList):
                 continue
             seen.add(id(child))
             yield from below(child, f"{prefix}{name}.")
@@ -153,12 +154,15 @@ def _is_a(module: nn.Module, kind: str | type) -> bool:
 
 
 def class_of(module: nn.Module) -> type:
-    """Return the class of a module as its author named it: FSDP2 gives sharded modules a subclass `FSDP<name>`."""
+    """Return the class of a module as its author named it.
+
+    FSDP2 gives sharded modules a subclass `FSDP<name>`, and torch gives modules with parametrizations one, too.
+    """
     cls = type(module)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, fsdp.FSDPModule) and cls.__bases__[:1] == (fsdp.FSDPModule,):
-        return cls.__bases__[1]
-    return cls
+        cls = cls.__bases__[1]
+    return cls.__bases__[0] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
 
 
 def _no_such_class(module: nn.Module, kind: str | type) -> str:
@@ -201,9 +205,9 @@ def _auto(module: nn.Module) -> dict[str, nn.Module]:
     stacks += _stacks(module, declared + [block for stack in stacks for block in stack], _plain_members)
     by_kind: Counter[type] = Counter()
     for stack in stacks:
-        by_kind[type(stack[0])] += sum(map(_size, stack))
+        by_kind[class_of(stack[0])] += sum(map(_size, stack))
     largest = max(by_kind.values(), default=0)
-    large_stacks = [stack for stack in stacks if by_kind[type(stack[0])] * 10 >= largest]
+    large_stacks = [stack for stack in stacks if by_kind[class_of(stack[0])] * 10 >= largest]
     chosen = declared + [block for stack in large_stacks for block in stack]
     chosen = [block for block in chosen if not _tied(block, owners)]
 
@@ -224,7 +228,7 @@ def _not_to_be_split(module: nn.Module) -> list[nn.Module]:
     declared: list[nn.Module] = []
     for model in module.modules():
         names = vars(type(model)).get("_no_split_modules") or vars(model).get("_no_split_modules") or ()
-        declared += [child for child in model.modules() if type(child).__name__ in names and child is not module]
+        declared += [child for child in model.modules() if class_of(child).__name__ in names and child is not module]
     unique = {id(block): block for block in declared if has_forward(block) and _size(block)}
     within = {id(child) for block in unique.values() for child in block.modules() if child is not block}
     return [block for key, block in unique.items() if key not in within]
@@ -241,7 +245,7 @@ def _stacks(
         found = [group for group in repeated(parent) if not any(id(m) in around or id(m) in within for m in group)]
         inside = {id(member) for group in found for member in group} | within
         for child in parent.children():
-            if id(child) not in inside:
+            if id(child) not in inside and not isinstance(child, ParametrizationList):
                 found += below(child)
         return found
 
@@ -277,14 +281,15 @@ def _repeated_attributes(module: nn.Module, least: int) -> list[list[nn.Module]]
 
 
 def _is_composite(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
+    children = module.named_children()
+    return any(not (name == "parametrizations" and is_parametrized(module)) for name, _ in children)
 
 
 def _by_kind(module: nn.Module) -> list[list[nn.Module]]:
     groups: dict[type, list[nn.Module]] = {}
     for child in module.children():
         if has_forward(child) and _size(child):
-            groups.setdefault(type(child), []).append(child)
+            groups.setdefault(class_of(child), []).append(child)
     return list(groups.values())
 
 
