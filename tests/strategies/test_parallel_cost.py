@@ -16,7 +16,7 @@ from tests.helpers.decoder import Decoder
 from tests.helpers.processes import run_distributed
 from tests.tiers import selected
 from trainer import Callback, Trainer, TrainModule
-from trainer.model.memory import DtypeSizes
+from trainer.model.memory import number_sizes
 from trainer.model.parallel_cost import (
     Architecture,
     ParallelLayout,
@@ -25,13 +25,13 @@ from trainer.model.parallel_cost import (
     process_memory,
     stages_of,
 )
+from trainer.precision import PRECISIONS
 from trainer.strategies import FSDPStrategy
 
 LLAMA = Architecture(layers=4, hidden=64, heads=4, vocabulary=96, kv_heads=2, head_dim=16, intermediate=160, gated=True)
 GPT = Architecture(
     layers=3, hidden=64, heads=4, vocabulary=96, kv_heads=4, head_dim=16, intermediate=256, gated=False, tied=True
 )
-FLOAT32 = DtypeSizes(4, 4)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Run:
     checkpointing: bool = False
     accumulate_unsharded: bool = True
     keys: bool = False
+    precision: str = "32-true"
 
     @property
     def work(self) -> Work:
@@ -51,10 +52,11 @@ class Run:
             sequence=64,
             micro_batch=2,
             window=self.window,
-            numbers=FLOAT32,
+            numbers=number_sizes(PRECISIONS[self.precision]),
             checkpointing=self.checkpointing,
             accumulate_unsharded=self.accumulate_unsharded,
             keys=self.keys,
+            norms_stored=False,
         )
 
     def trainer(self, *callbacks: Callback) -> Trainer:
@@ -75,6 +77,7 @@ class Run:
             accumulate_grad_batches=self.window,
             activation_checkpointing="auto" if self.checkpointing else None,
             gradient_clip_val=1.0,
+            precision=self.precision,
             max_steps=2,
             callbacks=list(callbacks),
             **QUIET,
@@ -93,6 +96,12 @@ TWO = {
     "PP x2": Run(ParallelLayout(pipeline=2), window=3),
     "PP x2, tied": Run(ParallelLayout(pipeline=2), GPT, window=3),
     "PP x2, checkpointing": Run(ParallelLayout(pipeline=2), window=3, checkpointing=True),
+    "FSDP x2, bf16-mixed": Run(ParallelLayout(shards=2), precision="bf16-mixed"),
+    "FSDP x2, bf16-true": Run(ParallelLayout(shards=2), precision="bf16-true"),
+    "TP x2, bf16-mixed": Run(ParallelLayout(tensor=2), precision="bf16-mixed"),
+    "CP x2, bf16-mixed": Run(ParallelLayout(context=2), precision="bf16-mixed"),
+    "PP x2, bf16-mixed": Run(ParallelLayout(pipeline=2), window=3, precision="bf16-mixed"),
+    "FSDP x2, bf16-mixed, checkpointing": Run(ParallelLayout(shards=2), precision="bf16-mixed", checkpointing=True),
 }
 FOUR = {
     "HYBRID 2x2": Run(ParallelLayout(shards=2, replicas=2)),

@@ -18,6 +18,10 @@ COMMANDS = {
         "trainer.cli.estimate.command",
         "say how much memory a training will need on each process, for every strategy",
     ),
+    "plan": (
+        "trainer.cli.plan.command",
+        "rank the ways to divide a model over GPUs: data, tensor, context and pipeline parallel",
+    ),
     "config": (
         "trainer.cli.config.command",
         "write a configuration: by questions, a preset, or from Accelerate's or DeepSpeed's",

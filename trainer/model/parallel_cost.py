@@ -117,6 +117,8 @@ class Work:
     """True if gradients are clipped by their norm."""
     states: float = 2
     """Numbers of the optimizer's state for each parameter."""
+    norms_stored: bool = True
+    """True if norms read numbers as they are stored: autocast runs them in float32 on GPUs, and on CPUs it does not."""
 
     @property
     def tokens(self) -> int:
@@ -163,8 +165,8 @@ class ProcessMemory:
     optimizer: int
     activations: int
     """Kept for the backwards of all micro-batches in flight."""
-    recomputed: int
-    """Activations of the one block whose forward is repeated, with activation checkpointing."""
+    temporary: int
+    """The larger one of the loss's logits, and of the block whose forward is repeated by activation checkpointing."""
     gathered: int
     """Full weights of the blocks in use, and full gradients that wait for the end of a window."""
 
@@ -172,7 +174,7 @@ class ProcessMemory:
     def total(self) -> int:
         """All of them."""
         states = self.parameters + self.gradients + self.optimizer
-        return states + self.activations + self.recomputed + self.gathered
+        return states + self.activations + self.temporary + self.gathered
 
 
 # -- which stage has what ----------------------------------------------------------------------------------------------
@@ -239,7 +241,10 @@ def process_memory(model: Architecture, layout: ParallelLayout, work: Work, stag
         gradients=numbers.stored * own,
         optimizer=round(numbers.stored * work.states * own),
         activations=_kept_activations(model, layout, work, stage),
-        recomputed=_kept_of_block(model, layout, work) if work.checkpointing else 0,
+        temporary=max(
+            _kept_of_block(model, layout, work) if work.checkpointing else 0,
+            work.tokens * model.vocabulary * (numbers.computed + 4 * _is_mixed(work)) if stage.last else 0,
+        ),
         gathered=(numbers.computed * (around + min(stage.blocks, 3) * block) if is_gathered else 0)
         + (max(numbers.stored, 4) * (stage.blocks * block + around) if waits else 0),
     )
@@ -247,14 +252,14 @@ def process_memory(model: Architecture, layout: ParallelLayout, work: Work, stag
 
 def _kept_activations(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> int:
     """Return the bytes that the forwards of all micro-batches in flight keep for their backwards."""
-    computed, stored = work.numbers.computed, work.numbers.stored
+    computed = work.numbers.computed
     in_flight = min(work.window, layout.pipeline - stage.number)
     hidden = work.tokens // layout.context * model.hidden
-    blocks = stage.blocks * (hidden * stored if work.checkpointing else _kept_of_block(model, layout, work))
+    blocks = stage.blocks * (hidden * computed if work.checkpointing else _kept_of_block(model, layout, work))
     sent = 0 if stage.last else hidden * computed
-    # The last norm's input and output, and the logarithms of the probabilities.
-    logits = model.vocabulary * (computed + 4 if computed < 4 else computed)
-    head = work.tokens * (model.hidden * (stored + computed) + logits) if stage.last else 0
+    # The last norm's input and output, and the logarithms of the probabilities, which autocast computes in float32.
+    logarithms = model.vocabulary * (4 if _is_mixed(work) else computed)
+    head = work.tokens * (model.hidden * (_norm_bytes(work) + computed) + logarithms) if stage.last else 0
     return in_flight * (blocks + head + sent)
 
 
@@ -271,8 +276,17 @@ def _kept_of_block(model: Architecture, layout: ParallelLayout, work: Work) -> i
         attention, mask = 2 * queries + 2 * layout.context * keys, work.sequence // work.micro_batch
     mlp = model.experts_per_token * (4 if model.gated else 2) * model.intermediate
     divided = (attention + mlp) // layout.tensor
-    of_token = numbers.computed * (2 * model.hidden + divided + mask) + numbers.stored * 2 * model.hidden
+    of_token = numbers.computed * (2 * model.hidden + divided + mask) + _norm_bytes(work) * 2 * model.hidden
     return work.tokens // layout.context * of_token
+
+
+def _is_mixed(work: Work) -> bool:
+    return work.numbers.computed < work.numbers.stored
+
+
+def _norm_bytes(work: Work) -> int:
+    """Return the bytes of a number that a norm reads, and keeps."""
+    return work.numbers.stored if work.norms_stored else work.numbers.computed
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -362,7 +376,7 @@ def _of_norm(layout: ParallelLayout, work: Work) -> Iterator[Collective]:
         (by_plan, layout.tensor),
         (1, layout.pipeline),
     ):
-        yield Collective("norm", "all_reduce", count * int(work.clips), REDUCED, processes)
+        yield Collective("norm", "all_reduce", count * int(work.clips), work.numbers.stored, processes)
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""`trainer plan`: how to divide a model over processes."""

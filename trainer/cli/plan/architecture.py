@@ -1,0 +1,118 @@
+"""Find the sizes of a model in a config.json or on the command line, or assume them from a number of parameters."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.model.parallel_cost import Architecture
+
+NAMES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocabulary": ("vocab_size",),
+    "kv_heads": ("num_key_value_heads", "n_head_kv"),
+    "head_dim": ("head_dim",),
+    "intermediate": ("moe_intermediate_size", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_k"),
+}
+"""Sizes, and the names that Hugging Face's configs have for them."""
+NEEDED = ("layers", "hidden", "heads", "vocabulary")
+NOT_GATED = ("gpt2", "gpt_neox", "gpt_neo", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2")
+"""Model types whose MLP has two layers."""
+TIED = ("gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "gemma", "gemma2", "gemma3", "gemma3_text")
+"""Model types whose head has the weights of the embedding, unless the config says otherwise."""
+
+
+def read_config(path: str) -> Architecture:
+    """Return the sizes in a model's config.json.
+
+    Raises:
+        ConfigError: there is no such file, or it does not have the sizes.
+    """
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model. {error}") from error
+    if isinstance(config, dict) and isinstance(config.get("text_config"), dict):
+        config = {**config, **config["text_config"]}  # a model for texts and images
+    if not isinstance(config, dict):
+        raise ConfigError(f"--config {path}: give the config.json of a Hugging Face model; this is no object.")
+    found = {size: _first(config, names) for size, names in NAMES.items()}
+    missing = [size for size in NEEDED if found[size] is None]
+    if missing:
+        raise ConfigError(
+            f"--config {path} does not say {', '.join(missing)} (by names such as {NAMES[missing[0]][0]}): give "
+            "--layers, --hidden, --heads and --vocab instead."
+        )
+    kind = config.get("model_type", "")
+    tied = config.get("tie_word_embeddings", kind in TIED)
+    return complete(found, gated=kind not in NOT_GATED, tied=bool(tied))
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    values = (config.get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def of_options(given: Namespace) -> Architecture:
+    """Return the sizes that the command line gives.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    missing = [f"--{'vocab' if size == 'vocabulary' else size}" for size in NEEDED if getattr(given, size) is None]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} missing: give --config model/config.json, or --layers, --hidden, --heads and "
+            "--vocab, or --params 70b."
+        )
+    return complete({size: getattr(given, size) for size in NAMES}, gated=not given.no_gate, tied=given.tied)
+
+
+def complete(sizes: Mapping[str, int | None], gated: bool, tied: bool) -> Architecture:
+    """Return an architecture with the usual sizes where none is given."""
+    known = {size: value for size, value in sizes.items() if value is not None}
+    hidden, heads = known["hidden"], known["heads"]
+    usual = {
+        "kv_heads": heads,
+        "head_dim": max(1, hidden // heads),
+        "intermediate": -(-8 * hidden // 3 // 256) * 256 if gated else 4 * hidden,
+        "experts_per_token": min(2, known.get("experts", 1)),
+    }
+    return Architecture(**{**usual, **known}, gated=gated, tied=tied)
+
+
+def assumed(parameters: int) -> Architecture:
+    """Return a decoder of about this many parameters, in the proportions of Llama: 128 times as wide as it is deep."""
+    step = 1024 if parameters > 3e9 else 256
+    hidden = max(step, round((parameters * 128 / 12) ** (1 / 3) / step) * step)
+    heads = hidden // (128 if hidden >= 2048 else 64)
+    kv_heads = 8 if parameters >= 3e10 and heads % 8 == 0 else heads
+    vocabulary = 128_256 if parameters >= 1e9 else 32_000
+    one = complete(
+        {"layers": 1, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "vocabulary": vocabulary},
+        gated=True,
+        tied=parameters < 1e9,
+    )
+    block = one.divided + one.full
+    layers = max(1, round((parameters - one.parameters + block) / block))
+    # A number that pipelines can divide.
+    layers = round(layers / 4) * 4 if layers > 8 else layers
+    return Architecture(**{**vars(one), "layers": layers})
+
+
+def describe(model: Architecture) -> str:
+    """Return the sizes in a line."""
+    heads = f"{model.heads} heads of {model.head_dim}"
+    heads += f" ({model.kv_heads} of keys)" if model.kv_heads != model.heads else ""
+    mlp = f"{'gated ' if model.gated else ''}MLP of {model.intermediate}"
+    mlp = f"{model.experts} experts ({model.experts_per_token} for a token), each a {mlp}" if model.experts > 1 else mlp
+    words = f"{model.layers} layers, width {model.hidden}, {heads}, {mlp}, vocabulary {model.vocabulary}"
+    return f"{model.parameters / 1e9:,.2f} billion parameters: {words}{', tied' if model.tied else ''}"
