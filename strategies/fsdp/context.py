@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError
+from trainer.model.blocks import without_caches
 from trainer.seed import isolated_rng
 from trainer.strategy import eval_mode
 
@@ -73,7 +74,7 @@ class ContextParallel:
 
     def _cutter(self, name: str, cut_hidden: bool) -> Callable[..., Any]:
         def cut(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            hidden, args, kwargs = split_hidden(block, args, kwargs)
+            hidden, args, kwargs = split_hidden(block, without_caches(args), without_caches(kwargs))
             own = Cut.apply(hidden, 1, self.group) if cut_hidden else hidden
             own_args, own_kwargs = map_leaves(args, self._part_of), map_leaves(kwargs, self._part_of)
             if name in self._undivided and not torch.compiler.is_compiling():

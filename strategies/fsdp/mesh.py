@@ -19,19 +19,21 @@ class Layout:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     @property
     def processes(self) -> int:
-        """Number of processes that hold one model together and read the same samples."""
+        """Number of processes that hold one model together and read the same samples, so without those of experts."""
         return self.tensor * self.context * self.pipeline
 
     def __str__(self) -> str:
-        sizes = (("pipeline", self.pipeline), ("context", self.context), ("tensor", self.tensor))
-        return ", ".join(f"{name}_parallel={size}" for name, size in sizes if size > 1)
+        sizes = vars(self)
+        order = ("pipeline", "expert", "context", "tensor")
+        return ", ".join(f"{name}_parallel={sizes[name]}" for name in order if sizes[name] > 1)
 
     def __bool__(self) -> bool:
         """Return True if a model is divided over several processes."""
-        return self.processes > 1
+        return self.processes * self.expert > 1
 
 
 class ParallelMesh:
@@ -48,10 +50,15 @@ class ParallelMesh:
         self.layout = layout
         # FSDP shards over the processes of one sequence too: its mean over them is that of their parts.
         sizes = {**readers, "shard": readers["shard"] * layout.context}
-        if layout.processes > 1:
+        if layout.expert > 1:
+            shards = sizes.pop("shard")
+            sizes = {**sizes, "expert shard": shards // layout.expert, "expert": layout.expert}
+        if layout:
             sizes = {"stage": layout.pipeline, **sizes, "tensor": layout.tensor}
         self.mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self.shards = self.mesh[tuple(readers)] if layout.processes > 1 else self.mesh
+        if layout.expert > 1:
+            self.mesh["expert shard", "expert"]._flatten("shard")
+        self.shards = self.mesh[tuple(readers)] if layout else self.mesh
         """The mesh over which FSDP shards."""
         shape = (layout.pipeline, math.prod(readers.values()), layout.context, layout.tensor)
         self._ranks = self.mesh.mesh.reshape(shape)
@@ -72,6 +79,21 @@ class ParallelMesh:
     def tensor(self) -> DeviceMesh:
         """The processes among which this process's layers are divided."""
         return self.mesh["tensor"]
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """The processes among which the experts of a mixture are divided."""
+        layout = self.layout
+        names = [name for name, size in (("expert", layout.expert), ("tensor", layout.tensor)) if size > 1]
+        return self.mesh[tuple(names)]
+
+    @property
+    def expert_shards(self) -> DeviceMesh:
+        """The mesh over which FSDP shards a process's experts."""
+        names = self.mesh.mesh_dim_names or ()
+        if self.layout.expert == 1:
+            return self.shards
+        return self.mesh[tuple(name for name in names if name in ("replicate", "expert shard"))]
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the processes along "stage" (or "stage, backwards"), "readers" or "context" through this process."""

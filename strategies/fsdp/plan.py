@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -19,8 +19,12 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 from trainer.model.weights import AbsentParameter
+from trainer.strategies.fsdp.experts import EXPERT_STYLES, takes_routing
 
-Plan = Mapping[str, "str | ParallelStyle"]
+Style = str | ParallelStyle | None
+"""A word of `STYLES` or "experts", an object of torch, or None: whole on each process."""
+
+Plan = Mapping[str, Style]
 """Names of submodules, or patterns of them with `*`, `?` and `[...]`, and how to divide them: see `STYLES`."""
 
 
@@ -58,9 +62,8 @@ Sequence parallelism, which divides the activations between the layers along the
 """
 
 _OTHER_WORDS = {
-    "ep_router": "expert parallelism",
-    "grouped_gemm": "expert parallelism",
-    "moe_tp_experts": "a plan of your own for the experts",
+    "ep_router": "'experts' for the module of the experts",
+    "grouped_gemm": "'experts' for the module of the experts",
     "packed_colwise": "separate layers for what is packed into one weight",
     "packed_rowwise": "separate layers for what is packed into one weight",
     "local_colwise": "'colwise'",
@@ -69,14 +72,14 @@ _OTHER_WORDS = {
 """Words of Hugging Face's plans that are not supported -> what to use instead."""
 
 
-def find_plan(module: nn.Module) -> dict[str, str | ParallelStyle]:
+def find_plan(module: nn.Module) -> dict[str, Style]:
     """Return the `tensor_parallel_plan` of the module, with that of each Hugging Face model in it; the module's counts.
 
     Raises:
         ConfigError: there is none, or it is no plan.
     """
     own = getattr(module, "tensor_parallel_plan", None) or {}
-    if not isinstance(own, Mapping) or not all(isinstance(style, (str, ParallelStyle)) for style in own.values()):
+    if not isinstance(own, Mapping) or not all(isinstance(style, Style) for style in own.values()):
         raise ConfigError(
             f"{type(module).__name__}.tensor_parallel_plan: give a dict of name patterns and styles, such as "
             '{"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
@@ -84,7 +87,7 @@ def find_plan(module: nn.Module) -> dict[str, str | ParallelStyle]:
     plan = {**dict(_plans_of_models(module)), **own}
     if not plan:
         raise ConfigError(
-            f"tensor_parallel: {type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a "
+            f"{type(module).__name__} has no tensor_parallel_plan, and no Hugging Face model with a "
             'plan. Add one: tensor_parallel_plan = {"net.blocks.*.up": "colwise", "net.blocks.*.down": "rowwise"}.'
         )
     return plan
@@ -102,8 +105,15 @@ def _plans_of_models(module: nn.Module) -> Iterator[tuple[str, str]]:
         inside |= {id(child) for child in model.modules()}
         for pattern, style in (getattr(model, "tp_plan", None) or {}).items():
             full = f"{prefix}.{pattern}".removeprefix(".")
-            if any(fnmatchcase(name, full) for name in names):
+            if style not in EXPERT_STYLES and any(fnmatchcase(name, full) for name in names):
                 yield full, style
+        config = model.config.get_text_config()
+        for plan in (config.base_model_tp_plan, config.base_model_ep_plan):
+            for pattern, style in (plan or {}).items():
+                full = f"{prefix}*{pattern}"  # of the base model, whose place in this one differs
+                matches = [name for name in names if fnmatchcase(name, full)]
+                if style in EXPERT_STYLES and matches and takes_routing(module.get_submodule(matches[0])):
+                    yield full, style
 
 
 def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, ParallelStyle]:
@@ -116,22 +126,27 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
         ConfigError: a pattern matches nothing, a style is unknown, or a layer cannot be divided by `parts`.
     """
     names = dict(module.named_modules())
-    problems, found = [], {}
+    problems: list[str] = []
+    found: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
         matches = [name for name in names if name and fnmatchcase(name, pattern)]
         if not matches:
             problems.append(
                 f"tensor_parallel_plan: nothing matches {pattern!r}.{did_you_mean(pattern, filter(None, names))}"
             )
+        if style in EXPERT_STYLES:
+            continue
         if isinstance(style, str) and style not in STYLES:
-            advice = did_you_mean(style, STYLES, _OTHER_WORDS)
+            advice = did_you_mean(style, [*STYLES, "experts"], _OTHER_WORDS)
             problems.append(
-                f"tensor_parallel_plan: {style!r} for {pattern!r} is no style.{advice} Styles: {', '.join(STYLES)}, or "
-                "one of torch.distributed.tensor.parallel."
+                f"tensor_parallel_plan: {style!r} for {pattern!r} is no style.{advice} Styles: {', '.join(STYLES)}, "
+                "experts, or one of torch.distributed.tensor.parallel."
             )
             continue
         for name in matches:
-            found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
+            found.pop(name, None)
+            if style is not None:
+                found[name] = STYLES[style](names[name]) if isinstance(style, str) else style
     raise_problems(problems, type(module).__name__)
     raise_problems([*_indivisible(names, found, parts), *_heads(module, parts)], type(module).__name__)
     return found
@@ -184,7 +199,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
         ConfigError: tied weights would be divided in different ways.
     """
     ties = _tied_weights(module)
-    here = {name: style for name, style in styles.items() if _is_here(module.get_submodule(name))}
+    here = {name: style for name, style in styles.items() if is_here(module.get_submodule(name))}
     # Without sending anything: all processes have the values, or get them later.
     parallelize_module(module, mesh, here, src_data_rank=None)
     for (owner, name), *others in ties:
@@ -200,7 +215,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
             other._parameters[other_name] = kept
 
 
-def _is_here(layer: nn.Module) -> bool:
+def is_here(layer: nn.Module) -> bool:
     """Whether this process has the weights of a layer, which may be on another stage of a pipeline."""
     parameters = list(layer.parameters())
     return not parameters or not all(isinstance(p, AbsentParameter) for p in parameters)
@@ -216,14 +231,16 @@ def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [found for found in places.values() if len(found) > 1]
 
 
-def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> str:
+def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], experts: Collection[str] = ()) -> str:
     """Return which layers are divided, and which layers with weights are whole."""
     whole = [
         name or "parameters of the module itself"
         for name, child in module.named_modules()
-        if name not in styles and next(child.parameters(recurse=False), None) is not None
+        if name not in styles and name not in experts and next(child.parameters(recurse=False), None) is not None
     ]
-    return f"divided by the plan: {len(styles)} layers; whole: {first_of(whole, 5) if whole else 'none'}"
+    divided = [f"{len(styles)} layers"] if styles else []
+    divided += [f"the experts of {first_of(list(experts))}"] if experts else []
+    return f"divided by the plan: {' and '.join(divided)}; whole: {first_of(whole, 5) if whole else 'none'}"
 
 
 def needs_loss_parallel(styles: Mapping[str, ParallelStyle]) -> bool:

@@ -20,7 +20,7 @@ from trainer.checkpoint.shards import Loadable, Shard
 from trainer.data.transfer import map_leaves
 from trainer.errors import ConfigError, raise_problems
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
-from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks
+from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
@@ -65,6 +65,8 @@ class FSDPStrategy(DistributedStrategy):
             `scaled_dot_product_attention` only.
         pipeline_parallel: stages, each with some of the blocks. The micro-batches are those of a window
             (`Trainer(accumulate_grad_batches=)`).
+        expert_parallel: processes among which the experts of mixtures are divided, of those over which weights are
+            sharded: tokens travel to the processes that have their experts. The plan names the modules of experts.
         context_exchange: of `context_parallel`: processes exchange "heads" or "keys" of attention; "auto": heads where
             their number is a multiple of the processes.
         timeout_seconds: after which a collective that does not end raises.
@@ -96,11 +98,12 @@ class FSDPStrategy(DistributedStrategy):
         tensor_parallel: PositiveInt = 1,
         context_parallel: PositiveInt = 1,
         pipeline_parallel: PositiveInt = 1,
+        expert_parallel: PositiveInt = 1,
         context_exchange: AttentionExchange = "auto",
         timeout_seconds: PositiveFloat = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
-        self.layout = Layout(tensor_parallel, context_parallel, pipeline_parallel)
+        self.layout = Layout(tensor_parallel, context_parallel, pipeline_parallel, expert_parallel)
         self.context_exchange = context_exchange
         self.pipeline: Pipeline | None = None
         """This process's stage, with `pipeline_parallel`."""
@@ -118,6 +121,8 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped_blocks = ""
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
+        self._experts: dict[str, nn.Module] = {}
+        """The modules of experts that are divided."""
         self._loss_parallel = False
         self._parameters: list[Any] = []
         """torch's records of the sharded parameters."""
@@ -173,6 +178,14 @@ class FSDPStrategy(DistributedStrategy):
                 f"{layout} needs a multiple of {layout.processes} processes, but devices x num_nodes asks for "
                 f"{num_processes}."
             )
+        shards = max(1, num_processes // layout.processes) * layout.context
+        if self.device_mesh is not None:
+            shards = self.device_mesh[-1] * layout.context
+        if shards % layout.expert:
+            problems.append(
+                f"expert_parallel={layout.expert} does not divide the {shards} processes over which weights are "
+                "sharded: choose a number that does."
+            )
         if layout.tensor * layout.pipeline > 1 and precision.name == "16-mixed":
             problems.append(
                 "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on "
@@ -197,7 +210,7 @@ class FSDPStrategy(DistributedStrategy):
         tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
         full, own = sum(p.numel() for p in tensors), sum(p.to_local().numel() for p in tensors)
         few = sum(p.shape[0] < shards for p in tensors)
-        divided = [f"{self.layout}; {self.divisions}"] if self.layout.processes > 1 else []
+        divided = [f"{self.layout}; {self.divisions}"] if self.layout else []
         lines = [
             *divided,
             f"mesh: {replicas[0]} replicas of {shards} shards" if replicas else f"mesh: {shards} shards",
@@ -297,14 +310,16 @@ class FSDPStrategy(DistributedStrategy):
         """Divide layers, sequences and blocks over the processes of one model; return the blocks of this process."""
         assert self._mesh is not None
         blocks = self._find_blocks(module)
-        if self.layout.processes == 1:
+        if not self.layout:
             return blocks
+        if self.layout.pipeline * self.layout.context > 1:
+            blocks = main_stack(blocks)
         lines, here = [], blocks
         if self.layout.pipeline > 1:
             self.pipeline = self._make_pipeline(module, blocks)
             here = self.pipeline.blocks
             lines.append(self.pipeline.describe())
-        if self.layout.tensor > 1:
+        if self.layout.tensor * self.layout.expert > 1:
             lines.append(self._divide_layers(module))
         if self.layout.context > 1:
             from trainer.strategies.fsdp.context import ContextParallel
@@ -315,19 +330,32 @@ class FSDPStrategy(DistributedStrategy):
         return here
 
     def _divide_layers(self, module: TrainModule) -> str:
+        from trainer.strategies.fsdp.experts import divide_experts, find_experts
         from trainer.strategies.fsdp.plan import (
             apply_plan,
             describe_plan,
             find_plan,
+            is_here,
             needs_loss_parallel,
             resolve_plan,
         )
 
         assert self._mesh is not None
-        styles = resolve_plan(module, find_plan(module), self.layout.tensor)
-        apply_plan(module, self._mesh.tensor, styles)
-        self._loss_parallel = needs_loss_parallel(styles)
-        return describe_plan(module, styles)
+        layout, plan = self.layout, find_plan(module)
+        experts = find_experts(module, plan, layout.tensor * layout.expert)
+        if layout.expert > 1 and not experts:
+            raise ConfigError(
+                f"expert_parallel={layout.expert}: the plan of {type(module).__name__} names no experts. Add them: "
+                'tensor_parallel_plan = {"net.blocks.*.experts": "experts"}.'
+            )
+        styles = resolve_plan(module, plan, layout.tensor)
+        if layout.tensor > 1:
+            apply_plan(module, self._mesh.tensor, styles)
+            self._loss_parallel = needs_loss_parallel(styles)
+        self._experts = {name: one for name, one in experts.items() if is_here(one)}
+        for one in self._experts.values():
+            divide_experts(one, self._mesh.experts)
+        return describe_plan(module, styles if layout.tensor > 1 else {}, self._experts)
 
     def _make_pipeline(self, module: TrainModule, blocks: dict[str, nn.Module]) -> Pipeline:
         assert self._mesh is not None
@@ -362,6 +390,8 @@ class FSDPStrategy(DistributedStrategy):
         norms = norms_with_statistics(module) if self.precision.autocast is not None else []
         for norm in norms:
             fully_shard(norm, reshard_after_forward=False, **{**options, "mp_policy": MixedPrecisionPolicy()})
+        for experts in self._experts.values():
+            fully_shard(experts, reshard_after_forward=reshard, **{**options, "mesh": self._mesh.expert_shards})
         root = _FSDPForward(module)
         for unit in (*blocks.values(), root):
             unit.register_forward_hook(copy_views)
@@ -401,7 +431,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
         self._reuses_memory = config.reuses_memory
-        if self.layout.processes > 1 and config.compiles_module:
+        if self.layout and config.compiles_module:
             raise ConfigError(
                 "compile=True with a model that is divided over processes: compile its blocks, which hooks of the "
                 'strategy separate: Trainer(compile={"blocks": "auto"}).'
@@ -697,7 +727,7 @@ class FSDPStrategy(DistributedStrategy):
             f"units: {self.wrapped_blocks}, and the rest" if self.wrapped_blocks else "blocks are found at the start"
         )
         offload = ", CPU offload" if self.cpu_offload else ""
-        layout = f", {self.layout}" if self.layout.processes > 1 else ""
+        layout = f", {self.layout}" if self.layout else ""
         return f"{self.name} ({self.sharding_strategy}{offload}{layout}; {units})"
 
 

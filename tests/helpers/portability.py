@@ -39,6 +39,13 @@ PORTABLE = (
     "PP 2 x FSDP 2",
     "PP 2 x TP 2",
     "PP 2 x CP 2",
+    "EP x2",
+    "EP 2 x FSDP 2",
+    "EP 2 x TP 2",
+    "EP 2 x CP 2",
+    "PP 2 x EP 2",
+    "HYBRID 2 x TP 2",
+    "HYBRID 2 x EP 2",
 )
 SAVED_AT = 10
 BOUND = 1e-5
@@ -74,7 +81,7 @@ def make_trainer(name: str, max_steps: int, *callbacks: Callback) -> Trainer:
 
 
 def fit(name: str, trainer: Trainer, ckpt_path: str | None = None) -> None:
-    module = GPT(ragged=True, tied=True, frozen=True)
+    module = GPT(ragged=True, tied=True, frozen=True, experts=4)
     loader = DataLoader(module.data(SAMPLES), WAYS[name].micro_batch, shuffle=True)
     trainer.fit(module, loader, ckpt_path=ckpt_path)
 

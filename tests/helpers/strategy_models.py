@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, gelu, linear, mse_loss, scaled_dot_product_attention
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
@@ -95,12 +95,44 @@ class Block(nn.Module):
         return x + self.feed_forward(self.norm_feed_forward(x))
 
 
+class Experts(nn.Module):
+    """Feed-forward layers of which each token uses some."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, 2 * WIDTH, WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(count, WIDTH, 2 * WIDTH) / WIDTH**0.5)
+        self.bias = nn.Parameter(torch.zeros(count, WIDTH))
+
+    def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(hidden)
+        for expert, (up, down, bias) in enumerate(zip(self.up, self.down, self.bias, strict=True)):
+            token, choice = torch.where(indices == expert)
+            computed = linear(gelu(linear(hidden[token], up)), down, bias) * weights[token, choice, None]
+            output = output.index_add(0, token, computed.to(output.dtype))
+        return output
+
+
+class Mixture(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = Experts(experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.flatten(0, 1)
+        weights, indices = self.router(hidden).softmax(-1).topk(2)
+        return self.experts(hidden, indices, weights).view_as(x)
+
+
 class Transformer(nn.Module):
-    def __init__(self, tied: bool, frozen: bool) -> None:
+    def __init__(self, tied: bool, frozen: bool, experts: int = 0) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        if experts:
+            self.blocks[1].feed_forward = Mixture(experts)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.register_buffer("temperature", torch.tensor(0.5))
@@ -127,9 +159,10 @@ class GPT(Trained):
         tied: the embedding and the head share one matrix.
         frozen: some weights do not train: a layer, and parts of both blocks.
         deferred: the layers are built in `configure_model`.
+        experts: the last block is a mixture of this many.
     """
 
-    tensor_parallel_plan: ClassVar = {
+    plan: ClassVar = {
         "net.tokens": "rowwise",
         "net.blocks.*.qkv": "colwise",
         "net.blocks.*.project": "rowwise",
@@ -138,15 +171,23 @@ class GPT(Trained):
         "net.head": "colwise_gather_output",
     }
 
-    def __init__(self, ragged: bool = False, tied: bool = False, frozen: bool = False, deferred: bool = False) -> None:
+    def __init__(
+        self,
+        ragged: bool = False,
+        tied: bool = False,
+        frozen: bool = False,
+        deferred: bool = False,
+        experts: int = 0,
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.ragged = ragged
-        self.net: Transformer | None = None if deferred else Transformer(tied, frozen)
+        self.tensor_parallel_plan = {**self.plan, "net.blocks.*.experts": "experts"} if experts else self.plan
+        self.net: Transformer | None = None if deferred else Transformer(tied, frozen, experts)
 
     def configure_model(self) -> None:
         if self.net is None:
-            self.net = Transformer(self.hparams.tied, self.hparams.frozen)
+            self.net = Transformer(self.hparams.tied, self.hparams.frozen, self.hparams.experts)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self.net is not None

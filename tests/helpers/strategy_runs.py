@@ -40,7 +40,8 @@ class Way:
     @property
     def divided(self) -> int:
         """Number of processes that hold one model together, and read the same samples."""
-        return math.prod(value for name, value in self.options if name.endswith("_parallel"))
+        options = dict(self.options)
+        return math.prod(options.get(f"{name}_parallel", 1) for name in ("tensor", "context", "pipeline"))
 
     def missing(self, precision: str = "32-true") -> str:
         """The reason why the way cannot run here; empty if it can."""
@@ -77,6 +78,17 @@ WAYS = {
     "PP 2 x FSDP 2": Way("fsdp", 4, (("pipeline_parallel", 2),)),
     "PP 2 x TP 2": Way("fsdp", 4, (("pipeline_parallel", 2), ("tensor_parallel", 2))),
     "PP 2 x CP 2": Way("fsdp", 4, (("pipeline_parallel", 2), ("context_parallel", 2))),
+    "EP x2": Way("fsdp", 2, (("expert_parallel", 2),)),
+    "EP 2 x FSDP 2": Way("fsdp", 4, (("expert_parallel", 2),)),
+    "EP 2 x TP 2": Way("fsdp", 4, (("expert_parallel", 2), ("tensor_parallel", 2))),
+    "EP 2 x CP 2": Way("fsdp", 4, (("expert_parallel", 2), ("context_parallel", 2))),
+    "PP 2 x EP 2": Way("fsdp", 4, (("expert_parallel", 2), ("pipeline_parallel", 2))),
+    "HYBRID 2 x EP 2": Way(
+        "fsdp", 4, (("expert_parallel", 2), ("sharding_strategy", "HYBRID_SHARD"), ("device_mesh", (2, 2)))
+    ),
+    "HYBRID 2 x TP 2": Way(
+        "fsdp", 4, (("tensor_parallel", 2), ("sharding_strategy", "HYBRID_SHARD"), ("device_mesh", (2, 1)))
+    ),
     "ZeRO-1 x2": Way("deepspeed_stage_1", 2),
     "ZeRO-2 x2": Way("deepspeed_stage_2", 2),
     "ZeRO-3 x2": Way("deepspeed_stage_3", 2, SHARD_SMALL),

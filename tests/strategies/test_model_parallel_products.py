@@ -9,34 +9,38 @@ import pytest
 from tests.helpers.portability import BOUND, PORTABLE, Cell, differences
 from tests.helpers.processes import once_per_module
 from tests.helpers.strategy_runs import SINGLE, run_each
-from tests.strategies.test_strategy_parity import CASES, train_by_hand, train_one
+from tests.strategies.test_strategy_parity import ALL, train_by_hand, train_one
 
 pytestmark = pytest.mark.timeout(1200)
 
 PRODUCTS = [name for name in PORTABLE if " x " in name]
 KEYS = ("gpt", "gpt, tied and frozen", "gpt, tied, in configure_model", "gpt, bf16-mixed")
+MIXTURES = ("mixture", "mixture, tied, in configure_model")
+COMPARED = [(name, key) for name in PRODUCTS for key in (MIXTURES if "EP" in name else KEYS)]
 CELLS: list[Cell] = [
     *zip(PRODUCTS, (*PRODUCTS[1:], PRODUCTS[0]), strict=True),
     (SINGLE, "PP 2 x CP 2"),
     ("PP 2 x TP 2", SINGLE),
     ("ZeRO-3 x2", "CP 2 x TP 2"),
     ("TP 2 x FSDP 2", "DDP x2"),
+    ("EP 2 x TP 2", "EP x2"),
+    ("ZeRO-3 x2", "EP 2 x FSDP 2"),
+    ("PP 2 x EP 2", SINGLE),
 ]
 
 
 def train(name: str) -> dict[str, list[float]]:
-    return {key: train_one(name, CASES[key]) for key in KEYS}
+    return {key: train_one(name, ALL[key]) for way, key in COMPARED if way == name}
 
 
 losses = once_per_module(lambda: run_each(train, PRODUCTS))
-by_hand = once_per_module(lambda: {key: train_by_hand(CASES[key]) for key in KEYS})
+by_hand = once_per_module(lambda: {key: train_by_hand(ALL[key]) for key in (*KEYS, *MIXTURES)})
 
 
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(("name", "key"), COMPARED)
 def test_the_losses_are_those_of_one_process(name: str, key: str, losses: dict, by_hand: dict) -> None:
     for of_rank in losses[name]:
-        assert max(abs(a - b) for a, b in zip(of_rank[key], by_hand[key], strict=True)) <= CASES[key].bound
+        assert max(abs(a - b) for a, b in zip(of_rank[key], by_hand[key], strict=True)) <= ALL[key].bound
 
 
 @pytest.fixture(scope="module")

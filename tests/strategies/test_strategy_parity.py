@@ -52,6 +52,10 @@ CASES = {
     "gpt, tied, in configure_model": Case(options={"tied": True, "deferred": True}),
     "gpt, bf16-mixed": Case(precision="bf16-mixed", bound=1e-2),
 }
+MIXTURES = {
+    "mixture": Case(options={"experts": 4, "ragged": True}),
+    "mixture, tied, in configure_model": Case(options={"experts": 4, "tied": True, "deferred": True}),
+}
 SOME = ("gpt", "gpt, tied and frozen", "gpt, bf16-mixed")
 COMPARED: dict[str, tuple[str, ...]] = {
     SINGLE: tuple(CASES),
@@ -61,8 +65,9 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "FSDP x2, CPU offload": SOME,
     "FSDP x2, communicating always": SOME,
     "FSDP 2x2": tuple(CASES),
-    "TP x2": tuple(CASES)[1:],
+    "TP x2": (*tuple(CASES)[1:], *MIXTURES),
     "CP x2": tuple(CASES)[1:],
+    "EP x2": tuple(MIXTURES),
     "CP x2, keys": ("gpt, tied and frozen",),
     "PP x2": tuple(CASES)[1:],
     "ZeRO-1 x2": tuple(CASES),
@@ -71,6 +76,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "ZeRO-2 x2, CPU offload": SOME,
     "ZeRO-3 x2, CPU offload": SOME,
 }
+ALL = {**CASES, **MIXTURES}
 
 
 def train_by_hand(case: Case) -> list[float]:
@@ -97,7 +103,7 @@ def train_by_hand(case: Case) -> list[float]:
 
 def train(name: str) -> dict[str, list[float]]:
     """Train every case one way and return the losses."""
-    return {key: train_one(name, CASES[key]) for key in COMPARED[name] if not WAYS[name].missing(CASES[key].precision)}
+    return {key: train_one(name, ALL[key]) for key in COMPARED[name] if not WAYS[name].missing(ALL[key].precision)}
 
 
 def train_one(name: str, case: Case) -> list[float]:
@@ -122,15 +128,15 @@ losses = once_per_module(lambda: run_each(train, COMPARED))
 
 @pytest.fixture(scope="module")
 def by_hand() -> dict[str, list[float]]:
-    return {key: train_by_hand(case) for key, case in CASES.items()}
+    return {key: train_by_hand(case) for key, case in ALL.items()}
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in COMPARED.items() for key in keys])
 def test_the_losses_are_those_of_a_hand_written_loop(name: str, key: str, losses: Any, by_hand: Any) -> None:
-    skip_if_missing(name, CASES[key].precision)
+    skip_if_missing(name, ALL[key].precision)
     for rank in losses[name]:
         assert len(rank[key]) == STEPS
-        assert rank[key] == pytest.approx(by_hand[key], rel=0, abs=CASES[key].bound)
+        assert rank[key] == pytest.approx(by_hand[key], rel=0, abs=ALL[key].bound)
 
 
 def test_the_cases_train(by_hand: dict[str, list[float]]) -> None:
@@ -142,7 +148,7 @@ def test_the_cases_train(by_hand: dict[str, list[float]]) -> None:
 @pytest.mark.parametrize("key", ["mlp", "gpt"])
 def test_what_a_case_switches_on_changes_the_losses(key: str, by_hand: dict[str, list[float]]) -> None:
     """A case that changes nothing would test nothing."""
-    case = CASES[key]
+    case = ALL[key]
     for other in (replace(case, accumulate=1), replace(case, clip=None), replace(case, schedule=False)):
         there = train_by_hand(other)
         assert max(abs(a - b) for a, b in zip(there, by_hand[key], strict=True)) > 100 * case.bound

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.arguments import raise_if_raising
 from trainer.errors import ConfigError
-from trainer.model.blocks import BlockPolicy, find_blocks
+from trainer.model.blocks import BlockPolicy, find_blocks, without_caches
 
 
 def enable_activation_checkpointing(module: nn.Module, policy: BlockPolicy = "auto") -> dict[str, nn.Module]:
@@ -77,6 +77,7 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        args, kwargs = without_caches(args), without_caches(kwargs)
         # Only for norms, whose running statistics the second forward would change: torch.compile rejects such contexts.
         options: dict[str, Any] = {"context_fn": self._contexts} if self.norms else {}
         if self.checked or torch.compiler.is_compiling():

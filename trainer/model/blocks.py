@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
@@ -74,6 +75,28 @@ def exclude_tied_weights(module: nn.Module, blocks: dict[str, nn.Module]) -> dic
     """Return the blocks that share no parameter with the rest of the module: each can be sharded by itself."""
     owners = _number_of_owners(module)
     return {name: block for name, block in blocks.items() if not _tied(block, owners)}
+
+
+def main_stack(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the blocks of the one list that has several of them; all blocks if there is no such list, or several."""
+    lists: dict[str, dict[str, nn.Module]] = {}
+    for name, block in blocks.items():
+        lists.setdefault(name.rpartition(".")[0], {})[name] = block
+    several = [found for found in lists.values() if len(found) > 1]
+    return several[0] if len(several) == 1 else blocks
+
+
+def without_caches(arguments: Any) -> Any:
+    """Return a tuple or dict of a block's arguments with None for Hugging Face's caches of keys and values.
+
+    A block adds its keys to the cache, so that a second forward, on the same or other tokens, would attend to both.
+    """
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return arguments
+    if isinstance(arguments, dict):
+        return {name: None if isinstance(value, transformers.Cache) else value for name, value in arguments.items()}
+    return tuple(None if isinstance(value, transformers.Cache) else value for value in arguments)
 
 
 def describe_blocks(blocks: dict[str, nn.Module]) -> str:

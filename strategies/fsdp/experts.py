@@ -1,0 +1,226 @@
+"""Expert parallelism: each process has some experts of a mixture, and gets the tokens that are routed to them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from trainer.errors import raise_problems
+
+EXPERT_STYLES = ("experts", "moe_tp_experts", "ep_dispatch_experts")
+"""The word of a plan for a module of experts, and Hugging Face's words for it."""
+
+
+def find_experts(module: nn.Module, plan: Mapping[str, Any], parts: int) -> dict[str, nn.Module]:
+    """Return the modules of experts that a plan names.
+
+    Args:
+        parts: the number of processes among which experts are divided.
+
+    Raises:
+        ConfigError: there are none, or one that cannot be divided.
+    """
+    found: dict[str, nn.Module] = {}
+    for pattern, style in plan.items():
+        for name, child in module.named_modules():
+            if fnmatchcase(name, pattern):
+                found.pop(name, None)
+                if style in EXPERT_STYLES:
+                    found[name] = child
+    problems = (_problem(name, experts, parts) for name, experts in found.items())
+    raise_problems(list(filter(None, problems)), type(module).__name__)
+    return found
+
+
+def _problem(name: str, experts: nn.Module, parts: int) -> str:
+    sizes = {parameter: p.shape[0] if p.dim() else 0 for parameter, p in experts.named_parameters()}
+    if not takes_routing(experts) or len(set(sizes.values())) != 1:
+        return (
+            f"tensor_parallel_plan: {name} ({type(experts).__name__}) cannot be divided as 'experts': that is a module "
+            "with forward(hidden (tokens, features), indices (tokens, k), weights (tokens, k)) -> (tokens, features), "
+            "whose parameters have one row for each expert (not a ModuleList of experts)."
+        )
+    count = next(iter(sizes.values()))
+    if count % parts:
+        return (
+            f"{count} experts of {name} cannot be divided over {parts} processes: choose numbers that divide them, or "
+            f"leave them whole: tensor_parallel_plan = {{{name!r}: None}}."
+        )
+    return ""
+
+
+def takes_routing(experts: nn.Module) -> bool:
+    """Whether `forward` takes tokens, the indices of their experts, and weights."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(experts.forward).parameters.values()
+    return sum(parameter.kind in positional for parameter in parameters) == 3
+
+
+def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave this process its part of the experts, for good; `forward` then is collective.
+
+    Args:
+        mesh: of dimension "expert", along which processes have different tokens; or "tensor", along which they have the
+            same ones; or both.
+    """
+    forward = experts.forward
+    for owner in experts.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                # Without sending anything: all processes have the values, or get them later.
+                divided = distribute_tensor(parameter, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+                owner._parameters[name] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+    experts.forward = _Divided(experts, forward, mesh)
+
+
+class _Divided:
+    """The `forward` of a module of experts of which this process has some.
+
+    Tokens go to the processes along "expert" that have their experts, and the outputs come back. Along "tensor" each
+    process computes what its experts add, and the sums are added up.
+    """
+
+    def __init__(self, experts: nn.Module, forward: Callable[..., torch.Tensor], mesh: DeviceMesh) -> None:
+        self._experts, self._forward, self._signature = experts, forward, inspect.signature(forward)
+        groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+        self._senders, self._copies = groups.get("expert"), groups.get("tensor")
+        self._parts = 1 if self._senders is None else dist.get_world_size(self._senders)
+        self._copy = 0 if self._copies is None else dist.get_rank(self._copies)
+        self._own = next(iter(_divided_parameters(experts))).to_local().shape[0]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden, indices, weights = self._signature.bind(*args, **kwargs).args
+        shape = hidden.shape
+        hidden, indices, weights = hidden.flatten(0, -2), indices.flatten(0, -2), weights.flatten(0, -2)
+        if self._copies is not None:
+            hidden, weights = (_SumOfGradients.apply(one, self._copies) for one in (hidden, weights))
+        pairs, part, expert = self._sort(indices)
+        sizes = torch.bincount(part, minlength=self._parts)
+        sent = hidden[pairs // indices.shape[1]]
+        if self._senders is None:
+            outputs = self._run(sent, expert)
+        else:
+            sizes_received = torch.empty_like(sizes)
+            dist.all_to_all_single(sizes_received, sizes, group=self._senders)
+            here, there = sizes.tolist(), sizes_received.tolist()
+            received = _Send.apply(sent, here, there, self._senders, float(self._parts))
+            outputs = self._run(received, _Send.apply(expert, here, there, self._senders, 1.0))
+            outputs = _Send.apply(outputs, there, here, self._senders, 1 / self._parts)
+        weighted = outputs * weights.flatten()[pairs, None]
+        # Not by index_add, whose order is not defined on GPUs.
+        every = weighted.new_zeros(indices.numel(), shape[-1]).index_copy(0, pairs, weighted)
+        combined = every.view(*indices.shape, shape[-1]).sum(1).to(hidden.dtype)
+        if self._copies is not None:
+            combined = _Sum.apply(combined, self._copies)
+        result: torch.Tensor = combined.view(shape)
+        return result
+
+    def _sort(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the pairs of a token and a choice for this process to send, by receiver; the receivers; and experts.
+
+        Pairs count through (tokens, k); experts count within the process that has them.
+        """
+        copies = 1 if self._copies is None else dist.get_world_size(self._copies)
+        owner, expert = indices.flatten() // self._own, indices.flatten() % self._own
+        pairs = (owner % copies == self._copy).nonzero()[:, 0]
+        pairs = pairs[torch.argsort(owner[pairs], stable=True)]
+        return pairs, owner[pairs] // copies, expert[pairs]
+
+    def _run(self, hidden: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        """Return the output of this process's experts for tokens of one expert each."""
+        with self._local_parameters():
+            if len(hidden):
+                ones = torch.ones(len(hidden), 1, dtype=hidden.dtype, device=hidden.device)
+                return self._forward(hidden, expert[:, None], ones)
+            # Gradients are sums over processes, so each process needs one.
+            nothing = sum(p.sum() for p in self._experts.parameters()) * 0
+            return hidden + nothing
+
+    @contextmanager
+    def _local_parameters(self) -> Iterator[None]:
+        """Give the module its part of the parameters as plain tensors, and the number of experts in it."""
+        kept = [(owner, dict(owner._parameters)) for owner in self._experts.modules()]
+        count = getattr(self._experts, "num_experts", None)
+        for owner, parameters in kept:
+            for name, parameter in parameters.items():
+                if isinstance(parameter, DTensor):
+                    owner._parameters[name] = parameter.to_local()  # type: ignore[assignment]
+        if isinstance(count, int):
+            self._experts.num_experts = self._own  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for owner, parameters in kept:
+                owner._parameters.update(parameters)
+            if isinstance(count, int):
+                self._experts.num_experts = count
+
+
+def _divided_parameters(experts: nn.Module) -> Iterator[DTensor]:
+    return (parameter for parameter in experts.parameters() if isinstance(parameter, DTensor))
+
+
+# -- collectives with gradients ----------------------------------------------------------------------------------------
+
+
+class _Send(torch.autograd.Function):
+    """Send rows to the processes of a group, `sent[i]` to the i-th one, from which `received[i]` come.
+
+    The gradient is scaled: weights of experts get those of all senders' tokens, and FSDP averages over the others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, scale: float
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group, ctx.scale = (sent, received), group, scale
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        sent, received = ctx.sizes
+        return _all_to_all(gradient * ctx.scale, received, sent, ctx.group), None, None, None, None
+
+
+def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The same tensor, of which each process of a group uses a part: the gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the processes of a group, which all go on with it in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None

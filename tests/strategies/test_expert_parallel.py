@@ -1,0 +1,136 @@
+"""Experts that are divided over processes compute what all of them compute, whatever tokens each process gets."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.compare import QUIET
+from tests.helpers.processes import once_per_module, run_distributed
+from tests.helpers.strategy_models import GPT, WIDTH, Experts
+from trainer import Trainer, TrainModule
+from trainer.errors import ConfigError
+from trainer.strategies import FSDPStrategy
+
+EXPERTS, TOKENS, CHOICES = 4, 6, 2
+ROUTES = {
+    "to all": lambda rank: torch.tensor([[0, 3], [1, 2], [3, 1], [2, 0], [0, 1], [2, 3]]),
+    "to the first process": lambda rank: torch.tensor([[0, 1]]).expand(TOKENS, 2),
+    "to one expert": lambda rank: torch.full((TOKENS, 2), 3),
+    "to its own process": lambda rank: torch.tensor([[0, 1]]).expand(TOKENS, 2) + 2 * rank,
+    "without tokens on one process": lambda rank: torch.zeros(0 if rank else TOKENS, 2, dtype=torch.int64),
+}
+
+
+def compute(experts: nn.Module, indices: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+    """Return the outputs, and the gradients of tokens and weights, for tokens of a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(len(indices), WIDTH, generator=generator, requires_grad=True)
+    weights = torch.rand(indices.shape, generator=generator, requires_grad=True)
+    outputs = experts(hidden, indices, weights)
+    outputs.square().sum().backward()
+    assert hidden.grad is not None
+    assert weights.grad is not None
+    return {"outputs": outputs.detach(), "hidden": hidden.grad, "weights": weights.grad}
+
+
+def divided() -> dict[str, Any]:
+    """Compare experts that are divided along a dimension of the mesh with undivided ones, on each route."""
+    from trainer.strategies.fsdp.experts import divide_experts
+
+    torch.manual_seed(0)
+    undivided = Experts(EXPERTS)
+    found: dict[str, Any] = {}
+    for dimension in ("expert", "tensor"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,))
+        for route, indices in ROUTES.items():
+            # Along "tensor" all processes have the same tokens.
+            rank = dist.get_rank() if dimension == "expert" else 0
+            of_all = [0, 1] if dimension == "expert" else [0]
+            experts, expected = deepcopy(undivided), deepcopy(undivided)
+            divide_experts(experts, mesh)
+            ours = compute(experts, indices(rank), rank)
+            theirs = [compute(expected, indices(one), one) for one in of_all][rank]
+            for name, parameter in experts.named_parameters():
+                assert parameter.grad is not None
+                ours[name] = parameter.grad.full_tensor()  # type: ignore[attr-defined]
+                gradient = expected.get_parameter(name).grad
+                assert gradient is not None
+                theirs[name] = gradient / len(of_all)  # FSDP averages over readers
+            found[f"{dimension}, {route}"] = (ours, theirs)
+    return found
+
+
+@once_per_module
+def computed() -> list[dict[str, Any]]:
+    return run_distributed(divided, 2)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dimension", ["expert", "tensor"])
+def test_outputs_and_gradients_are_those_of_all_experts(dimension: str, route: str, computed: Any) -> None:
+    for of_rank in computed:
+        torch.testing.assert_close(*of_rank[f"{dimension}, {route}"])
+
+
+class Listed(GPT):
+    """Experts in a list, each called by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(experts=EXPERTS)
+        assert self.net is not None
+        self.net.blocks[1].feed_forward.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+
+class Three(GPT):
+    def __init__(self) -> None:
+        super().__init__(experts=3)
+
+
+class Unnamed(TrainModule):
+    tensor_parallel_plan: ClassVar = {"layers.0": "colwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+REFUSED: dict[str, tuple[type[TrainModule], str]] = {
+    "a list of experts": (Listed, "not a ModuleList of experts"),
+    "an odd number": (Three, "3 experts of net.blocks.1.feed_forward.experts cannot be divided over 2 processes"),
+    "no experts in the plan": (Unnamed, "the plan of Unnamed names no experts"),
+}
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+    for name, (kind, _) in REFUSED.items():
+        trainer = Trainer(**QUIET, devices=2, accelerator="cpu", strategy=FSDPStrategy(expert_parallel=2), max_steps=1)
+        with pytest.raises(ConfigError) as error:
+            trainer.fit(kind(), DataLoader(TensorDataset(torch.ones(4, 4))))
+        found[name] = str(error.value)
+    return found
+
+
+def test_what_cannot_be_divided_is_refused_in_words() -> None:
+    for of_rank in run_distributed(refusals, 2):
+        for name, (_, words) in REFUSED.items():
+            assert words in of_rank[name]
+
+
+def test_experts_are_divided_over_the_processes_that_share_weights() -> None:
+    with pytest.raises(ConfigError, match="expert_parallel=3 does not divide the 2 processes"):
+        Trainer(**QUIET, devices=2, accelerator="cpu", strategy=FSDPStrategy(expert_parallel=3))
