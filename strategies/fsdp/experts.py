@@ -153,7 +153,7 @@ class _Divided:
         for owner, parameters in kept:
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor):
-                    owner._parameters[name] = parameter.to_local()  # type: ignore[assignment]
+                    owner._parameters[name] = parameter.to_local()
         if isinstance(count, int):
             self._experts.num_experts = self._own  # type: ignore[assignment]
         try:
@@ -162,7 +162,7 @@ class _Divided:
             for owner, parameters in kept:
                 owner._parameters.update(parameters)
             if isinstance(count, int):
-                self._experts.num_experts = count
+                self._experts.num_experts = count  # type: ignore[assignment]
 
 
 def _divided_parameters(experts: nn.Module) -> Iterator[DTensor]:
