@@ -22,6 +22,7 @@ from trainer.errors import ConfigError, raise_problems
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
+from trainer.model.parallel_cost import bubble
 from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
@@ -206,16 +207,21 @@ class FSDPStrategy(DistributedStrategy):
         precision.convert_module(module)
         self._shard(module, self._divide(module))
         assert self._mesh is not None
-        *replicas, shards = self._mesh.shards.shape
+        shards = self._mesh.shards.shape[-1]
         tensors = [p for p in module.parameters() if isinstance(p, DTensor)]
-        full, own = sum(p.numel() for p in tensors), sum(p.to_local().numel() for p in tensors)
+        own = sum(p.to_local().numel() for p in tensors)
         few = sum(p.shape[0] < shards for p in tensors)
-        divided = [f"{self.layout}; {self.divisions}"] if self.layout else []
+        if not self.layout:
+            full = sum(p.numel() for p in tensors)
+            share = f"rank 0 holds {own:,} of {full:,} elements; an equal share is {full // shards:,}"
+        else:
+            full, world = sum(p.numel() for p in module.parameters()), self.processes.world_size
+            share = f"this process holds {own:,} of {full:,} elements; without copies each has {full // world:,}"
         lines = [
-            *divided,
-            f"mesh: {replicas[0]} replicas of {shards} shards" if replicas else f"mesh: {shards} shards",
+            self._mesh.describe(),
+            *([self.divisions] if self.divisions else []),
             f"gathered one at a time: {self.wrapped_blocks or 'nothing'}, and the rest",
-            f"rank 0 holds {own:,} of {full:,} elements; an equal share is {full // shards:,}",
+            share,
         ]
         if few:
             lines.append(
@@ -326,7 +332,7 @@ class FSDPStrategy(DistributedStrategy):
 
             ContextParallel(blocks, here, self._mesh.group("context"), self.context_exchange)
         self.divisions = "; ".join(lines)
-        log.info("fsdp: %s", ", ".join(filter(None, (str(self.layout), self.divisions))))
+        log.info("fsdp: %s", "; ".join(filter(None, (self._mesh.describe(), self.divisions))))
         return here
 
     def _divide_layers(self, module: TrainModule) -> str:
@@ -444,7 +450,7 @@ class FSDPStrategy(DistributedStrategy):
                 "pipeline of %d stages, windows of %d micro-batches: %.0f %% of the time of each stage is waiting%s",
                 stages,
                 window,
-                100 * (stages - 1) / (window + stages - 1),
+                100 * bubble(stages, window),
                 f"; accumulate_grad_batches={4 * stages} has less" if is_short else "",
             )
         return optimizers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import shlex
@@ -128,6 +129,7 @@ def _per_machine(given: argparse.Namespace, configuration: Configuration) -> int
 def _checks(
     given: argparse.Namespace, configuration: Configuration, accelerator: str, per_machine: int
 ) -> Iterator[CheckResult]:
+    from trainer.cli.estimate.layouts import layout_of
     from trainer.config.check import instantiate
     from trainer.distributed.process_group import SingleProcess
     from trainer.precision import resolve_precision
@@ -157,6 +159,7 @@ def _checks(
         yield CheckResult("FAIL", "trainer", str(error))
         return
     config = trainer.config
+    unused = copy.deepcopy(strategy) if layout_of(strategy).divides_models else strategy
     if problems:
         # The problems are reported; the checks below use the strategy of one process.
         config.strategy.processes = strategy.processes
@@ -164,8 +167,9 @@ def _checks(
         config = replace(config, strategy=strategy, device_type=device_type, num_processes=world)
         yield CheckResult("OK", "strategy", f"{strategy.name} ({why}), precision {precision.name}")
         yield from _layout(configuration, config, world, per_machine)
+        yield from _bubble(configuration, strategy)
     yield from _data(configuration, config, trainer.adopt, look=not given.no_data)
-    yield from _memory(given, configuration, strategy, per_machine)
+    yield from _memory(given, configuration, unused, per_machine)
 
 
 def _trainer(configuration: Configuration) -> Trainer:
@@ -204,6 +208,18 @@ def _layout(
     else:
         yield from (CheckResult("OK", "layout", line) for line in lines)
     yield from (CheckResult("OK", "module", note) for note in notes)
+
+
+def _bubble(configuration: Configuration, strategy: Strategy) -> Iterator[CheckResult]:
+    """Report how long the stages of a pipeline wait for each other."""
+    from trainer.cli.estimate.layouts import layout_of
+    from trainer.model.parallel_cost import bubble
+
+    stages, window = layout_of(strategy).pipeline, configuration.trainer.get("accumulate_grad_batches", 1)
+    if stages > 1:
+        text = f"{stages} stages, {window} micro-batches: each stage waits {bubble(stages, window):.0%} of the time"
+        fix = f"Set accumulate_grad_batches to {4 * stages}, with smaller micro-batches."
+        yield verdict("WARN", window < stages, "bubble", text, fix)
 
 
 def _data(
@@ -314,14 +330,24 @@ def _memory(
         return
     window = configuration.trainer.get("accumulate_grad_batches", 1)
     setup = Setup(given.world_size, number_sizes(numbers), per_machine, window)
-    kept, words = 0, "activations not counted"
     model = found.transformer(checkpointing=bool(configuration.trainer.get("activation_checkpointing")))
-    if model is not None:
-        kept = activations(model, number_sizes(numbers))
-        words = f"about {gib(kept)} of activations"
-    memory = estimate_memory(layout, found.size, setup)
-    total = memory.device + memory.temporary + kept
-    text = f"{strategy.name}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
+    where = strategy.name
+    if layout.divides_models:
+        from trainer.cli.estimate.stages import largest_stage
+
+        try:
+            largest = largest_stage(configuration, strategy, layout, found.size, setup, model, numbers)
+        # The layout's check has said why; torch's wrapping of the module may raise anything.
+        except Exception:
+            yield CheckResult("WARN", "memory", "not computed, since the module cannot be divided in this way.")
+            return
+        where, memory, kept = f"{where}, stage {largest.stage}", largest.memory, largest.activations
+    else:
+        memory = estimate_memory(layout, found.size, setup)
+        kept = None if model is None else activations(model, number_sizes(numbers))
+    words = "activations not counted" if kept is None else f"about {gib(kept)} of activations"
+    total = memory.device + memory.temporary + (kept or 0)
+    text = f"{where}: {gib(memory.device)}, at times {gib(memory.temporary)} more, {words}"
     text += f"; {gib(memory.host)} on the host for each process" if memory.host else ""
     too_much = given.device_memory is not None and total > given.device_memory * 2**30
     text += f": more than {given.device_memory:g} GiB" if too_much else ""

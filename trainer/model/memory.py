@@ -32,6 +32,8 @@ class Weight:
     trainable: bool = True
     optimized: bool = True
     """True if an optimizer updates the weight."""
+    shards: int | None = None
+    """Processes over which the weight is sharded; None: those of the layout."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,16 @@ class MemoryLayout:
     """Keep weights gathered from the forward to the backward."""
     offload_weights: bool = False
     offload_optimizer: bool = False
+    tensor: int = 1
+    """Processes over which layers are divided; context, pipeline and expert: sequences, blocks and experts."""
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @property
+    def divides_models(self) -> bool:
+        """Whether several processes hold one model together."""
+        return self.tensor * self.context * self.pipeline * self.expert > 1
 
 
 @dataclass
@@ -178,7 +190,10 @@ def _elements(weights: Iterable[Weight], layout: MemoryLayout, setup: Setup, sha
     if layout.master_weights:
         # DeepSpeed flattens the parameters and shards the flat buffer.
         return math.ceil(sum(weight.elements for weight in weights) / parts)
-    return sum(math.ceil(weight.rows / parts) * (weight.elements // max(weight.rows, 1)) for weight in weights)
+    return sum(
+        math.ceil(weight.rows / (weight.shards or parts)) * (weight.elements // max(weight.rows, 1))
+        for weight in weights
+    )
 
 
 def _torch_temporary(layout: MemoryLayout, size: ModelSize, setup: Setup, trainable: list[Weight]) -> int:

@@ -14,8 +14,9 @@ from trainer.cli.estimate.report import NEEDED, EstimateInput, as_data, report, 
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, config_option, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.memory import (
+    Memory,
     MemoryLayout,
     ModelSize,
     Setup,
@@ -28,6 +29,7 @@ from trainer.model.memory import (
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
+    from trainer.precision import Precision
 
 EXAMPLES = """\
   trainer estimate --params 7e9 --devices 8                   every strategy, on 8 processes
@@ -70,7 +72,7 @@ def _report(arguments: list[str]) -> str:
     for devices in given.devices:
         setup = Setup(devices * given.num_nodes, numbers, devices, given.accumulate, **options)
         tables[devices] = {
-            label: estimate_memory(layout, estimate_input.size, setup) for label, layout in layouts.items()
+            label: _memory(layout, estimate_input, setup, configuration, precision) for label, layout in layouts.items()
         }
     transformer = estimate_input.transformer(given.checkpointing)
     kept = None if transformer is None else activations(transformer, numbers)
@@ -170,6 +172,25 @@ def _layouts(
     if not found:
         raise unknown_name_error("strategy", word, names)
     return {name: row for name, row in found.items() if supports_precision(row, given.precision)}, label
+
+
+def _memory(
+    layout: MemoryLayout,
+    estimate_input: EstimateInput,
+    setup: Setup,
+    configuration: Configuration | None,
+    precision: Precision,
+) -> Memory:
+    """Return the memory of a layout; of a model that is divided over processes that of the stage that needs most."""
+    if not layout.divides_models or configuration is None:
+        return estimate_memory(layout, estimate_input.size, setup)
+    from trainer.cli.estimate.stages import largest_stage
+    from trainer.config.check import instantiate
+    from trainer.strategy import resolve_strategy
+
+    strategy, _ = resolve_strategy(instantiate(configuration.trainer["strategy"]), setup.processes)
+    raise_problems(strategy.problems(precision, "cuda", setup.processes), "estimate")
+    return largest_stage(configuration, strategy, layout, estimate_input.size, setup, None, precision).memory
 
 
 def _shape(given: argparse.Namespace) -> dict[str, int]:

@@ -16,6 +16,10 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 """Options that get a row of their own, for every strategy that takes them."""
 
 
+DIVISIONS = ("tensor", "context", "pipeline", "expert")
+"""Ways to divide one model over processes: the attributes of a strategy's `layout`."""
+
+
 def layout_of(strategy: Strategy) -> MemoryLayout:
     """Return what a strategy shards and offloads, by its attributes of the names below.
 
@@ -25,6 +29,12 @@ def layout_of(strategy: Strategy) -> MemoryLayout:
     shards = strategy.shards_state or "auto_wrap_policy" in options
     sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh")
     reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
+    parts = options.get("layout")
+    divided = (
+        {name: getattr(parts, name) for name in ("tensor", "context", "pipeline", "expert")}
+        if parts is not None
+        else {}
+    )
     return MemoryLayout(
         stage=options.get("stage", 3 if shards else 0),
         master_weights="master_weights" in options,
@@ -33,6 +43,7 @@ def layout_of(strategy: Strategy) -> MemoryLayout:
         keep_gathered=reshard is False or (reshard is None and sharding == "SHARD_GRAD_OP"),
         offload_weights=cpu_offload or options.get("offload_parameters") in ("cpu", "nvme"),
         offload_optimizer=cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme"),
+        **divided,
     )
 
 

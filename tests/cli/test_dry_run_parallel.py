@@ -1,0 +1,107 @@
+"""Dry runs and estimates of one model over many processes: the mesh, the bubble, the memory of the largest stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.project import Command
+from trainer.cli.doctor.results import gib
+from trainer.model.memory import DtypeSizes
+from trainer.model.parallel_cost import Architecture, ParallelLayout, Work, process_memory, stages_of
+
+NET = """\
+from tests.helpers.decoder import Decoder
+from trainer.model.parallel_cost import Architecture
+
+
+class Net(Decoder):
+    def __init__(self, layers: int = 16):
+        super().__init__(Architecture(layers, 128, heads=8, vocabulary=512, kv_heads=8, head_dim=16, intermediate=256))
+"""
+MODEL = Architecture(16, 128, heads=8, vocabulary=512, kv_heads=8, head_dim=16, intermediate=256)
+LARGE = ("--config", "run.yaml", "--dry-run", "--world-size", "1024", "--nproc-per-node", "8", "--no-data")
+
+
+@pytest.fixture
+def net(project: Path) -> Path:
+    (project / "net.py").write_text(NET)
+    return project
+
+
+def write_config(folder: Path, window: int = 32, **strategy: Any) -> None:
+    trainer = {"max_epochs": 1, "accumulate_grad_batches": window}
+    trainer |= {"strategy": {"class_path": "fsdp", "init_args": strategy}}
+    (folder / "run.yaml").write_text(json.dumps({"module": "net.py:Net", "trainer": trainer}))
+
+
+def expected(layout: ParallelLayout) -> int:
+    """Return the bytes of weights, gradients and optimizer of the largest stage."""
+    work = Work(sequence=16, micro_batch=1, window=32, numbers=DtypeSizes(4, 4))
+    found = []
+    for stage in stages_of(MODEL, layout.pipeline):
+        memory = process_memory(MODEL, layout, work, stage)
+        tensors = 9 * stage.blocks + int(stage.first) + 2 * int(stage.last)
+        # AdamW counts the steps of each tensor.
+        found.append(memory.parameters + memory.gradients + memory.optimizer + 4 * tensors)
+    return max(found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        (ParallelLayout(shards=16, tensor=8, pipeline=8), "8 stages x 16 readers x 1 context x 8 tensor"),
+        (ParallelLayout(shards=8, tensor=2, context=8, pipeline=8), "8 stages x 8 readers x 8 context x 2 tensor"),
+        (ParallelLayout(shards=128, tensor=8), "1 stages x 128 readers x 1 context x 8 tensor"),
+    ],
+)
+def test_a_thousand_processes(command: Command, net: Path, layout: ParallelLayout, mesh: str) -> None:
+    write_config(
+        net,
+        tensor_parallel=layout.tensor,
+        context_parallel=layout.context,
+        pipeline_parallel=layout.pipeline,
+    )
+    code, out, _ = command("fit", *LARGE)
+    assert code == 0, out
+    assert f"mesh: {mesh}" in out
+    (memory,) = (line for line in out.splitlines() if "memory" in line)
+    # With 128 readers there are fewer rows than shards, and some processes hold one more than their share.
+    assert layout.shards > 16 or f": {gib(expected(layout))}, at times" in memory
+    assert ("8 stages, 32 micro-batches: each stage waits 18% of the time" in out) == (layout.pipeline > 1)
+
+
+def test_a_window_that_is_shorter_than_the_pipeline_is_a_warning(command: Command, net: Path) -> None:
+    write_config(net, window=4, pipeline_parallel=8)
+    code, out, _ = command("fit", *LARGE)
+    assert code == 0
+    (line,) = (line for line in out.splitlines() if "bubble" in line)
+    assert line.startswith("WARN")
+    assert "64% of the time. Set accumulate_grad_batches to 32" in out.replace("\n", " ").replace("  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel=3 needs a multiple of 3 processes"),
+        ({"tensor_parallel": 256}, "tensor_parallel=256 does not divide the 128 outputs"),
+        ({"pipeline_parallel": 32}, "pipeline_parallel=32 needs at least 32 repeated blocks"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(command: Command, net: Path, strategy: dict[str, int], message: str) -> None:
+    write_config(net, **strategy)
+    code, out, _ = command("fit", *LARGE)
+    assert code == 1
+    assert message in " ".join(out.split())
+
+
+def test_the_estimate_of_a_divided_model(command: Command, net: Path) -> None:
+    write_config(net, tensor_parallel=2, pipeline_parallel=4)
+    code, out, err = command("estimate", "--config", "run.yaml", "--devices", "16", "--json")
+    assert code == 0, err
+    rows = json.loads(out)["processes"]["16"]
+    (own,) = (row for row in rows if row["label"].startswith("fsdp as given"))
+    assert own["device"] == expected(ParallelLayout(shards=2, tensor=2, pipeline=4))
