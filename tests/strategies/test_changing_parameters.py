@@ -20,6 +20,7 @@ from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
+from trainer.model.parameter_tables import ParameterTables
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -382,18 +383,30 @@ def test_a_parameter_that_one_rank_uses_is_reported_in_the_same_step(tmp_path: P
     assert "Parameters took no part in the loss of a step" in output_of_both("train_on_one_rank()", tmp_path)
 
 
-@pytest.mark.parametrize(("trained", "every"), [(False, 1), (False, 50), (True, 1)])
+def test_parameters_added_to_the_last_layer_or_taken_from_it_are_seen() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tables = ParameterTables(module)
+    module[1].scale = nn.Parameter(torch.ones(1))
+    assert not tables.unchanged()
+    assert tables.changes() == {"added": ["1.scale"], "removed": [], "replaced": []}
+    tables = ParameterTables(module)
+    del module[1].scale
+    assert not tables.unchanged()
+    assert tables.changes() == {"added": [], "removed": ["1.scale"], "replaced": []}
+
+
+@pytest.mark.parametrize(("kind", "every"), [("left out", 1), ("left out", 50), ("trained", 1), ("frozen", 1)])
 def test_new_parameters_that_no_optimizer_has_are_named(
-    trained: bool, every: int, caplog: pytest.LogCaptureFixture
+    kind: str, every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Growing(Toy):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if self.global_step == 1:
-                self.layer.weight = nn.Parameter(torch.zeros(1, 4))
-                if trained:
+                self.layer.weight = nn.Parameter(torch.zeros(1, 4), requires_grad=kind != "frozen")
+                if kind == "trained":
                     self.trainer.optimizers[0].add_param_group({"params": [self.layer.weight]})
 
     with caplog.at_level(logging.WARNING, "trainer"):
         quiet(max_epochs=2, log_every_n_steps=every).fit(Growing(), loader(4))
-    assert caplog.text.count("layer.weight came while training") == (0 if trained else 1)
-    assert ("trainer.optimizers[0].add_param_group({'params': [p]})" in caplog.text) != trained
+    assert caplog.text.count("layer.weight came while training") == (kind == "left out")
+    assert ("trainer.optimizers[0].add_param_group({'params': [p]})" in caplog.text) == (kind == "left out")
