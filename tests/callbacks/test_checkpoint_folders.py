@@ -20,6 +20,8 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, Trainer
 from trainer.checkpoint.format import is_committed
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
+from trainer.loop import setup
+from trainer.loop.run_directory import locked_folders
 
 # -- elsewhere ---------------------------------------------------------------------------------------------------------
 
@@ -164,6 +166,24 @@ def test_the_lock_is_given_back_however_a_run_ends(tmp_path: Path) -> None:
     lock = FolderLock(trainer.run_dir)
     assert lock.acquire(timeout=0) is None
     lock.release()
+
+
+def test_a_run_that_goes_on_in_the_folder_until_it_is_locked_is_taken_into_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit([steps(save_top_k=1)], max_steps=2, default_root_dir=tmp_path)
+    trained: list[int] = []
+
+    def locked_later(run: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(setup, "locked_folders", locked_folders)
+            fit([steps(save_top_k=1)], max_steps=4, default_root_dir=tmp_path, ckpt_path="last")
+        return locked_folders(run)
+
+    monkeypatch.setattr(setup, "locked_folders", locked_later)
+    note = lambda trainer: trained.append(trainer.global_step)  # noqa: E731
+    fit([At(step3=note, step4=note, step5=note, step6=note)], default_root_dir=tmp_path, ckpt_path="last")
+    assert trained == [5, 6]
 
 
 def test_a_trial_locks_nothing(tmp_path: Path) -> None:

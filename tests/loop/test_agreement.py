@@ -80,6 +80,8 @@ class Chosen(MLP):
         lr = 0.1 if self.other == "lr" else 0.01
         kind = torch.optim.SGD if self.other == "optimizer" else torch.optim.AdamW
         groups: Any = [{"params": [p for p in self.parameters() if p.requires_grad], "weight_decay": 0.0}]
+        if self.other == "other parameters":
+            groups[0]["params"].reverse()
         if self.other == "weight_decay":
             groups[0]["weight_decay"] = 0.5
         optimizer: Any = kind(groups, lr=lr)
@@ -149,6 +151,7 @@ MODULES = {
     "built late": "parameter late.weight: missing on rank 0, and '[2, 2] torch.float32, trained' on rank 1",
     "lr": "AdamW, initial_lr: 0.01 on rank 0, and 0.1 on rank 1",
     "weight_decay": "AdamW, weight_decay: 0.0 on rank 0, and 0.5 on rank 1",
+    "other parameters": "AdamW, parameters: ['layers.0.weight', 'layers.0.bias', 'layers.2.weight'",
     "optimizer": "optimizers: [AdamW] on rank 0, and [SGD] on rank 1",
     "no scheduler": "schedulers: [StepLR] on rank 0, and [] on rank 1",
     "step_size": "StepLR, step_size: 5 on rank 0, and 7 on rank 1",

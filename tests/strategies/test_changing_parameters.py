@@ -34,10 +34,20 @@ class Changing(MLP):
         super().__init__()
         if kind == "unfreeze":
             self.layers[0].requires_grad_(False)
+        self.automatic_optimization = not kind.endswith("by hand")
         self.extra: nn.Linear | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + (0 if self.extra is None else self.extra(x)[:, 0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        return None
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -47,7 +57,7 @@ class Changing(MLP):
             self.layers[0].requires_grad_(True)
         elif kind == "freeze":
             self.layers[2].requires_grad_(False)
-        elif kind == "add":
+        elif kind.startswith("add"):
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 self.extra = nn.Linear(FEATURES, 1)
@@ -192,6 +202,8 @@ def fit(name: str, kind: str, callback: Change) -> Any:
 def train_all(name: str) -> dict[str, Any]:
     cases = {case: hook for case, hook in CASES.items() if (name, case) != ("ZeRO-3 x2", "reset")}  # p.copy_ fails
     found = {case: fit(name, case.split()[0], Change(case.split()[0], hook)) for case, hook in cases.items()}
+    if name == "DDP x2":
+        found["add by hand"] = fit(name, "add by hand", Change("add by hand", "step end"))
     direct = ("automatic", *(("manual",) if not name.startswith("ZeRO") else ()))
     return found | {f"direct {kind}": fit(name, kind, Change(kind, "direct")) for kind in direct}
 
@@ -259,6 +271,12 @@ def test_the_weights_are_those_of_a_hand_written_loop_or_the_change_is_refused(
         else:
             for key, value in by_hand(kind).items():
                 torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_added_in_manual_optimization_is_that_of_rank_0(results: Any) -> None:
+    for rank in results["DDP x2"]:
+        for key, value in by_hand("add by hand").items():
+            torch.testing.assert_close(rank["add by hand"][key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -96,6 +96,21 @@ def find_after_restart(run: Run, former: str) -> StoragePath | None:
     return None
 
 
+def find_again(run: Run, ckpt_path: str | Path | None, found: StoragePath | None) -> StoragePath | None:
+    """Return the checkpoint to start from, now that its folder is locked. Collective; rank 0 searches.
+
+    Another run may have gone on in the folder until then, and have deleted the checkpoint that was found.
+    """
+    wanted: Any = ckpt_path or "last"
+    if found is None or run.stage != "fit" or wanted not in ("last", "best"):
+        return found
+    path = found
+    if run.strategy.processes.is_global_zero:
+        folder = CheckpointDirectory(found.parent)
+        path = found if folder.pointer(wanted) == found else folder.resolve(wanted)
+    return as_storage_path(run.strategy.processes.broadcast_object(str(path)))
+
+
 def _newest_of_run(run: Run, found: StoragePath) -> StoragePath:
     """Return the newest checkpoint of the run that wrote `found`, in which several ModelCheckpoints may have written.
 

@@ -28,7 +28,13 @@ from trainer.loop.describe import cuda_capability, performance_hints, start_line
 from trainer.loop.loaders import make_loaders
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
-from trainer.loop.run_directory import choose_run_dir, find_after_restart, find_checkpoint, locked_folders
+from trainer.loop.run_directory import (
+    choose_run_dir,
+    find_after_restart,
+    find_again,
+    find_checkpoint,
+    locked_folders,
+)
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
 from trainer.loop.training_state import (
     check_storable,
@@ -150,6 +156,8 @@ def open_run_directory(run: Run, ckpt_path: str | Path | None, cleanup: ExitStac
     path = None if at is None else as_storage_path(at)
     run.locate(Path(run_dir or ""), path)
     cleanup.enter_context(locked_folders(run))
+    path = find_again(run, ckpt_path, path)
+    run.locate(Path(run_dir or ""), path)
     writes = run.stage == "fit" and not run.settings.fast_dev_run and strategy.processes.is_global_zero
     if session.config_text is not None and writes:
         replace_notes(session.run_dir / "config.yaml", session.config_text.encode())
