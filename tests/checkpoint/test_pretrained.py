@@ -130,6 +130,15 @@ def test_a_checkpoint_counts_before_the_weights(tmp_path: Path) -> None:
     assert all(torch.equal(value, trained[name]) for name, value in resumed.state_dict().items())
 
 
+@pytest.mark.parametrize("argument", ["weights", "ckpt_path"])
+@pytest.mark.parametrize("path", ["x" * 300, "\ud800"], ids=["long", "surrogate"])
+def test_a_path_that_no_file_system_has_is_named_with_its_argument(argument: str, path: str) -> None:
+    trainer = Trainer(accelerator="cpu", **QUIET)
+    arguments: dict[str, Any] = {argument: path}
+    with pytest.raises(ConfigError, match=f"{argument}="):
+        trainer.fit(GPT(), DataLoader(GPT().data(4), 2), **arguments)
+
+
 def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no model.safetensors"):
         train(Frozen(tied=True), tmp_path)

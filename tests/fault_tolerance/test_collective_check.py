@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
-from tests.helpers.processes import Running, fork_python
+from tests.helpers.processes import Running, fork_python, run_distributed
 from trainer import ConfigError
+from trainer.distributed.process_group import SingleProcess
+from trainer.errors import TrainerError
 from trainer.fault_tolerance.collective_check import CollectiveCheck
 from trainer.fault_tolerance.deadlock import DeadlockWatch, Waiting, find_circle
-from trainer.strategies import STRATEGIES
+from trainer.precision import PRECISIONS
+from trainer.strategies import STRATEGIES, DDPStrategy
 from trainer.strategies.distributed import DistributedStrategy
 
 SCRIPT = """
@@ -222,6 +227,41 @@ def waiting(group: str, number: int, kind: str = "all_reduce", **newest: int) ->
 def test_a_circle_of_processes_that_wait(ranks: list[Waiting | None], circle: list[int]) -> None:
     found = find_circle({rank: one for rank, one in enumerate(ranks) if one is not None})
     assert sorted(found) == circle
+
+
+def gather_numbers(processes: SingleProcess) -> Any:
+    return processes.all_gather_object(1)
+
+
+def gather_words(processes: SingleProcess) -> Any:
+    return processes.all_gather_object({"a": 1})
+
+
+def gather_by_torch(processes: SingleProcess) -> Any:
+    values: list[Any] = [None] * processes.world_size
+    torch.distributed.all_gather_object(values, processes.rank)
+    return values
+
+
+def gather_differently() -> list[Any]:
+    """Return what each rank gets from calls that are the same, or differ between the ranks."""
+    strategy = DDPStrategy()
+    strategy.setup_environment("cpu", PRECISIONS["32-true"])
+    processes, found = strategy.processes, []
+    for calls in ((gather_words, gather_words), (gather_numbers, gather_words), (gather_numbers, gather_by_torch)):
+        try:
+            found.append(calls[processes.rank](processes))
+        except (TrainerError, pickle.UnpicklingError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_values_of_different_functions_are_not_taken_for_each_other() -> None:
+    first, second = run_distributed(gather_differently)
+    assert first[0] == second[0] == [{"a": 1}] * 2
+    for found in (first, second):
+        assert "rank 0 is in gather_numbers of test_collective_check.py, and rank 1 in gather_words" in found[1]
+    assert "gather_numbers of test_collective_check.py, and rank 1 in a call that is not the trainer's" in first[2]
 
 
 class Counting:

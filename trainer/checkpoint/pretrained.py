@@ -24,7 +24,7 @@ _MAX_INDEX = 100_000_000
 
 def weights_problem(path: str | Path) -> str | None:
     """Return what is wrong with the argument `weights`; None if there is a file to read."""
-    place = as_storage_path(path)
+    place = as_storage_path(path, "weights")
     if any((place / name).exists() for name in (WHOLE, INDEX)) or (_is_file(place) and place.exists()):
         return None
     if not place.exists():

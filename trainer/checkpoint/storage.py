@@ -22,10 +22,13 @@ _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.:-]+)://(?P<rest>.*)", re.DOTALL)
 _SQUEEZED_URL = re.compile(r"[a-z][a-z0-9+.:-]+:/([^/]|$)")
 
 
-def as_storage_path(path: str | StoragePath) -> StoragePath:
+def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
     """Parse a path on this machine or a URL such as "s3://bucket/run". "file:///data/run" is the path /data/run.
 
     `~` is the home folder, as in `local_path`.
+
+    Args:
+        argument: the name of the argument whose value the path is, for messages.
 
     Raises:
         ConfigError: there is no such user, fsspec cannot open the URL, or the `Path` was made from a URL and has lost a
@@ -38,7 +41,7 @@ def as_storage_path(path: str | StoragePath) -> StoragePath:
         if _SQUEEZED_URL.match(str(path)):
             was = "was a URL before it became a Path: give it as a string" if isinstance(path, Path) else "is no URL"
             raise ConfigError(f"{path!r} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
-        return local_path(path)
+        return local_path(path, argument)
     if url["scheme"] in ("file", "local"):
         return Path(url["rest"])
     check_url(str(path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -122,22 +124,25 @@ class TorchProcessGroup(SingleProcess):
     def all_gather_object(self, value: T) -> list[T]:
         self.begun += 1
         # The device is named, because modules are built under another default device.
-        own = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8)
+        own = _message(value)
         sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([own.numel()], device="cpu"))
         numbers = [_checked_size(size) for size in sizes]
         parts = [torch.empty(max(numbers), dtype=torch.uint8, device="cpu") for _ in numbers]
         dist.all_gather(parts, torch.nn.functional.pad(own, (0, max(numbers) - own.numel())))
-        return [_decoded(part[:number]) for part, number in zip(parts, numbers, strict=True)]
+        messages = [part[:number] for part, number in zip(parts, numbers, strict=True)]
+        _require_one_call(list(enumerate(messages)))
+        return [from_bytes(message.numpy().data[_CALLER_BYTES:]) for message in messages]
 
     def broadcast_object(self, value: T) -> T:
         self.begun += 1
-        own = torch.frombuffer(bytearray(to_bytes(value if self.rank == 0 else None)), dtype=torch.uint8)
+        own = _message(value if self.rank == 0 else None)
         size = torch.tensor([own.numel()], device="cpu")
         dist.broadcast(size, src=0)
         received = own if self.rank == 0 else torch.empty(_checked_size(size), dtype=torch.uint8, device="cpu")
         dist.broadcast(received, src=0)
-        decoded: T = _decoded(received)
+        _require_one_call([(0, received), (self.rank, own)])
+        decoded: T = from_bytes(received.numpy().data[_CALLER_BYTES:])
         return value if self.rank == 0 else decoded
 
     def sum_over_readers(self, value: torch.Tensor) -> torch.Tensor:
@@ -168,5 +173,32 @@ def _checked_size(size: torch.Tensor) -> int:
     return number
 
 
-def _decoded(message: torch.Tensor) -> Any:
-    return from_bytes(message.numpy().data)
+_CALLER_BYTES = 96
+"""Length of the name of the calling function, with which a message begins."""
+
+
+def _message(value: Any) -> torch.Tensor:
+    """Return a value as bytes, behind the name of the function that exchanges it."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_name == "<lambda>"):
+        frame = frame.f_back
+    caller = f"{frame.f_code.co_name} of {Path(frame.f_code.co_filename).name}".encode()[:_CALLER_BYTES]
+    return torch.frombuffer(bytearray(caller.ljust(_CALLER_BYTES, b"\0") + to_bytes(value)), dtype=torch.uint8)
+
+
+def _require_one_call(messages: list[tuple[int, torch.Tensor]]) -> None:
+    """Raise TrainerError if messages, given with their ranks, come from different functions."""
+    callers = {rank: _caller_of(message) for rank, message in messages}
+    (first, words), *others = callers.items()
+    other = next((rank for rank, caller in others if caller != words), None)
+    if other is not None:
+        raise TrainerError(
+            f"rank {first} is in {words}, and rank {other} in {callers[other]}: the processes do not make the same "
+            "calls. All have to make them, also those of torch.distributed, at the same place: take them out of "
+            "`if trainer.is_global_zero`, `if rank == 0`, and conditions that differ between the processes."
+        )
+
+
+def _caller_of(message: torch.Tensor) -> str:
+    caller = bytes(message[:_CALLER_BYTES].numpy()).rstrip(b"\0").decode(errors="replace")
+    return caller if caller.isprintable() and " of " in caller else "a call that is not the trainer's"

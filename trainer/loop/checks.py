@@ -119,7 +119,7 @@ def checkpoint_may_exist(ckpt_path: Any) -> bool:
     """Return True if `ckpt_path` exists, or may exist: `.../last` and `.../best` are resolved later."""
     if ckpt_path in (None, "last", "best"):
         return True
-    path = as_storage_path(ckpt_path)
+    path = as_storage_path(ckpt_path, "ckpt_path")
     return path.exists() or (path.name in ("last", "best") and path.parent.exists())
 
 
