@@ -131,18 +131,17 @@ class TorchProcessGroup(SingleProcess):
         parts = [torch.empty(max(numbers), dtype=torch.uint8, device="cpu") for _ in numbers]
         dist.all_gather(parts, torch.nn.functional.pad(own, (0, max(numbers) - own.numel())))
         messages = [part[:number] for part, number in zip(parts, numbers, strict=True)]
-        _require_one_call(list(enumerate(messages)))
+        _require_one_call(messages)
         return [from_bytes(message.numpy().data[_CALLER_BYTES:]) for message in messages]
 
     def broadcast_object(self, value: T) -> T:
         self.begun += 1
-        own = _message(value if self.rank == 0 else None)
+        own = torch.frombuffer(bytearray(to_bytes(value if self.rank == 0 else None)), dtype=torch.uint8)
         size = torch.tensor([own.numel()], device="cpu")
         dist.broadcast(size, src=0)
         received = own if self.rank == 0 else torch.empty(_checked_size(size), dtype=torch.uint8, device="cpu")
         dist.broadcast(received, src=0)
-        _require_one_call([(0, received), (self.rank, own)])
-        decoded: T = from_bytes(received.numpy().data[_CALLER_BYTES:])
+        decoded: T = from_bytes(received.numpy().data)
         return value if self.rank == 0 else decoded
 
     def sum_over_readers(self, value: torch.Tensor) -> torch.Tensor:
@@ -186,15 +185,14 @@ def _message(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(caller.ljust(_CALLER_BYTES, b"\0") + to_bytes(value)), dtype=torch.uint8)
 
 
-def _require_one_call(messages: list[tuple[int, torch.Tensor]]) -> None:
-    """Raise TrainerError if messages, given with their ranks, come from different functions."""
-    callers = {rank: _caller_of(message) for rank, message in messages}
-    (first, words), *others = callers.items()
-    other = next((rank for rank, caller in others if caller != words), None)
-    if other is not None:
+def _require_one_call(messages: list[torch.Tensor]) -> None:
+    """Raise TrainerError if the messages of all ranks come from different functions."""
+    first, *others = map(_caller_of, messages)
+    rank = next((rank for rank, caller in enumerate(others, 1) if caller != first), None)
+    if rank is not None:
         raise TrainerError(
-            f"rank {first} is in {words}, and rank {other} in {callers[other]}: the processes do not make the same "
-            "calls. All have to make them, also those of torch.distributed, at the same place: take them out of "
+            f"rank 0 is in {first}, and rank {rank} in {others[rank - 1]}: the processes do not make the same calls. "
+            "All have to make them, also those of torch.distributed, at the same place: take them out of "
             "`if trainer.is_global_zero`, `if rank == 0`, and conditions that differ between the processes."
         )
 
