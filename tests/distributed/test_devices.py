@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.distributed.devices import choose_accelerator, device_number, parse_devices
+from trainer.distributed.devices import choose_accelerator, device_number, has_streams, parse_devices
 from trainer.errors import ConfigError
 
 
@@ -121,3 +121,8 @@ def test_a_process_that_sees_one_gpu_takes_it(local_rank: int, ids: Any, visible
 def test_more_processes_than_gpus_are_reported(local_rank: int, ids: Any, visible: int) -> None:
     with pytest.raises(ConfigError, match=f"local rank {local_rank} is to use GPU .*and sees {visible}: start as many"):
         device_number(local_rank, ids, visible)
+
+
+def test_copies_to_mps_are_not_asynchronous_even_if_torch_has_streams_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.mps, "Stream", torch.Stream, raising=False)
+    assert [has_streams(kind) for kind in ("cpu", "mps", "cuda")] == [False, False, True]

@@ -336,3 +336,10 @@ def test_half_weights_in_mixed_precision() -> None:
 def test_data_of_another_dtype_than_the_weights() -> None:
     batches = [[part.double() for part in batch] for batch in loader()]
     refused(lambda: fit(Net(), batches), "batch.float()", "Trainer(precision=...)", "Double", steps=1)
+
+
+def test_a_last_batch_of_one_sample_under_a_batch_norm() -> None:
+    """The even split of a short global batch gives such batches, too."""
+    module = net(forward=lambda self, x: nn.functional.batch_norm(self.layer(x), None, None, training=True))
+    data = DataLoader(TensorDataset(torch.ones(5, 4), torch.zeros(5, 1)), 2)
+    refused(lambda: fit(module, data), "A batch has one sample, with which BatchNorm", "drop_last=True", steps=3)

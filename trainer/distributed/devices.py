@@ -61,8 +61,12 @@ def _other_accelerator() -> str | None:
 
 @cache
 def has_streams(device_type: str) -> bool:
-    """Whether copies to and from a kind of device can be asynchronous, on streams that torch knows."""
-    return device_type != "cpu" and hasattr(getattr(torch, device_type, None), "Stream")
+    """Whether copies to and from a kind of device can be asynchronous, on streams that torch knows.
+
+    Not on MPS, where asynchronous copies are used before they are complete:
+    https://github.com/pytorch/pytorch/issues/83015.
+    """
+    return device_type not in ("cpu", "mps") and hasattr(getattr(torch, device_type, None), "Stream")
 
 
 def _tpu(accelerator: str) -> tuple[str, str]:

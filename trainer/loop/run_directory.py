@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.checkpoint.directory import CheckpointDirectory, locate
 from trainer.checkpoint.disk import ReadError, make_directory, sync_directory
-from trainer.checkpoint.format import read_manifest
+from trainer.checkpoint.format import is_committed, read_manifest
 from trainer.checkpoint.storage import PathT, StoragePath, as_storage_path, reading
 from trainer.errors import CheckpointError, ConfigError, first_of
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
@@ -107,7 +107,8 @@ def find_again(run: Run, ckpt_path: str | Path | None, found: StoragePath | None
     path = found
     if run.strategy.processes.is_global_zero:
         folder = CheckpointDirectory(found.parent)
-        path = found if folder.pointer(wanted) == found else folder.resolve(wanted)
+        same = folder.pointer(wanted) in (found, None) and is_committed(found)
+        path = found if same else folder.resolve(wanted)
     return as_storage_path(run.strategy.processes.broadcast_object(str(path)))
 
 
