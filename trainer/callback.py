@@ -430,6 +430,9 @@ class CallbackList:
             calls = [_with_phase(callback, hook, phase) for callback in used_by]
             methods = [partial(call, trainer, module) for call in calls]
             setattr(self, hook, _call_each(methods, hook in _ENDING))
+        self.inside_steps = any(getattr(self, hook) is not nothing for hook in _INSIDE_STEPS)
+        """True if a hook before the end of a micro-batch is overridden; the loop leaves them out otherwise."""
+        self.take_outputs = self.on_train_batch_end is not nothing
 
     @property
     def module_answer(self) -> Any:
@@ -462,6 +465,14 @@ def index_optional(method: Callable[..., Any], expected: list[str]) -> Callable[
         return method
     return lambda *args: method(*args, *[0] * (least + 1 - len(args)))
 
+
+_INSIDE_STEPS = (
+    "on_before_zero_grad",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 
 _ENDING = ("teardown", "on_exception")
 """Hooks that are called for every callback even if another one's fails: they close files, threads and processes."""

@@ -391,6 +391,21 @@ class Strategy:
         return self.name
 
 
+def inherits(strategy: Strategy, method: str) -> bool:
+    """Whether a method of the strategy is that of `Strategy`, which may have nothing to do."""
+    return getattr(getattr(strategy, method), "__func__", None) is getattr(Strategy, method)
+
+
+def keeps_batches(strategy: Strategy) -> bool:
+    """Whether `to_device` returns each batch as it is; known after `setup_environment`."""
+    return inherits(strategy, "to_device") and not strategy._moves_batches
+
+
+def keeps_step(strategy: Strategy) -> bool:
+    """Whether `call_step` only calls the module's method; known after `setup_environment`."""
+    return inherits(strategy, "call_step") and strategy._plain_forward
+
+
 def has_gradients(optimizer: Optimizer) -> bool:
     """Whether a parameter of the optimizer has a gradient."""
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])

@@ -21,7 +21,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, Store
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
-from trainer.data.loader import Batch, BatchLoader
+from trainer.data.loader import Batch, BatchLoader, Divisor
 from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
 from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 from trainer.fault_tolerance.stop import exit_code
@@ -40,7 +40,7 @@ from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, copy_gradients, zero_grad_fast
-from trainer.precision import Precision
+from trainer.precision import NULL_CONTEXT, Precision
 from trainer.profiling import DATA, each_wait
 from trainer.seed import isolated_rng, seed_everything
 from trainer.settings import ARGUMENTS, Settings, wrong_names
@@ -343,7 +343,8 @@ class Trainer:
         self._start_epoch(run)
         if self.validation_due() and run.progress.validated_step != run.progress.step:
             validate_during_fit(run)
-        windows = self._windows(run)
+        windows, hooks, progress = self._windows(run), run.hooks, run.progress
+        flush_interval = run.settings.log_every_n_steps
         with run.metrics.recording(run.metrics.train):
             for window in windows:
                 if run.closure_needed:
@@ -354,15 +355,16 @@ class Trainer:
                         break
                     self._update(run)
                 self._count(run, window)
-                run.hooks.on_train_batch_end(outputs, data, run.progress.batch - 1)
+                hooks.on_train_batch_end(outputs, data, progress.batch - 1)
                 # Nothing of this step may stay in memory during the next forward.
                 del outputs, data
                 window.clear()
-                run.hooks.on_train_step_end()
-                run.flush_step()
+                hooks.on_train_step_end()
+                if flush_interval and progress.step % flush_interval == 0:
+                    run.flush_step()
                 if run.validation_interval is not None and self.validation_due():
                     validate_during_fit(run)
-                if self._stopped_inside_epoch(run, windows):
+                if (run.stops() or progress.step >= run.last_step) and self._leaves_epoch(run, windows):
                     return
         self._end_epoch(run)
 
@@ -401,25 +403,34 @@ class Trainer:
         metrics.start_window(window[0].data, window[0].samples)
         if not module.automatic_optimization:
             return self._manual_optimization.training_step(window)
+        hooked = hooks.inside_steps
         for optimizer in run.optimizers:
-            hooks.on_before_zero_grad(optimizer)
+            if hooked:
+                hooks.on_before_zero_grad(optimizer)
             zero_grad_fast(optimizer)
         losses: list[torch.Tensor] = []
         last = len(window) - 1
-        divisors = loss_divisors(window, module, strategy, run.weights_loss_by_items)
+        divisors: Sequence[Divisor] = (None,)
+        if last or run.divides_loss:
+            divisors = loss_divisors(window, module, strategy, run.weights_loss_by_items)
         for position, batch in enumerate(window):
             divisor, batch_idx = divisors[position], run.progress.batch + position
             if position > 0:
                 metrics.start_batch(batch.data, batch.samples)
-            data = metrics.batch = run.transfer(batch.data, 0)
-            if not repeated:
+            data = batch.data
+            if run.moves_batches:
+                data = metrics.batch = run.transfer(data, 0)
+            if hooked and not repeated:
                 hooks.on_train_batch_start(data, batch_idx)
                 if skipping.may_end_epochs and skipping.ends_epoch(position):
                     return None, None, []
             if position == 0 and run.trainable is not None:
                 run.trainable.follow(metrics.window)
-            with strategy.gradient_sync(last=position == last):
-                outputs = run.forward("training_step", data, batch_idx)
+            with strategy.gradient_sync(last=position == last) if run.syncs_gradients else NULL_CONTEXT:
+                if run.wraps_step:
+                    outputs = run.forward("training_step", data, batch_idx)
+                else:
+                    outputs = module.training_step(data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 if outputs is None or type(outputs) is SkippedBatch:
                     skipping.skip(outputs, divisor, len(window))
@@ -429,9 +440,11 @@ class Trainer:
                     metrics.watch_loss(run.progress.step + 1, loss, divisor)
                     if divisor is not None:
                         loss = loss / divisor
-                    hooks.on_before_backward(loss)
+                    if hooked:
+                        hooks.on_before_backward(loss)
                     run.backward(loss)
-                    hooks.on_after_backward()
+                    if hooked:
+                        hooks.on_after_backward()
                     if run.closure_needed:
                         losses.append(loss.detach())
                     del loss
@@ -455,9 +468,11 @@ class Trainer:
         if run.trainable is not None:
             run.trainable.require_unchanged()
         for optimizer in run.optimizers:
-            self._before_optimizer_step(run, optimizer)
+            if run.prepares_updates:
+                self._before_optimizer_step(run, optimizer)
             run.optimizer_step(optimizer)
-        run.strategy.end_step()
+        if run.ends_updates:
+            run.strategy.end_step()
 
     def _before_optimizer_step(self, run: Run, optimizer: Optimizer) -> None:
         run.strategy.unscale(optimizer)
@@ -547,17 +562,13 @@ class Trainer:
         return run.stops() or run.num_training_batches == 0 or self._out_of_steps_or_epochs(run)
 
     def _out_of_steps_or_epochs(self, run: Run) -> bool:
-        return self._out_of_steps(run) or (self.max_epochs is not None and run.progress.epoch >= self.max_epochs)
+        return run.progress.step >= run.last_step or (
+            self.max_epochs is not None and run.progress.epoch >= self.max_epochs
+        )
 
-    def _stopped_inside_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
-        """Return True to leave the epoch unfinished; after the epoch's last batch only a signal does that."""
-        if not run.stops() and not self._out_of_steps(run):
-            return False
+    def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
+        """Return True if a run that stops leaves the epoch unfinished: after its last batch only by a signal."""
         return exit_code(run.stop_reason) != 0 or not run.skipping.is_exhausted(windows)
-
-    def _out_of_steps(self, run: Run) -> bool:
-        last = run.settings.max_steps
-        return last is not None and -1 < last <= run.progress.step
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""

@@ -59,14 +59,14 @@ def calls(make: Callable[[], Counting], **settings: Any) -> int:
 
 @pytest.mark.parametrize(
     ("names", "settings", "most"),
-    [(0, {}, 37), (1, {}, 44), (0, {"val_check_interval": 10}, 37), (0, {"accumulate_grad_batches": 4}, 24)],
+    [(0, {}, 18), (1, {}, 25), (0, {"val_check_interval": 10}, 18), (0, {"accumulate_grad_batches": 4}, 13)],
     ids=["off", "one log", "validation inside epochs", "four micro-batches"],
 )
 def test_a_step_calls_few_functions(names: int, settings: dict[str, Any], most: int) -> None:
     assert calls(lambda: Counting(4, 8, names), **settings) <= 4 * most
 
 
-@pytest.mark.parametrize(("micro_batches", "most"), [(1, 47), (4, 33)], ids=["a step", "four micro-batches"])
+@pytest.mark.parametrize(("micro_batches", "most"), [(1, 28), (4, 21)], ids=["a step", "four micro-batches"])
 def test_a_step_with_all_on_calls_few_functions_more(micro_batches: int, most: int, tmp_path: Path) -> None:
     everything: dict[str, Any] = {
         "enable_progress_bar": True,

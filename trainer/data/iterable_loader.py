@@ -80,6 +80,10 @@ class IterableLoader(BatchLoader):
             self._restored = state["loader"]
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        return chain.from_iterable(self._epoch(epoch, start))
+
+    def _epoch(self, epoch: int, start: int) -> Iterator[Iterator[Batch]]:
+        """Yield the batches of an epoch as one iterator: no batch passes a frame."""
         limit = self.limit
         if limit is not None and start >= limit:
             return
@@ -104,14 +108,15 @@ class IterableLoader(BatchLoader):
         # Neither a list nor a variable of a loop, which would keep a batch in memory.
         batches = chain(_popped(head), batches)
         batches = map(self._received, islice(batches, None if limit is None else limit - start), given)
-        yield from self.as_promised(batches, self._promised, start, self._kind(), self._slack)
+        yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
         self._learn_length(next(given))
 
     def _received(self, data: Any, number: int) -> Batch:
         if data is None:
             raise self._none_error(number)
         samples = self._samples_in(data) if self._makes_batches else None
-        return Batch(data, samples, samples if self._single_process else None)
+        # The constructor of a namedtuple is written in Python, and takes more than twice as long.
+        return tuple.__new__(Batch, (data, samples, samples if self._single_process else None))
 
     def _samples_in(self, data: Any) -> int | None:
         """Return the number of samples that a DataLoader has put into a batch: the first dimension of all its tensors.

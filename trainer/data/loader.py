@@ -6,7 +6,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -111,19 +111,22 @@ class BatchLoader(ABC):
     def as_promised(
         self, batches: Iterator[Batch], length: int | None, start: int, source: str, slack: int = 0
     ) -> Iterator[Batch]:
-        """Yield the batches from number `start` on; raise ConfigError if in the end there are not `length` of them.
+        """Return the batches from number `start` on; raise ConfigError if in the end there are not `length` of them.
 
         Args:
             length: None: unknown, and not checked.
             source: a description of the object whose length it is.
             slack: the difference that is allowed.
         """
-        if length is None:
-            yield from batches
-            return
+        return batches if length is None else chain.from_iterable(self._counted(batches, length, start, source, slack))
+
+    def _counted(
+        self, batches: Iterator[Batch], length: int, start: int, source: str, slack: int
+    ) -> Iterator[Iterator[Batch]]:
+        """Yield the batches as one iterator, and check their number when it is exhausted: no batch passes a frame."""
         # `compress` counts the batches: a loop with a variable would keep the last one in memory.
         counted = itertools.count(start + 1)
-        yield from compress(islice(batches, max(0, length + slack - start)), counted)
+        yield compress(islice(batches, max(0, length + slack - start)), counted)
         given = next(counted) - 1
         more = given >= length + slack and next(batches, None) is not None
         if more or given < length - slack:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.arguments import is_mapping
-from trainer.callback import CallbackList, nothing
+from trainer.callback import CallbackList
 from trainer.data.loader import Batch, Divisor
 from trainer.data.transfer import map_leaves
 from trainer.distributed.devices import has_streams
@@ -46,10 +46,10 @@ def outputs_for_hooks(hooks: CallbackList, outputs: Any) -> Any:
 
     As Lightning's: a loss is under `"loss"`, and the dict is empty for a skipped batch. Other objects stay as they are.
     """
-    if hooks.on_train_batch_end is nothing:
+    if not hooks.take_outputs:
         return None
     if isinstance(outputs, torch.Tensor):
-        return {"loss": outputs.detach()}
+        return {"loss": outputs.data}
     if is_mapping(outputs):
         return {name: map_leaves(value, _detached) for name, value in outputs.items()}
     if outputs is None:

@@ -177,7 +177,9 @@ def run_batches(
     step_index = (dataloader_idx,) if (takes(step, 3) if several else not takes(step, 2)) else ()
     for batch_idx, batch in enumerate(islice(_batches(run, loader), max_batches)):
         metrics.start_batch(batch.data, batch.samples)
-        data = metrics.batch = run.transfer(batch.data, dataloader_idx)
+        data = batch.data
+        if run.moves_batches:
+            data = metrics.batch = run.transfer(data, dataloader_idx)
         arguments = (data, batch_idx, *step_index)
         if batch.is_padding:
             with preserve_torchmetrics(metrics):

@@ -57,7 +57,7 @@ from trainer.profiling import (
 )
 from trainer.seed import derive_seed, seed_everything, set_rng_state
 from trainer.settings import Settings
-from trainer.strategy import StepConfig, Strategy
+from trainer.strategy import StepConfig, inherits, keeps_batches, keeps_step
 
 Activity = Literal["sanity checking", "training", "validating"]
 
@@ -114,6 +114,11 @@ class Run:
     torn_down = clips_gradients = False
     weights_loss_by_items = False
     """True if the module defines `num_items`."""
+    divides_loss = True
+    """False if the loss of a window of one micro-batch goes into backward as it is."""
+    moves_batches = wraps_step = syncs_gradients = prepares_updates = ends_updates = True
+    """False if there is nothing to do: for a batch that is on its device; around `training_step`; for gradients to stay
+    incomplete within a window; between backward and the optimizer's step; and after that."""
     saving_hooks = CallbackList([])
     """The last hooks of an epoch and of training, of the callbacks that write checkpoints."""
     validation_interval: int | None = None
@@ -158,6 +163,9 @@ class Run:
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
         """Those of them that are monitored, and were reported."""
+        last_step = self.settings.max_steps
+        self.last_step: float = math.inf if last_step is None or last_step < 0 else last_step
+        """The step after which training ends, if nothing ends it before."""
         self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
         self.loaders = Loaders()
         self.skipping = SkippedBatches(module, self.strategy, self.progress)
@@ -244,7 +252,7 @@ class Run:
             self.trainable = TrainableParameters(module, strategy, self.optimizers, self.wait_for_all)
         elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
             self.new_parameters = NewParameters(module, self.optimizers)
-        self.ends_windows = type(strategy).end_window is not Strategy.end_window
+        self.ends_windows = not inherits(strategy, "end_window")
         self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
         if isinstance(strategy.scaler, torch.amp.GradScaler):
@@ -261,6 +269,18 @@ class Run:
         """Check from now on that losses, weights and states are finite."""
         saves = self.stage == "fit" and not self.settings.fast_dev_run
         self.nonfinite.begin_training(self.optimizers if self.resumed_from is not None else [], saves)
+
+    def leave_out_calls(self) -> None:
+        """Find the calls that would do nothing in each step, so that the loop leaves them out."""
+        strategy = self.strategy
+        scales, unheard_run = strategy.scaler is not None, self.phase is unheard
+        self.moves_batches = not (unheard_run and self.transfer_hooks is None and keeps_batches(strategy))
+        self.wraps_step = not (unheard_run and keeps_step(strategy) and self.call_step == strategy.call_step)
+        self.syncs_gradients = not inherits(strategy, "gradient_sync")
+        self.ends_updates = scales or not inherits(strategy, "end_step")
+        self.prepares_updates = (
+            scales or not inherits(strategy, "unscale") or self.clips_gradients or self.hooks.inside_steps
+        )
 
     def _collectives(self) -> int:
         """Return the number of windows and collectives that this process has begun."""
@@ -298,6 +318,7 @@ class Run:
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
         self.weights_loss_by_items = self.module.overrides("num_items")
+        self.divides_loss = self.weights_loss_by_items or self.strategy.processes.readers > 1
         assert self.train_loader is not None
         self.skipping.begin_training(self.hooks, self.train_loader, self.closure_needed)
         self.activity = "training"
@@ -395,7 +416,8 @@ class Run:
         """Return True if all processes stop at this boundary of a step or epoch. Call this once per boundary."""
         if self.postponed_stop is not None and self.reached_minimum:
             self.stop_coordinator.request(self.postponed_stop)
-        self.stop_reason = self.stop_reason or self.stop_coordinator.check(self.progress.step)
+        if self.stop_reason is None:
+            self.stop_reason = self.stop_coordinator.check(self.progress.step)
         return self.stop_reason is not None
 
     def take_last_stop(self, complete: bool) -> None:

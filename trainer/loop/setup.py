@@ -108,6 +108,7 @@ def start_run(
             restore_training(run, checkpoint)
             report_changes(run, checkpoint, allow_changes)
             run.watch_numbers()
+            run.leave_out_calls()
             watch_the_clock(run, cleanup)
             with torch.autograd.set_detect_anomaly(run.settings.detect_anomaly):
                 yield run
