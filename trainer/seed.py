@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import torch_tpu_is_ready
@@ -175,19 +174,21 @@ class PrivateRng:
 
     def __init__(self) -> None:
         self._inside = np.random.MT19937(0)
+        # numpy.random is imported here, and not by `import trainer`.
+        self._get, self._set = np.random.mtrand.get_bit_generator, np.random.mtrand.set_bit_generator
         self._outside: tuple[torch.Tensor, Any, Any]
 
     def __enter__(self) -> None:
         # Exchanged, because np.random.get_state and set_state take 30 microseconds each.
-        self._outside = torch.default_generator.get_state(), random.getstate(), get_bit_generator()
-        set_bit_generator(self._inside)
+        self._outside = torch.default_generator.get_state(), random.getstate(), self._get()
+        self._set(self._inside)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         torch.default_generator.set_state(self._outside[0])
         random.setstate(self._outside[1])
-        set_bit_generator(self._outside[2])
+        self._set(self._outside[2])
 
 
 def drop_cached_normal() -> None:
@@ -195,7 +196,7 @@ def drop_cached_normal() -> None:
 
     Called where no `PrivateRng` is entered, so that the numbers that follow are the same in both cases.
     """
-    set_bit_generator(get_bit_generator())
+    np.random.mtrand.set_bit_generator(np.random.mtrand.get_bit_generator())
 
 
 def set_deterministic(deterministic: bool | str, benchmark: bool | None = None) -> Callable[[], None]:

@@ -55,7 +55,9 @@ class OwnGenerator:
             own.set_state(state)
 
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+def _is_generator(value: Any) -> bool:
+    # Not in a constant, with which `import trainer` would import numpy.random.
+    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
 def own_generators(sampler: Any) -> list[OwnGenerator]:
@@ -64,7 +66,7 @@ def own_generators(sampler: Any) -> list[OwnGenerator]:
     The default generators of torch, numpy and `random` are left out, and so are generators of a dataset.
     """
     known = {id(torch.default_generator), id(getattr(np.random.mtrand, "_rand", None)), id(getattr(random, "_inst", 0))}
-    found = [one for one in _walk(sampler, 0, set()) if isinstance(one, _GENERATORS) and id(one) not in known]
+    found = [one for one in _walk(sampler, 0, set()) if _is_generator(one) and id(one) not in known]
     return [OwnGenerator(one) for one in found]
 
 
@@ -73,7 +75,7 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     if id(value) in seen or depth > _MAX_DEPTH or isinstance(value, _OPAQUE):
         return
     seen.add(id(value))
-    if isinstance(value, _GENERATORS):
+    if _is_generator(value):
         yield value
         return
     if isinstance(value, dict):
@@ -84,7 +86,7 @@ def _walk(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
         inside = [value.cell_contents] if is_filled(value) else []
     elif isinstance(value, FunctionType):
         names = [name for name in value.__code__.co_names if name in value.__globals__]
-        inside = [value.__globals__[name] for name in names if isinstance(value.__globals__[name], _GENERATORS)]
+        inside = [value.__globals__[name] for name in names if _is_generator(value.__globals__[name])]
         inside += [*(value.__closure__ or ()), *(value.__defaults__ or ())]
     elif isinstance(value, MethodType):
         inside = [value.__func__, value.__self__]
