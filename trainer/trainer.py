@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -21,12 +22,19 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, Store
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.data.datamodule import DataModule
-from trainer.data.loader import Batch, BatchLoader, Divisor
+from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
 from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 from trainer.fault_tolerance.stop import exit_code
 from trainer.hyperparameters import with_plain_numbers
-from trainer.loop.accumulation import StepOutputs, checked_loss, even_window, loss_divisors, outputs_for_hooks
+from trainer.loop.accumulation import (
+    UNDIVIDED,
+    StepOutputs,
+    checked_loss,
+    even_window,
+    loss_divisors,
+    outputs_for_hooks,
+)
 from trainer.loop.agreement import compare
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
@@ -410,16 +418,13 @@ class Trainer:
             zero_grad_fast(optimizer)
         losses: list[torch.Tensor] = []
         last = len(window) - 1
-        divisors: Sequence[Divisor] = (None,)
-        if last or run.divides_loss:
-            divisors = loss_divisors(window, module, strategy, run.weights_loss_by_items)
+        plain = last == 0 and not run.divides_loss
+        divisors = UNDIVIDED if plain else loss_divisors(window, module, strategy, run.weights_loss_by_items)
         for position, batch in enumerate(window):
             divisor, batch_idx = divisors[position], run.progress.batch + position
             if position > 0:
                 metrics.start_batch(batch.data, batch.samples)
-            data = batch.data
-            if run.moves_batches:
-                data = metrics.batch = run.transfer(data, 0)
+            data = metrics.batch = run.transfer(batch.data, 0) if run.moves_batches else batch.data
             if hooked and not repeated:
                 hooks.on_train_batch_start(data, batch_idx)
                 if skipping.may_end_epochs and skipping.ends_epoch(position):
@@ -427,10 +432,8 @@ class Trainer:
             if position == 0 and run.trainable is not None:
                 run.trainable.follow(metrics.window)
             with strategy.gradient_sync(last=position == last) if run.syncs_gradients else NULL_CONTEXT:
-                if run.wraps_step:
-                    outputs = run.forward("training_step", data, batch_idx)
-                else:
-                    outputs = module.training_step(data, batch_idx)
+                step = partial(run.forward, "training_step") if run.wraps_step else module.training_step
+                outputs = step(data, batch_idx)
                 run.watchdog.heartbeats += 1  # before the backward, in which processes wait for slower ones
                 if outputs is None or type(outputs) is SkippedBatch:
                     skipping.skip(outputs, divisor, len(window))

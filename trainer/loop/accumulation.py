@@ -17,6 +17,9 @@ from trainer.errors import ConfigError
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
+UNDIVIDED: Sequence[Divisor] = (None,)
+"""The divisor of a window of one micro-batch whose loss goes into backward as it is."""
+
 StepOutputs = tuple[Any, Any, list[torch.Tensor]]
 """The outputs of the last micro-batch for `on_train_batch_end`; that micro-batch, on the device; and, for an optimizer
 with a closure, the losses of all micro-batches as passed to backward, whose sum is the step's loss."""

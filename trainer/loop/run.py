@@ -114,6 +114,8 @@ class Run:
     torn_down = clips_gradients = False
     weights_loss_by_items = False
     """True if the module defines `num_items`."""
+    last_step: float = math.inf
+    """The step after which training ends, if nothing ends it before."""
     divides_loss = True
     """False if the loss of a window of one micro-batch goes into backward as it is."""
     moves_batches = wraps_step = syncs_gradients = prepares_updates = ends_updates = True
@@ -163,9 +165,6 @@ class Run:
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
         """Those of them that are monitored, and were reported."""
-        last_step = self.settings.max_steps
-        self.last_step: float = math.inf if last_step is None or last_step < 0 else last_step
-        """The step after which training ends, if nothing ends it before."""
         self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
         self.loaders = Loaders()
         self.skipping = SkippedBatches(module, self.strategy, self.progress)
@@ -318,6 +317,8 @@ class Run:
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
         self.weights_loss_by_items = self.module.overrides("num_items")
+        if self.settings.max_steps is not None and self.settings.max_steps >= 0:
+            self.last_step = self.settings.max_steps
         self.divides_loss = self.weights_loss_by_items or self.strategy.processes.readers > 1
         assert self.train_loader is not None
         self.skipping.begin_training(self.hooks, self.train_loader, self.closure_needed)
