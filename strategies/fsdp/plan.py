@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -200,6 +203,11 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
     """
     ties = _tied_weights(module)
     here = {name: style for name, style in styles.items() if is_here(module.get_submodule(name))}
+    shared = _SharedInput(mesh)
+    for name, style in here.items():
+        if isinstance(style, ColwiseParallel) and style.input_layouts == (Replicate(),):
+            # Before the hook of the style, which takes a distributed tensor as it is.
+            module.get_submodule(name).register_forward_pre_hook(shared.distribute)
     # Without sending anything: all processes have the values, or get them later.
     parallelize_module(module, mesh, here, src_data_rank=None)
     for (owner, name), *others in ties:
@@ -213,6 +221,36 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
                     "embedding 'rowwise' and a head 'colwise'), or none."
                 )
             other._parameters[other_name] = kept
+
+
+class _SharedInput:
+    """Has layers that read the same tensor, such as q, k and v, sum its gradients over the processes once.
+
+    torch's styles make a distributed tensor for each layer, and so an all-reduce in each one's backward.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._last: tuple[weakref.ref[torch.Tensor], DTensor] | None = None
+
+    def __deepcopy__(self, memo: object) -> _SharedInput:
+        return _SharedInput(self._mesh)
+
+    def distribute(self, layer: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Return the arguments of a layer with its input as a distributed tensor, the same for the next layers."""
+        local = args[0] if args else None
+        if not isinstance(local, torch.Tensor) or isinstance(local, DTensor) or not local.requires_grad:
+            return None
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        if self._last is None or self._last[0]() is not local:
+            made = DTensor.from_local(local, self._mesh, (Replicate(),), run_check=False)
+            made.register_hook(self._forget)
+            self._last = weakref.ref(local), made
+        return (self._last[1], *args[1:])
+
+    def _forget(self, gradient: torch.Tensor) -> None:
+        self._last = None
 
 
 def is_here(layer: nn.Module) -> bool:

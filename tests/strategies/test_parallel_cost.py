@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -71,7 +71,7 @@ class Run:
             **(hybrid if layout.replicas > 1 else {}),
         )
         return Trainer(
-            strategy=strategy,
+            strategy=strategy if layout.processes > 1 else "single_device",
             devices=layout.processes,
             accelerator="cpu",
             accumulate_grad_batches=self.window,
@@ -122,16 +122,18 @@ class Measure(Callback):
 
     def __init__(self, run: Run) -> None:
         self.run, self.micro_batches = run, 0
+        self.losses: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, *args: Any) -> None:
         if trainer.global_step == 1 and not self.micro_batches:
-            strategy: Any = trainer.strategy
-            self.stage = 0 if strategy.pipeline is None else strategy.pipeline.stage
+            pipeline = vars(trainer.strategy).get("pipeline")
+            self.stage = 0 if pipeline is None else pipeline.stage
             self.mode = CountCollectives()
             self.mode.__enter__()
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
         if trainer.global_step == 1:
+            self.losses.append(float(loss.detach()))
             self.micro_batches += 1
             # As many forwards as a stage keeps, and no backward yet.
             if self.micro_batches == min(self.run.window, self.run.layout.pipeline - self.stage):
@@ -151,16 +153,20 @@ class Measure(Callback):
             self.counted = self.mode.counted
 
 
-def measured(names: list[str]) -> dict[str, tuple[int, Counted, int, int]]:
-    """Train each; return the stage, the collectives, the bytes of states and those of activations."""
+def module_and_data(run: Run) -> tuple[TrainModule, DataLoader[Any]]:
+    torch.manual_seed(0)
+    tokens = torch.randint(run.model.vocabulary, (2 * 2 * run.window * run.layout.readers, run.work.sequence + 1))
+    return Decoder(run.model), DataLoader(TensorDataset(tokens), run.work.micro_batch)
+
+
+def measured(names: list[str]) -> dict[str, tuple[int, Counted, int, int, list[float]]]:
+    """Train each; return the stage, the collectives, the bytes of states and of activations, and the last losses."""
     found = {}
     for name in names:
         run = RUNS[name]
         measure = Measure(run)
-        torch.manual_seed(0)
-        tokens = torch.randint(run.model.vocabulary, (2 * 2 * run.window * run.layout.readers, run.work.sequence + 1))
-        run.trainer(measure).fit(Decoder(run.model), DataLoader(TensorDataset(tokens), run.work.micro_batch))
-        found[name] = (measure.stage, measure.counted, measure.states, measure.activations)
+        run.trainer(measure).fit(*module_and_data(run))
+        found[name] = (measure.stage, measure.counted, measure.states, measure.activations, measure.losses)
     return found
 
 
@@ -181,7 +187,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_step_sends_what_the_formulas_say(name: str, found: dict[str, list[Any]]) -> None:
     run = RUNS[name]
     stages = stages_of(run.model, run.layout.pipeline)
-    for number, counted, _, _ in found[name]:
+    for number, counted, *_ in found[name]:
         wanted: Counted = Counter()
         for one in collectives(run.model, run.layout, run.work, stages[number]):
             wanted[one.kind, one.bytes] += one.count
@@ -192,7 +198,17 @@ def test_a_step_sends_what_the_formulas_say(name: str, found: dict[str, list[Any
 def test_memory_is_within_15_percent(name: str, found: dict[str, list[Any]]) -> None:
     run = RUNS[name]
     stages = stages_of(run.model, run.layout.pipeline)
-    for number, _, states, activations in found[name]:
+    for number, _, states, activations, _ in found[name]:
         wanted = process_memory(run.model, run.layout, run.work, stages[number])
         assert wanted.parameters + wanted.gradients + wanted.optimizer == pytest.approx(states, rel=0.01)
         assert wanted.activations == pytest.approx(activations, rel=0.15)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name].layout.readers == 1 and "bf16" not in name])
+def test_the_second_step_has_the_losses_of_one_process(name: str, found: dict[str, list[Any]]) -> None:
+    run = RUNS[name]
+    alone = Measure(replace(run, layout=ParallelLayout()))
+    alone.run.trainer(alone).fit(*module_and_data(run))
+    for number, *_, losses in found[name]:
+        if number == run.layout.pipeline - 1:
+            assert losses == pytest.approx(alone.losses, rel=1e-5)

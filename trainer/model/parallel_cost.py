@@ -321,8 +321,8 @@ def _of_tensor(model: Architecture, layout: ParallelLayout, work: Work, stage: S
     window, number, parts = work.window, work.numbers.computed, layout.tensor
     hidden = number * work.tokens * model.hidden
     # Forward: sums after attention and MLP, of which recomputation needs the first; backward: sums of the gradients
-    # of what each of the layers q, k, v, gate and up has read.
-    of_block = 2 + int(work.checkpointing) + 3 + (2 if model.gated else 1)
+    # of what q, k and v, and gate and up, have read.
+    of_block = 4 + int(work.checkpointing)
     yield Collective("tensor", "all_reduce", of_block * stage.blocks * window, hidden // layout.context, parts)
     # The embedding's sum, and that of the gradients of what the head has read; the logits are gathered.
     yield Collective("tensor", "all_reduce", (int(stage.first) + int(stage.last)) * window, hidden, parts)
