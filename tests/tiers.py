@@ -60,6 +60,7 @@ SLOW = (
     "test_docs.py",
     "test_gpu_report.py",
     "test_parity_processes.py",
+    "test_precision_float8.py",
 )
 """Files whose tests start many processes: `make test-quick` leaves them out."""
 
@@ -96,6 +97,10 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "loop/test_resume.py::test_sigkill": ("one process",),
     "model/test_compile_slow.py::test_two_processes": ("setting0-ddp", "setting1-fsdp"),
+    "test_precision_float8.py::test_a_resumed_run_has_the_same_bits": ("single", "TP x2"),
+    "test_precision_float8.py::test_checkpoints_go_between_precisions": ("single", "TP x2"),
+    "test_precision_float8.py::test_layers_of_fitting_sizes_are_converted": ("single", "TP x2"),
+    "test_precision_float8.py::test_losses_are_near_those_of_float32": ("single-*", "TP x2-*"),
     "strategies/test_hugging_face_models.py::test_the_losses_are_those_of_a_hand_written_loop": (
         "TP x2-Llama, tied",
         "TP x2-Mixtral",

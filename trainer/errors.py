@@ -81,6 +81,7 @@ OPTIONAL_PACKAGES = {
     "deepspeed": "deepspeed>=0.19",
     "ray": "ray[train]>=2.51",
     "tensorboard": "tensorboard>=2.16",
+    "torchao": "torchao>=0.18",
     "torchmetrics": "torchmetrics>=1.6.2",
 }
 """The optional packages as pip has to be given them. Messages name no extra of this package, because

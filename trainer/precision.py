@@ -1,16 +1,21 @@
-"""The precisions of a run by name: dtypes, autocast and loss scaling."""
+"""The precisions of a run by name: dtypes, autocast, loss scaling, and matrix products of 8 bits."""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError, unknown_name_error
+from trainer.errors import ConfigError, first_of, install_command, unknown_name_error
+
+log = logging.getLogger("trainer")
 
 NULL_CONTEXT = nullcontext()
 """A context that does nothing. Shared, because every step enters it."""
@@ -31,13 +36,17 @@ class Precision:
     """Dtype of autocast during the forward pass; None: no autocast."""
     loss_scaling: bool = False
     """Scale the loss dynamically, because fp16 gradients underflow."""
+    float8: Literal["tensorwise", "rowwise"] | None = None
+    """The recipe of torchao by which linear layers compute in 8 bits, with one scale for a tensor, or for each row."""
 
     def convert_module(self, module: nn.Module) -> None:
         """Cast floating-point parameters and buffers to the stored dtype of a `*-true` precision, in place.
 
         Raises:
-            ConfigError: the precision is mixed, and a parameter is float16 or bfloat16.
+            ConfigError: the precision is mixed, and a parameter is float16 or bfloat16; or it is one of 8 bits, and no
+                linear layer can compute in it.
         """
+        restore_linear_layers(module)
         if self.name == "32-true":
             return
         if self.autocast is None:
@@ -50,6 +59,8 @@ class Precision:
                 f"precision {self.name!r} keeps float32 master weights, but {len(wrong)} parameters are not float32, "
                 f"among them {name!r} ({dtype}). Build the module in float32, or use precision='bf16-true'."
             )
+        if self.float8 is not None:
+            convert_linear_layers(module, self.name, self.float8)
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast a floating tensor (one leaf of a batch) to the stored dtype of a `*-true` precision."""
@@ -99,6 +110,8 @@ PRECISIONS: dict[str, Precision] = {
         Precision("bf16-true", torch.bfloat16),
         Precision("16-mixed", torch.float32, autocast=torch.float16, loss_scaling=True),
         Precision("bf16-mixed", torch.float32, autocast=torch.bfloat16),
+        Precision("fp8", torch.float32, autocast=torch.bfloat16, float8="tensorwise"),
+        Precision("fp8-rowwise", torch.float32, autocast=torch.bfloat16, float8="rowwise"),
     )
 }
 
@@ -109,7 +122,8 @@ OTHERS_EQUIVALENTS = {
     **dict.fromkeys(("fp64", "float64", "double"), "'64-true'"),
     **dict.fromkeys(("float16", "half"), "'16-mixed', or '16-true' for weights in float16, too"),
     "bfloat16": "'bf16-mixed', or 'bf16-true' for weights in bfloat16, too",
-    "fp8": "'bf16-mixed': there is no precision of 8 bits",
+    **dict.fromkeys(("transformer-engine", "transformer-engine-float16", "te", "float8"), "'fp8' or 'fp8-rowwise'"),
+    **dict.fromkeys(("mxfp8", "nvfp4"), "'fp8' or 'fp8-rowwise': formats with a scale for each block are not there"),
 }
 """Names of other trainers' and torch's precisions -> the equivalents here."""
 
@@ -125,7 +139,65 @@ def resolve_precision(precision: str | int | Precision) -> Precision:
     name = SHORT_NAMES.get(str(precision), str(precision))
     if name not in PRECISIONS:
         raise unknown_name_error("precision", precision, [*PRECISIONS, *SHORT_NAMES], OTHERS_EQUIVALENTS)
+    if PRECISIONS[name].float8 is not None and find_spec("torchao") is None:
+        raise ConfigError(f"precision={name!r} needs torchao: {install_command('torchao')}")
     return PRECISIONS[name]
+
+
+# -- matrix products of 8 bits -----------------------------------------------------------------------------------------
+
+MULTIPLE = 16
+"""GPUs multiply matrices of 8 bits whose sizes are multiples of this."""
+NATIVE_FLOAT8 = (8, 9)
+"""The least compute capability of a GPU that multiplies in 8 bits (Ada, Hopper)."""
+
+
+def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
+    """Have linear layers compute in 8 bits, in place, with the same parameters; the log says which do not, and why.
+
+    Weights, activations and gradients are scaled by their largest value and rounded in each product
+    (https://github.com/pytorch/ao/tree/main/torchao/float8).
+
+    Raises:
+        ConfigError: no layer can.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    linear = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
+    fits = [path for path, child in linear.items() if not (child.in_features % MULTIPLE or child.out_features % MULTIPLE)]
+    if not fits:
+        raise ConfigError(
+            f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {MULTIPLE}, and "
+            "only these compute in 8 bits: use 'bf16-mixed', or other sizes."
+        )
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not has_float8())
+    convert_to_float8_training(module, config=config, module_filter_fn=lambda child, path: path in fits)
+    others = [path for path in linear if path not in fits]
+    log.info(
+        "%s: %d linear layers compute in 8 bits%s%s",
+        name,
+        len(fits),
+        f"; not, because sizes are no multiples of {MULTIPLE}: {first_of(others)}" if others else "",
+        "" if has_float8() else "; emulated on this machine: the same rounding, but not faster",
+    )
+
+
+def has_float8() -> bool:
+    """Whether this machine's GPU multiplies in 8 bits; elsewhere that is emulated."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_FLOAT8
+
+
+def restore_linear_layers(module: nn.Module) -> None:
+    """Undo `convert_linear_layers`, which an earlier run may have done."""
+    float8 = sys.modules.get("torchao.float8.float8_linear")
+    if float8 is None:
+        return
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, float8.Float8Linear):
+                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
+                linear._parameters.update(child._parameters)
+                setattr(parent, name, linear.train(child.training))
 
 
 def tf32_is_allowed() -> bool:

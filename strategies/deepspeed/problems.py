@@ -28,6 +28,8 @@ def engine_problems(name: str, stage: int, precision: Precision, device_type: st
             f"precision {precision.name!r} is not one of DeepSpeed's: use '32-true', 'bf16-mixed', 'bf16-true' or "
             "'16-mixed'."
         )
+    if precision.float8 is not None:
+        problems.append(f"precision {precision.name!r} with DeepSpeed: use 'bf16-mixed', or strategy 'fsdp'.")
     if precision.loss_scaling and device_type == "cpu":
         problems.append(
             f"precision {precision.name!r} with DeepSpeed on the CPU: Type fp16 is not supported on your device. Use "

@@ -107,6 +107,8 @@ class XlaStrategy(Strategy):
                 "Several processes on CPU devices would not talk to each other at all: each would train alone. Use "
                 "devices='auto'" + self._how_started() + "."
             )
+        if precision.float8 is not None:
+            problems.append(f"precision {precision.name!r} is one of GPUs: use precision='bf16-mixed'.")
         if precision.loss_scaling or precision.weights is torch.float16:
             problems.append(
                 f"strategy {self.name!r} has no float16, which TPUs do not compute in: use precision='bf16-mixed' or "

@@ -99,8 +99,8 @@ def test_a_json_named_in_the_yaml_is_read(command: Command, foreign: Path) -> No
 
 def test_what_cannot_be_done_is_named_with_the_alternative(command: Command, foreign: Path) -> None:
     rows = report_of(command, "fp8.yaml")
-    assert rows["mixed_precision"].startswith("cannot be done here")
-    assert trainer_section("run.yaml")["precision"] == "bf16-mixed"
+    assert rows["fp8_config.backend"].startswith("cannot be done here")
+    assert trainer_section("run.yaml")["precision"] == "fp8"
     assert trainer_section("run.yaml")["devices"] == [0, 2]
     rows = report_of(command, "megatron.yaml")
     assert rows["megatron_lm_config.megatron_lm_tp_degree"].startswith("taken over")

@@ -10,6 +10,7 @@ from tests.helpers.portability import BOUND, PORTABLE, Cell, differences
 from tests.helpers.processes import once_per_module
 from tests.helpers.strategy_runs import SINGLE, run_each
 from tests.strategies.test_strategy_parity import ALL, train_by_hand, train_one
+from tests.tiers import selected
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -29,11 +30,16 @@ CELLS: list[Cell] = [
 ]
 
 
-def train(name: str) -> dict[str, list[float]]:
-    return {key: train_one(name, ALL[key]) for way, key in COMPARED if way == name}
+def train(name: str, runs: list[tuple[str, str]]) -> dict[str, list[float]]:
+    return {key: train_one(name, ALL[key]) for way, key in runs if way == name}
 
 
-losses = once_per_module(lambda: run_each(train, PRODUCTS))
+@pytest.fixture(scope="module")
+def losses(request: pytest.FixtureRequest) -> dict:
+    runs = selected(request, "name", "key")
+    return run_each(train, dict.fromkeys(name for name, _ in runs), runs)
+
+
 by_hand = once_per_module(lambda: {key: train_by_hand(ALL[key]) for key in (*KEYS, *MIXTURES)})
 
 
@@ -44,11 +50,11 @@ def test_the_losses_are_those_of_one_process(name: str, key: str, losses: dict, 
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, float]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, float]:
     folder: Path = tmp_path_factory.mktemp("portability")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return differences(CELLS, folder)
+        return differences(selected(request, "source", "target"), folder)
 
 
 @pytest.mark.parametrize(("source", "target"), CELLS)

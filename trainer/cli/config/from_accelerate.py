@@ -30,7 +30,7 @@ distributed_type              ! <strategy: ddp> no strategy for these devices is
 mixed_precision=?turned_off ! deepspeed_config_file turns {value} off, which counts; Accelerate refuses both
 mixed_precision=FP16    = <precision: 16-mixed> {line}{sums}
 mixed_precision=BF16    = <precision: bf16-mixed> {line}{sums}
-mixed_precision=FP8     ! <precision: bf16-mixed> there is no fp8; {line} is written
+mixed_precision=FP8     = <precision: fp8> {line}, by torchao
 mixed_precision=OFF     = <precision: 32-true>
 mixed_precision         ! allowed are no, fp16, bf16, fp8; precision is left as it is
 fp16=OFF,?mixed_precision - mixed_precision says it
@@ -158,7 +158,7 @@ sequence_parallelism    - of tensor parallelism
 *                       ! Megatron-LM's own; its model code is not used here | it is off
 
 [fp8_config]
-*                       ! there is no fp8 here; its recipes belong to TransformerEngine, torchao and MS-AMP
+*                       ! of TransformerEngine, torchao or MS-AMP; fp8 has one scale for a tensor, fp8-rowwise for each row
 [mpirun_config]
 *                       > mpirun's own: mpirun -n N --hostfile FILE trainer fit ... is joined by its variables
 

@@ -1,0 +1,153 @@
+"""Precisions of 8 bits: near float32 under every strategy that has them, with the same checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.strategy_models import GPT
+from tests.helpers.strategy_runs import SINGLE, WAYS, StepLosses, run_each
+from tests.tiers import selected
+from trainer import Trainer, TrainModule
+from trainer.callbacks import ModelCheckpoint
+from trainer.errors import ConfigError
+from trainer.precision import PRECISIONS, resolve_precision
+from trainer.strategies import STRATEGIES
+
+FLOAT8 = [name for name, precision in PRECISIONS.items() if precision.float8 is not None]
+COMPARED = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "PP x2")
+STEPS, HALF = 10, 5
+BOUND = 3e-2
+"""Of a loss near 3; bf16-mixed stays within 1e-2."""
+
+
+def fit(way: str, precision: str, folder: Path, steps: int = STEPS, ckpt_path: str | None = None) -> dict[str, Any]:
+    recorder = StepLosses()
+    trainer = WAYS[way].trainer(
+        precision=precision,
+        max_steps=steps,
+        max_epochs=-1,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        seed=3,
+        default_root_dir=str(folder),
+        enable_checkpointing=True,
+        callbacks=[recorder, ModelCheckpoint(save_last=True, every_n_train_steps=HALF)],
+    )
+    torch.manual_seed(3)
+    module = GPT(tied=True, deferred=True)
+    trainer.fit(module, DataLoader(module.data(40), WAYS[way].micro_batch, shuffle=True), ckpt_path=ckpt_path)
+    converted = [name for name, child in module.named_modules() if type(child).__name__ == "Float8Linear"]
+    weights = trainer.full_state_dict(everywhere=True)
+    return {"losses": recorder.losses, "converted": converted, "weights": weights}
+
+
+def everything(way: str, root: str) -> dict[str, Any]:
+    folder = Path(root, way)
+    found = {"32-true": fit(way, "32-true", folder / "float32")}
+    found.update({precision: fit(way, precision, folder / precision) for precision in FLOAT8})
+    fit(way, "fp8", folder / "broken", HALF)
+    found["resumed"] = fit(way, "fp8", folder / "broken", ckpt_path="last")
+    found["from float32"] = fit(way, "fp8", folder / "float32", STEPS + HALF, ckpt_path="last")
+    found["to float32"] = fit(way, "32-true", folder / "fp8", STEPS + HALF, ckpt_path="last")
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("float8")
+    return run_each(everything, {SINGLE: None, **dict.fromkeys(selected(request, "way"))}, str(root))
+
+
+@pytest.mark.parametrize("precision", FLOAT8)
+@pytest.mark.parametrize("way", COMPARED)
+def test_losses_are_near_those_of_float32(way: str, precision: str, results: Any) -> None:
+    expected = results[SINGLE][0]["32-true"]["losses"]
+    for of_rank in results[way]:
+        found = of_rank[precision]["losses"]
+        assert found == pytest.approx(expected, abs=BOUND)
+        assert found != pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("way", COMPARED)
+def test_layers_of_fitting_sizes_are_converted(way: str, results: Any) -> None:
+    for of_rank in results[way]:
+        assert len(of_rank["fp8"]["converted"]) == 8  # of two blocks; the head has 19 rows
+        assert of_rank["to float32"]["converted"] == []
+
+
+@pytest.mark.parametrize("way", COMPARED)
+def test_a_resumed_run_has_the_same_bits(way: str, results: Any) -> None:
+    for of_rank in results[way]:
+        assert_same_bits(of_rank["resumed"]["weights"], of_rank["fp8"]["weights"])
+        assert of_rank["resumed"]["losses"] == of_rank["fp8"]["losses"][HALF:]
+
+
+@pytest.mark.parametrize("way", COMPARED)
+def test_checkpoints_go_between_precisions(way: str, results: Any) -> None:
+    for of_rank in results[way]:
+        assert of_rank["from float32"]["losses"] == pytest.approx(of_rank["to float32"]["losses"], abs=2 * BOUND)
+        assert set(of_rank["from float32"]["weights"]) == set(of_rank["32-true"]["weights"])
+
+
+class Odd(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        Trainer(**QUIET, max_steps=1, precision="fp8").fit(Odd(), DataLoader(TensorDataset(torch.ones(2, 4))))
+    return str(error.value)
+
+
+def a_second_run(name: str) -> tuple[list[str], bool]:
+    """Return the types of a layer in a run of 8 bits and in one of float32 after it, and whether the weight stayed."""
+    module = GPT()
+    data = DataLoader(module.data(8), 8)
+    assert module.net is not None
+    types, weight = [], module.net.blocks[0].qkv.weight
+    for precision in ("fp8", "32-true"):
+        Trainer(**QUIET, max_steps=1, precision=precision).fit(module, data)
+        types.append(type(module.net.blocks[0].qkv).__name__)
+    return types, module.net.blocks[0].qkv.weight is weight
+
+
+def test_a_module_without_fitting_layers_is_refused() -> None:
+    assert "has no nn.Linear whose sizes are multiples of 16" in run_each(refusal, [SINGLE])[SINGLE][0]
+
+
+def test_a_later_run_of_float32_computes_in_float32() -> None:
+    assert run_each(a_second_run, [SINGLE])[SINGLE][0] == (["Float8Linear", "Linear"], True)
+
+
+@pytest.mark.parametrize("name", ["deepspeed_stage_2", "xla"])
+def test_engines_without_it_refuse_it_in_words(name: str) -> None:
+    problems = STRATEGIES[name]().problems(PRECISIONS["fp8"], "cpu", 1)
+    assert any("'fp8'" in problem and "'bf16-mixed'" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("other", ["transformer-engine", "mxfp8"])
+def test_other_names_are_answered(other: str) -> None:
+    with pytest.raises(ConfigError, match="'fp8' or 'fp8-rowwise'"):
+        resolve_precision(other)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.precision.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="torchao>="):
+        resolve_precision("fp8")
