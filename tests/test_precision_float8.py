@@ -61,7 +61,9 @@ def everything(way: str, root: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
     root = tmp_path_factory.mktemp("float8")
     return run_each(everything, {SINGLE: None, **dict.fromkeys(selected(request, "way"))}, str(root))
 

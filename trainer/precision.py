@@ -164,11 +164,13 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     linear = {path: child for path, child in module.named_modules() if isinstance(child, nn.Linear)}
-    fits = [path for path, child in linear.items() if not (child.in_features % MULTIPLE or child.out_features % MULTIPLE)]
+    fits = [
+        path for path, child in linear.items() if not (child.in_features % MULTIPLE or child.out_features % MULTIPLE)
+    ]
     if not fits:
         raise ConfigError(
-            f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {MULTIPLE}, and "
-            "only these compute in 8 bits: use 'bf16-mixed', or other sizes."
+            f"precision={name!r}: {type(module).__name__} has no nn.Linear whose sizes are multiples of {MULTIPLE}, "
+            "and only these compute in 8 bits: use 'bf16-mixed', or other sizes."
         )
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not has_float8())
     convert_to_float8_training(module, config=config, module_filter_fn=lambda child, path: path in fits)

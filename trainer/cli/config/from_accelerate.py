@@ -158,7 +158,7 @@ sequence_parallelism    - of tensor parallelism
 *                       ! Megatron-LM's own; its model code is not used here | it is off
 
 [fp8_config]
-*                       ! of TransformerEngine, torchao or MS-AMP; fp8 has one scale for a tensor, fp8-rowwise for each row
+*                       ! of TransformerEngine, torchao, MS-AMP; fp8 has a scale for a tensor, fp8-rowwise for each row
 [mpirun_config]
 *                       > mpirun's own: mpirun -n N --hostfile FILE trainer fit ... is joined by its variables
 
