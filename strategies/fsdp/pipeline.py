@@ -222,8 +222,9 @@ class Pipeline:
         received, self._received = self._received, None
         if not self._taken:
             raise ConfigError(
-                f"pipeline_parallel: {step} has not called {describe_blocks(self.blocks)}: a pipeline needs one "
-                "forward of the model in each step."
+                f"pipeline_parallel: {step} has not called {describe_blocks(self.blocks)}, or a later block before "
+                "them: a pipeline needs one forward of the model in each step, through its blocks in the order in "
+                "which they are registered; a step cannot be left (return None) before it."
             )
         if self._next is not None:
             self._next.send(outputs)

@@ -281,6 +281,26 @@ def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], expert
     return f"divided by the plan: {' and '.join(divided)}; whole: {first_of(whole, 5) if whole else 'none'}"
 
 
+class FirstStepErrors:
+    """A context for steps that says, until one has succeeded, what an error of torch has to do with the plan."""
+
+    def __init__(self, parts: int) -> None:
+        self._parts, self._succeeded = parts, False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and not self._succeeded and not isinstance(error, torch.OutOfMemoryError):
+            raise ConfigError(
+                f"tensor_parallel={self._parts}: the first step fails with the layers divided by tensor_parallel_plan: "
+                f"{str(error).splitlines()[0]}. Between a 'colwise' and a 'rowwise' layer each process has a part of "
+                "the features: give both of a pair, view heads as -1, and have at least one head of queries and keys "
+                "for each process. If it fails without tensor_parallel as well, the plan is not the cause."
+            ) from error
+        self._succeeded = self._succeeded or error is None
+
+
 def needs_loss_parallel(styles: Mapping[str, ParallelStyle]) -> bool:
     """Whether a layer's outputs stay divided, for a loss that torch's `loss_parallel` computes from them."""
     return any(isinstance(style, ColwiseParallel) and not style.use_local_output for style in styles.values())

@@ -125,6 +125,7 @@ class FSDPStrategy(DistributedStrategy):
         self._experts: dict[str, nn.Module] = {}
         """The modules of experts that are divided."""
         self._loss_parallel = False
+        self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
         self._parameters: list[Any] = []
         """torch's records of the sharded parameters."""
         self._copies: list[tuple[nn.Parameter, int]] | None = None
@@ -338,6 +339,7 @@ class FSDPStrategy(DistributedStrategy):
     def _divide_layers(self, module: TrainModule) -> str:
         from trainer.strategies.fsdp.experts import divide_experts, find_experts
         from trainer.strategies.fsdp.plan import (
+            FirstStepErrors,
             apply_plan,
             describe_plan,
             find_plan,
@@ -357,6 +359,7 @@ class FSDPStrategy(DistributedStrategy):
         styles = resolve_plan(module, plan, layout.tensor)
         if layout.tensor > 1:
             apply_plan(module, self._mesh.tensor, styles)
+            self._first_step_errors = FirstStepErrors(layout.tensor)
             self._loss_parallel = needs_loss_parallel(styles)
         self._experts = {name: one for name, one in experts.items() if is_here(one)}
         for one in self._experts.values():
@@ -468,7 +471,8 @@ class FSDPStrategy(DistributedStrategy):
     def _call_wrapped(self, step: str, args: tuple[Any, ...]) -> Any:
         with self.precision.forward_context(self.device), self._refusing_assignments(), self._loss_context():
             if not torch.is_inference_mode_enabled():
-                outputs = self.wrapped(step, _Hidden(args))
+                with self._first_step_errors:
+                    outputs = self.wrapped(step, _Hidden(args))
                 if self._steps_by_hand and step == "training_step":
                     self._refuse_changes_within_step()
                     self.wrapped.reshard()

@@ -298,6 +298,17 @@ class Planned(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise", "blocks.*.out": "rowwise"}
 
 
+class HalfPlanned(Small):
+    tensor_parallel_plan: ClassVar[dict[str, Any]] = {"blocks.*.qkv": "colwise"}
+
+
+class Backwards(Small):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
 class Unmatched(Small):
     tensor_parallel_plan: ClassVar[dict[str, Any]] = {"block.*.qkv": "colwise"}
 
@@ -324,6 +335,7 @@ REFUSED: dict[str, tuple[dict[str, int], type[Small], type[nn.Module], str]] = {
     "a skip connection": (PP, Skipping, Attending, "embed"),
     "a head that is registered before the blocks": (PP, HeadFirst, Attending, "depends on head."),
     "two forwards": (PP, Twice, Attending, "called twice"),
+    "one layer of a pair": (TP, HalfPlanned, Attending, "give both of a pair"),
     "no plan": (TP, Small, Attending, "has no tensor_parallel_plan"),
     "a pattern without a match": (TP, Unmatched, Attending, "nothing matches 'block.*.qkv'"),
     "an unknown style": (TP, Unknown, Attending, "Did you mean 'colwise'"),
@@ -375,14 +387,24 @@ def test_a_mask_that_is_computed_from_tokens_has_its_gradient() -> None:
         torch.testing.assert_close(of_rank, expected, rtol=1e-5, atol=1e-6)
 
 
-def train_with_tuples() -> None:
+NOT_SENT: dict[str, tuple[type[Small], type[nn.Module], str]] = {
+    "tuples": (Unpacking, Tuples, "returns a tuple, and what a stage sends is one tensor"),
+    "blocks in another order": (Backwards, Attending, "in the order in which they are registered"),
+}
+"""Mistakes that one stage finds while another one waits for it."""
+
+
+def train_without_sending(name: str) -> None:
+    kind, block, _ = NOT_SENT[name]
     trainer = Trainer(strategy=FSDPStrategy(**PP), devices=2, accelerator="cpu", max_steps=1, **QUIET)
-    trainer.fit(Unpacking(Tuples(), Tuples()), DataLoader(TensorDataset(torch.randn(4, 8, 8)), 4))
+    trainer.fit(kind(block(), block()), DataLoader(TensorDataset(torch.randn(4, 8, 8)), 4))
 
 
-def test_a_stage_that_cannot_send_ends_the_others() -> None:
-    with pytest.raises(AssertionError, match="returns a tuple, and what a stage sends is one tensor"):
-        run_distributed(train_with_tuples, 2, timeout=90.0)
+@pytest.mark.parametrize("name", NOT_SENT)
+def test_a_stage_that_cannot_send_ends_the_others(name: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        run_distributed(train_without_sending, 2, name, timeout=90.0)
+    assert NOT_SENT[name][2] in str(error.value)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
