@@ -53,6 +53,14 @@ def _same_action_of_sigusr1() -> Iterator[None]:
         _undo_keep_exit_code(signal.SIGUSR1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_process_group() -> Iterator[None]:
+    """Destroy a process group that a file's tests have left, as a script of one process under fsdp does."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> Iterator[None]:
     with isolated_rng():

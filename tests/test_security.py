@@ -98,7 +98,7 @@ def test_optional_packages_are_named_as_the_extras_have_them() -> None:
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {one for name in ("deepspeed", "ray", "tensorboard", "metrics") for one in extras[name]} == set(
+    assert {one for name in ("deepspeed", "fp8", "ray", "tensorboard", "metrics") for one in extras[name]} == set(
         OPTIONAL_PACKAGES.values()
     )
 

@@ -56,10 +56,12 @@ class ParallelMesh:
         if layout:
             sizes = {"stage": layout.pipeline, **sizes, "tensor": layout.tensor}
         self.mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if layout.expert > 1:
-            self.mesh["expert shard", "expert"]._flatten("shard")
-        self.shards = self.mesh[tuple(readers)] if layout else self.mesh
+        self.shards = self.mesh
         """The mesh over which FSDP shards."""
+        if layout.expert > 1:
+            self.shards = self.mesh["expert shard", "expert"]._flatten("shard")
+        if layout and (layout.expert == 1 or len(readers) > 1):
+            self.shards = self.mesh[tuple(readers)]
         shape = (layout.pipeline, math.prod(readers.values()), layout.context, layout.tensor)
         self._ranks = self.mesh.mesh.reshape(shape)
         self._groups: dict[str, dist.ProcessGroup] = {}

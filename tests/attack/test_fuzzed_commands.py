@@ -141,6 +141,7 @@ RIGHT: dict[str, list[list[str]]] = {
     "validate": [["--config", "run.yaml"]],
     "test": [["--config", "run.yaml"]],
     "predict": [["--config", "run.yaml"]],
+    "plan": [["--params", "7e9", "--gpus", "8", "--memory", "80G", "--seq", "4096"]],
     "estimate": [["--params", "7e9"], ["--config", "run.yaml"]],
     "config": [["--preset", "cpu"], ["--list"]],
     "init": [["--template", "digits", "new"], ["--list"]],

@@ -199,3 +199,20 @@ def test_the_old_one_goes_back_when_the_second_rename_fails(tmp_path: Path, monk
         write_checkpoint(tmp_path / "c", {"x": 2}, overwrite=True)
     assert read_checkpoint(tmp_path / "c") == {"x": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_remains_of_a_deleted_checkpoint_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("old", "older"):
+        write_checkpoint(tmp_path / name, {"x": 1})
+    storage = storage_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda *args, **options: None)  # what an immutable file comes to
+        storage.remove_checkpoint(tmp_path / "old")
+    remains = [path.name for path in tmp_path.iterdir() if path.name.startswith(".del-")]
+    assert len(remains) == 1
+    assert "could not be deleted" in caplog.text
+    assert remains[0] in caplog.text
+    storage.remove_checkpoint(tmp_path / "older")
+    assert list(tmp_path.iterdir()) == []

@@ -160,7 +160,7 @@ def test_top_level_keys_must_be_file_names(key: Any, tmp_path: Path) -> None:
 
 
 def test_only_checkpoints_are_overwritten_and_only_when_asked(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match="overwrite=True"):
+    with pytest.raises(CheckpointError, match="exists, and is not replaced"):
         write_checkpoint(checkpoint, {"new": 1})
     write_checkpoint(checkpoint, {"new": 1}, overwrite=True)
     assert read_checkpoint(checkpoint) == {"new": 1}

@@ -26,7 +26,7 @@ STEPS = 4
 
 
 def make_module() -> GPT:
-    return GPT(ragged=True, tied=True, frozen=True)
+    return GPT(ragged=True, tied=True, frozen=True, experts=4)
 
 
 def work(name: str, folder: str) -> dict[str, Any]:

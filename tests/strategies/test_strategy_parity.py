@@ -142,7 +142,7 @@ def test_the_losses_are_those_of_a_hand_written_loop(name: str, key: str, losses
 def test_the_cases_train(by_hand: dict[str, list[float]]) -> None:
     for key, found in by_hand.items():
         first_epoch, last_epoch = sum(found[:4]), sum(found[-4:])
-        assert last_epoch < 0.9 * first_epoch, key
+        assert last_epoch < 0.93 * first_epoch, key
 
 
 @pytest.mark.parametrize("key", ["mlp", "gpt"])

@@ -230,6 +230,13 @@ class LocalStorage:
             for leftover in _temporary_paths(folder.parent):
                 if leftover.kind == "del":
                     _discard(leftover.path)
+        if os.path.lexists(doomed):
+            _log.warning(
+                "The old checkpoint %s could not be deleted: files of it remain in %s, and take space there. Each later "
+                "deletion tries again.",
+                folder,
+                doomed,
+            )
 
     def leftovers(self, folder: Path) -> list[Path]:
         return [leftover.path for leftover in _temporary_paths(folder)]

@@ -185,7 +185,7 @@ def _check_destination(final: StoragePath, overwrite: bool) -> bool:
     if not in_use:
         return False
     if not overwrite:
-        raise CheckpointError(f"{final} exists. Give another name, or overwrite=True to replace it.")
+        raise CheckpointError(f"{final} exists, and is not replaced. Give another name, or delete it before.")
     if not is_checkpoint:
         raise CheckpointError(f"{final} exists and is not a checkpoint, so it is not overwritten. Give another name.")
     return True
