@@ -206,7 +206,7 @@ def test_remains_of_a_deleted_checkpoint_are_named(
 ) -> None:
     for name in ("old", "older"):
         write_checkpoint(tmp_path / name, {"x": 1})
-    storage = storage_of(tmp_path)
+    storage = disk.LocalStorage()
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda *args, **options: None)  # what an immutable file comes to
         storage.remove_checkpoint(tmp_path / "old")

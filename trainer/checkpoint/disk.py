@@ -232,8 +232,8 @@ class LocalStorage:
                     _discard(leftover.path)
         if os.path.lexists(doomed):
             _log.warning(
-                "The old checkpoint %s could not be deleted: files of it remain in %s, and take space there. Each later "
-                "deletion tries again.",
+                "The old checkpoint %s could not be deleted: files of it remain in %s, which later "
+                "deletions try again to remove.",
                 folder,
                 doomed,
             )
