@@ -258,8 +258,8 @@ def main(arguments: list[str]) -> int:
         report = Report(
             f"parallel_{layout}",
             f"{layout}_parallel=2 against {means}: time of a micro-batch of {SAMPLES} x {LENGTH} tokens; two "
-            f"processes, one thread each, a decoder of {parameters:,} parameters, AdamW. The bar, 0.95 of the throughput, "
-            "is a ratio of 1.053.",
+            f"processes, one thread each, a decoder of {parameters:,} parameters, AdamW. Bar: 0.95 of the throughput, "
+            "a ratio of 1.053.",
             unit="ms",
             scale=1e3,
         )
