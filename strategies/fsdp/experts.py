@@ -27,7 +27,7 @@ def find_experts(module: nn.Module, plan: Mapping[str, Any], parts: int) -> dict
         parts: the number of processes among which experts are divided.
 
     Raises:
-        ConfigError: there are none, or one that cannot be divided.
+        ConfigError: one of them cannot be divided.
     """
     found: dict[str, nn.Module] = {}
     for pattern, style in plan.items():

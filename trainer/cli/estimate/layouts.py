@@ -30,11 +30,7 @@ def layout_of(strategy: Strategy) -> MemoryLayout:
     sharding, mesh = options.get("sharding_strategy"), options.get("device_mesh")
     reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
     parts = options.get("layout")
-    divided = (
-        {name: getattr(parts, name) for name in ("tensor", "context", "pipeline", "expert")}
-        if parts is not None
-        else {}
-    )
+    divided = {} if parts is None else {name: getattr(parts, name) for name in DIVISIONS}
     return MemoryLayout(
         stage=options.get("stage", 3 if shards else 0),
         master_weights="master_weights" in options,
