@@ -79,6 +79,8 @@ def cpu_adam_of(deepspeed: Any, optimizer: Optimizer) -> Optimizer:
     )
     # torch keeps a list of its own, of the same dicts.
     made.param_groups = optimizer.param_groups
+    # Schedulers know the optimizer that they were made with, and warn if it has never been stepped.
+    made.register_step_post_hook(lambda *_: setattr(optimizer, "_opt_called", True))
     return made
 
 

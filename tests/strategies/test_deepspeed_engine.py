@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
+import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.helpers import deepspeed_runs
 from tests.helpers.deepspeed_runs import (
@@ -23,10 +27,12 @@ from tests.helpers.deepspeed_runs import (
     windows,
 )
 from tests.helpers.processes import run_distributed
-from trainer import ConfigError
+from tests.helpers.strategy_models import MLP
+from trainer import ConfigError, Trainer
 from trainer.precision import PRECISIONS
 from trainer.strategies.deepspeed.strategy import (
     DeepSpeedStage1Strategy,
+    DeepSpeedStage2OffloadStrategy,
     DeepSpeedStage3Strategy,
 )
 from trainer.strategies.single import SingleDeviceStrategy
@@ -288,3 +294,36 @@ def test_stage_3_evaluates_without_having_trained(found: dict[str, Any], late: b
 )
 def test_what_the_engine_cannot_do_is_reported(found: dict[str, Any], what: str, message: str) -> None:
     assert message in found["refused"][what]
+
+
+# -- DeepSpeed's own Adam ----------------------------------------------------------------------------------------------
+
+
+class Scheduled(MLP):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+
+
+def trained_by(strategy: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the weights after four steps with a schedule, and torch's warnings about the schedule."""
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, seed=1, max_epochs=1, enable_checkpointing=False)
+    module = Scheduled()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(MLP.data(16), 4))
+    return trainer.full_state_dict(), [str(one.message) for one in caught if "step()" in str(one.message)]
+
+
+def trained_by_both() -> Any:
+    return trained_by(DeepSpeedStage2OffloadStrategy(cpu_adam=True)), trained_by("single_device")
+
+
+def test_schedules_reach_cpu_adam(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing := [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]:
+        pytest.skip(f"DeepSpeed compiles its CPUAdam with {missing[0]}, which is not installed")
+    monkeypatch.chdir(tmp_path)
+    ((theirs, told), (weights, nothing)) = run_distributed(trained_by_both, 1)[0]
+    assert told == nothing == []
+    for name, weight in weights.items():
+        torch.testing.assert_close(theirs[name], weight, rtol=1e-5, atol=1e-6)
