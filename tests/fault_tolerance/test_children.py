@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.processes import alive, run_python, start_python, wait_until
+from tests.helpers.processes import Running, alive, run_python, start_python, wait_until
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, Trainer, TrainModule
 
@@ -229,15 +229,97 @@ if __name__ == "__main__":
 def test_data_workers_outlive_signals_and_die_with_their_process(method: str, kind: str, place: str) -> None:
     running = start_python(WORKERS, method, kind, place)
     running.wait_for("at it: ", count=2)
+    check_lives(running)
+
+
+def check_lives(running: Running) -> None:
+    """Check that the workers whose numbers were printed outlive the signals that end a run, but not a killed parent."""
     wait_until(lambda: running.stdout.endswith("\n"))
     workers = [int(line.split()[-1]) for line in running.stdout.splitlines()]
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGTERM"):
         for pid in workers:
             os.kill(pid, signal.Signals[name])
+    time.sleep(0.5)  # which a process takes to end
     assert all(map(alive, workers))
     running.process.kill()
     running.process.wait()
     wait_until(lambda: not any(map(alive, workers)))
+
+
+EVERYWHERE = (
+    BEGIN
+    + """
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+def hang(worker_id):
+    print("at it:", os.getpid(), flush=True)
+    time.sleep(3600)
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index)), torch.zeros(1)
+
+
+class OwnContext(multiprocessing.context.ForkContext):
+    pass
+
+
+def begun(kind=DataLoader, **options):
+    loader = kind(Samples(), 2, num_workers=1, worker_init_fn=hang, **options)
+    return loader, iter(loader)
+
+
+class Deep:
+    __slots__ = ("inside",)
+
+    def __init__(self):
+        self.inside = lambda options={"loader": [DataLoader(Samples(), 2, num_workers=1, worker_init_fn=hang)]}: options
+
+    def __iter__(self):
+        yield from self.inside()["loader"][0]
+
+
+class Data(DataModule):
+    def prepare_data(self):
+        self.first = begun()
+
+    def setup(self, stage):
+        self.second = begun(persistent_workers=True)
+
+    def train_dataloader(self):
+        return Deep()
+
+
+class Hooks(Callback):
+    def setup(self, trainer, module, stage):
+        self.kept = [begun()]
+        threading.Thread(target=begun, args=(StatefulDataLoader,), daemon=True).start()  # waits for its worker to begin
+
+    def on_fit_start(self, trainer, module):
+        self.kept += [begun(multiprocessing_context=OwnContext())]
+
+    def on_train_start(self, trainer, module):
+        threading.Thread(target=lambda: self.kept.append(begun()), daemon=True).start()
+        assert DataLoader(Samples()).multiprocessing_context is None
+
+
+if __name__ == "__main__":
+    quiet(max_epochs=1, callbacks=[Hooks()]).fit(Toy(), datamodule=Data())
+"""
+)
+
+
+def test_workers_of_any_loader_of_a_run_outlive_signals_and_die_with_their_process() -> None:
+    """Also of those in objects that nothing of the trainer's can look into, of hooks, and of threads."""
+    pytest.importorskip("torchdata")
+    running = start_python(EVERYWHERE)
+    running.wait_for("at it: ", count=7)
+    check_lives(running)
 
 
 HUNG = (

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sampler_state import OwnGenerator, own_generators
-from trainer.data.worker_processes import WorkerOptions
 from trainer.errors import ConfigError, restoring
 from trainer.metrics.metric_log import add_sizes
 from trainer.seed import isolated_rng, mix_seed, seed_cpu_generators
@@ -44,7 +43,6 @@ class IterableLoader(BatchLoader):
         self._training = training
         self._restored: Any = None
         self._used = False
-        self._worker_options: WorkerOptions | None = None
         self.one_shot = hasattr(loader, "__next__") and iter(loader) is loader
         self.stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
@@ -153,17 +151,6 @@ class IterableLoader(BatchLoader):
         with restoring(f"the state of {self.label}"):
             self._loader.load_state_dict(restored)
             return self._begin()
-
-    def _begin(self) -> Iterator[Any]:
-        if self._worker_options is None:
-            self._worker_options = WorkerOptions(self._loader)
-        return super()._begin()
-
-    def close(self) -> None:
-        super().close()
-        if self._worker_options is not None:
-            self._worker_options.restore()
-            self._worker_options = None
 
     def _refuse_nothing(self) -> None:
         if self.one_shot and self._used:

@@ -14,7 +14,6 @@ from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.fingerprints import of_indices
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.seeded_dataset import SeededDataset, ShowDataset, identity_collate
-from trainer.data.worker_processes import WorkerInit, worker_context
 from trainer.errors import ConfigError
 from trainer.seed import PrivateRng, drop_cached_normal, mix_seed
 
@@ -57,8 +56,7 @@ class ShardedDataLoader(BatchLoader):
         if getattr(loader, "pin_memory_device", ""):  # deprecated in torch 2.13
             options["pin_memory_device"] = loader.pin_memory_device
         if loader.num_workers > 0:
-            options["worker_init_fn"] = WorkerInit(ShowDataset(loader.worker_init_fn))
-            options["multiprocessing_context"] = worker_context(loader.multiprocessing_context)
+            options["worker_init_fn"] = ShowDataset(loader.worker_init_fn)
         if self.sampler.automatic_batching:
             options["batch_sampler"] = self.sampler
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import multiprocessing
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import context as contexts
 from multiprocessing.connection import wait
@@ -20,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from trainer.arguments import is_mapping
 from trainer.fault_tolerance.signals import children_keep_handlers, ignore_in_this_process, in_main_thread
@@ -36,17 +39,50 @@ _BEGIN_S = 5.0
 _TRIES = 4
 
 
+class _Start:
+    """The process that starts a data worker.
+
+    Args:
+        by_server: multiprocessing's fork server is the worker's parent, at the request of this process.
+    """
+
+    def __init__(self, by_server: bool) -> None:
+        self.by_server = by_server
+        self._starter = os.getpid()
+        # prctl's PDEATHSIG is sent at the end of the thread that started the process, not of its process.
+        self._thread_lasts = in_main_thread()
+
+    def begin(self) -> None:
+        """In the worker: have it end with the process that started it, and ignore the signals that stop a run."""
+        leave_signals_to_parent()
+        self._end_with_parent()
+        # torch installs a handler of its own for SIGTERM when its part of the worker begins.
+        torchs: Any = signal_handling
+        torchs._set_worker_signal_handlers = partial(_then_leave_signals, torchs._set_worker_signal_handlers)
+
+    def _end_with_parent(self) -> None:
+        """Have this process end when its parent ends, whatever ends the parent."""
+        parent, starter = os.getppid(), multiprocessing.parent_process()
+        by_kernel = sys.platform.startswith("linux") and (self._thread_lasts or self.by_server)
+        if by_kernel:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self.by_server or not by_kernel:
+            # multiprocessing's fork server ends with the process that asked for this worker, if nothing else that this
+            # process has forked holds a copy of the server's pipe.
+            wait = starter.join if self.by_server and starter is not None else partial(_wait_for_parent, parent)
+            threading.Thread(target=_end_after, args=(wait,), name="end-with-parent", daemon=True).start()
+        if not self.by_server and {parent, os.getppid()} != {self._starter}:
+            os._exit(1)  # the parent ended before this line
+
+
 class _DataWorker(BaseProcess):
     """A worker process that ends when its parent ends, and ignores the signals that stop a run."""
 
     by_server: ClassVar[bool] = False
-    """True if multiprocessing's fork server is the parent."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._starter = os.getpid()
-        # prctl's PDEATHSIG is sent at the end of the thread that started the process, not of its process.
-        self._thread_lasts = in_main_thread()
+        self._began = _Start(self.by_server)
 
     @classmethod
     def _Popen(cls, process: Any) -> Any:  # noqa: N802  # multiprocessing's name
@@ -57,24 +93,8 @@ class _DataWorker(BaseProcess):
         return popen
 
     def run(self) -> None:
-        leave_signals_to_parent()
-        self._end_with_parent()
+        self._began.begin()
         super().run()
-
-    def _end_with_parent(self) -> None:
-        """Have this process end when its parent ends, whatever ends the parent."""
-        parent, starter = os.getppid(), multiprocessing.parent_process()
-        if self.by_server:
-            # The parent is the fork server, which outlives the process that asked for this worker.
-            assert starter is not None
-            threading.Thread(target=_end_after, args=(starter.join,), name="end-with-parent", daemon=True).start()
-        elif sys.platform.startswith("linux") and self._thread_lasts:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        else:
-            wait = partial(_wait_for_parent, parent)
-            threading.Thread(target=_end_after, args=(wait,), name="end-with-parent", daemon=True).start()
-        if not self.by_server and {parent, os.getppid()} != {self._starter}:
-            os._exit(1)  # the parent ended before this line
 
 
 class _Spawned(_DataWorker, contexts.SpawnProcess):
@@ -135,47 +155,66 @@ if "fork" in multiprocessing.get_all_start_methods():
     _CONTEXTS |= {"fork": _ForkContext(), "forkserver": _ForkServerContext()}
 
 
-def worker_context(given: BaseContext | None) -> BaseContext:
-    """Return a `multiprocessing_context` for a DataLoader whose workers end with this process.
+class _UsersContext:
+    """A context of a class of the user's own, for workers that end with this process: its `Process` is replaced."""
 
-    Args:
-        given: the context that the user gave; returned unchanged if it is of a class of the user's own.
-    """
+    def __init__(self, given: BaseContext) -> None:
+        self._process: Callable[..., BaseProcess] = given.Process  # type: ignore[attr-defined]
+        self._by_server = given.get_start_method() == "forkserver"
+
+    def __call__(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:
+        return self._process(target=partial(_begin, _Start(self._by_server), target), args=args)
+
+
+def _then_leave_signals(install: Callable[[], None]) -> None:
+    install()
+    leave_signals_to_parent()
+
+
+def _begin(start: _Start, target: Callable[..., None], *args: Any) -> None:
+    start.begin()
+    target(*args)
+
+
+def _worker_context(given: BaseContext | None) -> BaseContext:
+    """Return a context for a DataLoader whose workers end with this process, in place of the one that it was given."""
     standard = multiprocessing.get_context() if given is None else given
     known = type(multiprocessing.get_context(standard.get_start_method()))
-    return _CONTEXTS[standard.get_start_method()] if type(standard) is known else standard
+    if type(standard) is known:
+        return _CONTEXTS[standard.get_start_method()]
+    if standard in _CONTEXTS.values() or isinstance(vars(standard).get("Process"), _UsersContext):
+        return standard
+    changed = copy.copy(standard)
+    changed.Process = _UsersContext(standard)  # type: ignore[attr-defined]
+    return changed
 
 
-class WorkerInit:
-    """A `worker_init_fn` that ignores the signals that stop a run, then calls the user's `worker_init_fn`."""
-
-    def __init__(self, users: Callable[[int], None] | None) -> None:
-        self.users = users
-
-    def __call__(self, worker_id: int) -> None:
-        if isinstance(multiprocessing.current_process(), _DataWorker):
-            leave_signals_to_parent()  # again, since torch has installed a handler for SIGTERM
-        if self.users is not None:
-            self.users(worker_id)
+# Module state, because the class DataLoader belongs to the process.
+_runs: list[object] = []
+_class: Any = DataLoader
+_property = _class.multiprocessing_context
 
 
-class WorkerOptions:
-    """Changes the DataLoaders inside a user's loader so that their workers end with this process, until `restore`."""
+def _context_in_a_run(loader: DataLoader[Any]) -> BaseContext | None:
+    given: BaseContext | None = _property.fget(loader)
+    return _worker_context(given) if loader.num_workers > 0 else given
 
-    def __init__(self, loader: Any) -> None:
-        self._changed = [
-            (one, one.multiprocessing_context, one.worker_init_fn)
-            for one in data_loaders_in(loader)
-            if one.num_workers > 0
-        ]
-        for one, context, users in self._changed:
-            one.multiprocessing_context, one.worker_init_fn = worker_context(context), WorkerInit(users)
 
-    def restore(self) -> None:
-        """Restore the DataLoaders' own options. Does nothing the second time."""
-        for one, context, users in self._changed:
-            one.multiprocessing_context, one.worker_init_fn = context, users
-        self._changed.clear()
+@contextmanager
+def workers_end_with_this_process() -> Iterator[None]:
+    """Within the block, have the workers of all DataLoaders end with this process, and not by signals.
+
+    Also of loaders that the user makes in hooks, in iterables or in libraries: each iterator of a DataLoader, and of a
+    StatefulDataLoader, reads the loader's `multiprocessing_context` when it starts its workers, and nothing else does.
+    """
+    _runs.append(None)
+    _class.multiprocessing_context = property(_context_in_a_run, _property.fset)
+    try:
+        yield
+    finally:
+        _runs.pop()
+        if not _runs:
+            _class.multiprocessing_context = _property
 
 
 def data_loaders_in(loader: Any) -> Iterator[DataLoader[Any]]:

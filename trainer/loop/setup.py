@@ -15,6 +15,7 @@ from trainer.checkpoint.disk import replace_notes
 from trainer.checkpoint.pretrained import open_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.data.datamodule import DataModule
+from trainer.data.worker_processes import workers_end_with_this_process
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.slurm import was_requeued
 from trainer.errors import ConfigError
@@ -86,7 +87,7 @@ def start_run(
     check_call(config, session.stage, stage, module, data, datamodule, ckpt_path, allow_changes, weights)
     start_processes(config)
     run = Run(config, session, stage, module, datamodule)
-    with ExitStack() as cleanup:
+    with workers_end_with_this_process(), ExitStack() as cleanup:
         cleanup.callback(run.end)
         caller = adopt(run)
         run.bind_hooks(caller)
