@@ -21,7 +21,7 @@ from benchmarks._report import Report
 from benchmarks._task import Batches
 from benchmarks._turns import Clock, Contender, take_turns
 
-LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, SAMPLES = 4, 128, 4, 64, 128, 2
+LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, SAMPLES = 4, 256, 4, 64, 256, 2
 MICRO_BATCHES = 8
 """Of a step of the pipeline."""
 BAR = 1 / 0.95
@@ -81,7 +81,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
     kinds: dict[type, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         kinds.setdefault(type(parameter.data), []).append(parameter)
-    return torch.optim.AdamW([{"params": several} for several in kinds.values()], lr=1e-3)
+    return torch.optim.AdamW([{"params": several} for several in kinds.values()], lr=1e-3, fused=True)
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------

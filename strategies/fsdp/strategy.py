@@ -51,7 +51,8 @@ class FSDPStrategy(DistributedStrategy):
             classes, a least number of parameters, or a function (name, submodule) -> bool. See
             `trainer.model.blocks.find_blocks`.
         reshard_after_forward: instead of what `sharding_strategy` says: True, False, or an int, the number of processes
-            among which parameters stay sharded between forward and backward.
+            among which parameters stay sharded between forward and backward. With `pipeline_parallel` a stage keeps its
+            parameters gathered for a whole window, unless this is True or an int.
         device_mesh: for "HYBRID_SHARD", (replicas, shards); default: (machines, processes on each).
         cpu_offload: parameters, gradients and optimizer state live in the CPU's memory; the step runs there.
         accumulate_unsharded: with accumulation, keep full gradients on each process until the last micro-batch, and
@@ -126,12 +127,15 @@ class FSDPStrategy(DistributedStrategy):
         """The modules of experts that are divided."""
         self._loss_parallel = False
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
+        self._units: list[Any] = []
+        """The module and its blocks, as FSDP2 wraps them."""
         self._parameters: list[Any] = []
         """torch's records of the sharded parameters."""
         self._copies: list[tuple[nn.Parameter, int]] | None = None
         """The parameters that an evaluation inside `fit` has gathered, each with its version; None: no evaluation."""
         self._before: list[tuple[Any, int, int]] = []
-        """The records of parameters that an earlier step has gathered, each with the state of its full parameter."""
+        """The records of parameters that were gathered before, each with the state of its full parameter when the step
+        began, or the window if it keeps them gathered."""
         self._will_load_checkpoint = False
         self._reuses_memory = False
         self._communicates = True
@@ -265,7 +269,7 @@ class FSDPStrategy(DistributedStrategy):
             _, _, self.pipeline, self._loss_parallel, self.divisions = self.wrapped.division
             # An evaluation, which has no backward, leaves gathered copies, and an optimizer would train these.
             reshard_all(self.wrapped)
-            self._parameters = list(fsdp_parameters(self.wrapped))
+            self._list_units()
             return
         self._refuse(module)
         self.precision.convert_module(module)
@@ -275,7 +279,7 @@ class FSDPStrategy(DistributedStrategy):
         if activation_checkpointing is not None:
             enable_activation_checkpointing(module, activation_checkpointing)
         self.wrapped = self._shard(module, units)
-        self._parameters = list(fsdp_parameters(self.wrapped))
+        self._list_units()
         self.wrapped.division = Division(
             self.layout, self.processes.world_size, self.pipeline, self._loss_parallel, self.divisions
         )
@@ -287,6 +291,10 @@ class FSDPStrategy(DistributedStrategy):
         for name, value in values:
             if self.pipeline is None or name not in self.pipeline.elsewhere:
                 set_values(tensors[name].detach(), value)
+
+    def _list_units(self) -> None:
+        self._units = list(fsdp_units(self.wrapped))
+        self._parameters = list(fsdp_parameters(self.wrapped))
 
     def _refuse_other_mesh(self, module: TrainModule) -> None:
         """Raise ConfigError if an earlier run, such as one before `trainer.launch`, had other processes or parts."""
@@ -390,7 +398,7 @@ class FSDPStrategy(DistributedStrategy):
         )
         reshard = self.reshard_after_forward
         if reshard is None:
-            reshard = self.sharding_strategy != "SHARD_GRAD_OP"
+            reshard = self.sharding_strategy != "SHARD_GRAD_OP" and self.pipeline is None
         blocks = exclude_tied_weights(module, chosen)
         tied = [name for name in chosen if name not in blocks]
         if tied:
@@ -462,11 +470,17 @@ class FSDPStrategy(DistributedStrategy):
 
     def call_step(self, step: str, *args: Any) -> Any:
         self._refuse_replaced_parameters()
-        if step == "training_step":
-            self._before = [(p, *_state_of(vars(p)["_unsharded_param"])) for p in self._parameters if was_gathered(p)]
+        if step == "training_step" and not (self._keeps_gathered and self._before):
+            self._before = self._gathered_states()
         if self.pipeline is None:
             return self._call_wrapped(step, args)
-        return self.pipeline.forward(lambda: self._call_wrapped(step, args), step, self.device, self._communicates)
+        outputs = self.pipeline.forward(lambda: self._call_wrapped(step, args), step, self.device, self._communicates)
+        if step == "training_step" and not self._before:
+            self._before = self._gathered_states()
+        return outputs
+
+    def _gathered_states(self) -> list[tuple[Any, int, int]]:
+        return [(p, *_state_of(vars(p)["_unsharded_param"])) for p in self._parameters if was_gathered(p)]
 
     def _call_wrapped(self, step: str, args: tuple[Any, ...]) -> Any:
         with self.precision.forward_context(self.device), self._refusing_assignments(), self._loss_context():
@@ -528,9 +542,12 @@ class FSDPStrategy(DistributedStrategy):
         self._refuse_replaced_parameters()
         changed = [p._module_info for p, *then in self._before if [*_state_of(vars(p)["_unsharded_param"])] != then]
         if changed:
+            within, hooks = "step", "on_train_step_end or on_train_batch_start"
+            if self._keeps_gathered:
+                within, hooks = "window", "on_train_step_end"
             raise ConfigError(
-                f"{', '.join(map(self._name_of, changed))} changed within a step, while gathered, and "
-                f"strategy {self.name!r} would lose that: change it in on_train_step_end or on_train_batch_start."
+                f"{', '.join(map(self._name_of, changed))} changed within a {within}, while gathered, and "
+                f"strategy {self.name!r} would lose that: change it in {hooks}."
             )
 
     @contextmanager
@@ -614,6 +631,7 @@ class FSDPStrategy(DistributedStrategy):
     def end_window(self) -> None:
         if self.pipeline is not None:
             self.pipeline.end_window(self._backward_of)
+            self._before = []
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> None:
         super().step(optimizer, closure, **options)
@@ -626,13 +644,27 @@ class FSDPStrategy(DistributedStrategy):
 
     @contextmanager
     def _communicating(self, now: bool) -> Iterator[None]:
-        self.wrapped.set_requires_gradient_sync(now)
-        self._communicates = now
+        before = self._communicates
+        self._communicate(now)
         try:
             yield
         finally:
-            self.wrapped.set_requires_gradient_sync(True)
-            self._communicates = True
+            self._communicate(before)
+
+    def _communicate(self, now: bool) -> None:
+        """Have the next backward reduce the gradients over processes, and free gathered weights, or not."""
+        if now == self._communicates:
+            return
+        self._communicates = now
+        for unit in self._units:
+            unit.set_requires_gradient_sync(now, recurse=False)
+            if self._keeps_gathered:
+                unit.set_reshard_after_backward(now, recurse=False)
+
+    @property
+    def _keeps_gathered(self) -> bool:
+        """True if the weights stay gathered from the first micro-batch of a window to its last one."""
+        return self.pipeline is not None and not self.reshard_after_forward
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         from trainer.strategies.fsdp.clipping import by_mesh, clip_by_norm
@@ -791,14 +823,18 @@ def copy_views(unit: nn.Module, arguments: Any, output: Any) -> Any:
     return same if found else None
 
 
-def fsdp_parameters(wrapped: nn.Module) -> Iterator[Any]:
-    """Yield torch's records of the parameters that FSDP2 shards."""
+def fsdp_units(wrapped: nn.Module) -> Iterator[Any]:
+    """Yield the modules whose parameters FSDP2 gathers together."""
     from torch.distributed.fsdp import FSDPModule
 
-    for unit in wrapped.modules():
-        if isinstance(unit, FSDPModule):
-            for group in parameter_groups(unit):
-                yield from group.fsdp_params
+    return (unit for unit in wrapped.modules() if isinstance(unit, FSDPModule))
+
+
+def fsdp_parameters(wrapped: nn.Module) -> Iterator[Any]:
+    """Yield torch's records of the parameters that FSDP2 shards."""
+    for unit in fsdp_units(wrapped):
+        for group in parameter_groups(unit):
+            yield from group.fsdp_params
 
 
 def parameter_groups(unit: Any) -> list[Any]:
@@ -831,14 +867,12 @@ def was_gathered(parameter: Any) -> bool:
 
 def reshard_all(wrapped: nn.Module) -> None:
     """Free all gathered parameters, also those of a forward that has ended with an error."""
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-    for unit in wrapped.modules():
-        if isinstance(unit, FSDPModule):
-            for group in parameter_groups(unit):
-                group._training_state = TrainingState.IDLE
-            unit.reshard()
+    for unit in fsdp_units(wrapped):
+        for group in parameter_groups(unit):
+            group._training_state = TrainingState.IDLE
+        unit.reshard()
 
 
 def norms_with_statistics(module: nn.Module) -> list[nn.Module]:

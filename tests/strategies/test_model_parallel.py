@@ -446,6 +446,7 @@ OPTIONS: dict[str, tuple[str, tuple[tuple[str, Any], ...], dict[str, Any]]] = {
     "recomputed activations": ("CP x2", (), {"activation_checkpointing": "auto"}),
     "recomputed activations of stages": ("PP x2", (), {"activation_checkpointing": "auto"}),
     "weights in the CPU's memory": ("PP x2", (("cpu_offload", True),), {}),
+    "weights of stages, a block at a time": ("PP x2", (("reshard_after_forward", True),), {}),
     "windows shorter than the pipeline": ("PP x2", (), {"accumulate_grad_batches": 1}),
 }
 
@@ -493,3 +494,24 @@ def test_an_error_of_torch_in_a_forward_is_reported_as_it_is() -> None:
     with pytest.raises(AssertionError, match="IndexError: index out of range") as ended:
         run_distributed(look_up_what_is_not_there, 2, timeout=90.0)
     assert "were replaced" not in str(ended.value)
+
+
+class Halved(GPT):
+    """A weight changes between two micro-batches of one window."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            with torch.no_grad():
+                next(p for p in self.parameters() if not p.isnan().any()).mul_(0.5)
+
+
+def change_within_a_window() -> None:
+    module = Halved()
+    WAYS["PP x2"].trainer(max_steps=1, accumulate_grad_batches=4).fit(module, DataLoader(module.data(8), 2))
+
+
+def test_a_weight_that_changes_while_a_stage_keeps_it_gathered_is_told() -> None:
+    with pytest.raises(
+        AssertionError, match=r"changed within a window, while gathered, .* change it in on_train_step_end"
+    ):
+        run_distributed(change_within_a_window, 2, timeout=90.0)

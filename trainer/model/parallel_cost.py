@@ -235,6 +235,7 @@ def process_memory(model: Architecture, layout: ParallelLayout, work: Work, stag
     block, around = _elements(model, layout, stage)
     numbers, own = work.numbers, -(-(stage.blocks * block + around) // layout.sharing)
     is_gathered = layout.sharing > 1 or numbers.computed != numbers.stored
+    together = stage.blocks if layout.pipeline > 1 else min(stage.blocks, 3)
     waits = work.window > 1 and layout.sharing > 1 and work.accumulate_unsharded
     return ProcessMemory(
         parameters=numbers.stored * own,
@@ -245,7 +246,7 @@ def process_memory(model: Architecture, layout: ParallelLayout, work: Work, stag
             _kept_of_block(model, layout, work) if work.checkpointing else 0,
             work.tokens * model.vocabulary * (numbers.computed + 4 * _is_mixed(work)) if stage.last else 0,
         ),
-        gathered=(numbers.computed * (around + min(stage.blocks, 3) * block) if is_gathered else 0)
+        gathered=(numbers.computed * (around + together * block) if is_gathered else 0)
         + (max(numbers.stored, 4) * (stage.blocks * block + around) if waits else 0),
     )
 
@@ -309,9 +310,11 @@ def _of_shards(model: Architecture, layout: ParallelLayout, work: Work, stage: S
     reduced = 1 if work.accumulate_unsharded else window
     block, around = (-(-elements // sharing) * sharing for elements in _elements(model, layout, stage))
     number = work.numbers.computed
-    # A block is gathered before its forward and before its backward; what is around the blocks stays in between.
-    for units, elements, gathers in ((stage.blocks, block, 2), (int(around > 0), around, 1)):
-        yield Collective("shards", "all_gather", gathers * units * window, number * elements, sharing)
+    # A block is gathered before its forward and before its backward; what is around the blocks stays in between, and a
+    # stage of a pipeline keeps everything for the window.
+    of_block, of_others = (1, 1) if layout.pipeline > 1 else (2 * window, window)
+    for units, elements, gathers in ((stage.blocks, block, of_block), (int(around > 0), around, of_others)):
+        yield Collective("shards", "all_gather", gathers * units, number * elements, sharing)
         gradients = max(REDUCED, work.numbers.stored) * elements
         yield Collective("shards", "reduce_scatter", units * reduced, gradients, sharing)
         yield Collective("replicas", "all_reduce", units * reduced, gradients // sharing, layout.replicas)

@@ -36,7 +36,8 @@ def layout_of(strategy: Strategy) -> MemoryLayout:
         master_weights="master_weights" in options,
         by_machine=sharding == "HYBRID_SHARD",
         shards=mesh[1] if mesh else None,
-        keep_gathered=reshard is False or (reshard is None and sharding == "SHARD_GRAD_OP"),
+        keep_gathered=reshard is False
+        or (reshard is None and (sharding == "SHARD_GRAD_OP" or divided.get("pipeline", 1) > 1)),
         offload_weights=cpu_offload or options.get("offload_parameters") in ("cpu", "nvme"),
         offload_optimizer=cpu_offload or options.get("offload_optimizer") in ("cpu", "nvme"),
         **divided,
