@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from trainer.arguments import check_constructor, with_python_numbers
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
-from trainer.checkpoint.shards import Loadable, Shard, materialize
+from trainer.checkpoint.shards import Loadable, Shard, materialize, read_when_used
 from trainer.data.transfer import make_transfer, map_leaves
 from trainer.distributed.devices import device_number
 from trainer.distributed.process_group import SingleProcess
@@ -369,7 +369,10 @@ class Strategy:
         Raises:
             CheckpointError: names or shapes differ from the module's.
         """
-        load_weights(self.module, {name: materialize(value) for name, value in state.items()}, strict)
+        copied = dict(self.module.named_parameters(remove_duplicate=False))
+        # Parameters are read one at a time; other values, which a module may keep as they are, before.
+        values = {name: read_when_used(v) if name in copied else materialize(v) for name, v in state.items()}
+        load_weights(self.module, values, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's class and `state_dict` by parameter name; see `checkpoint/optimizer_state.py`."""

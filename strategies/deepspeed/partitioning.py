@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -64,17 +65,24 @@ def restore_empty(module: nn.Module) -> None:
         parameter.data = parameter.data.new_empty(0)
 
 
-def partition_module(deepspeed: Any, config: Mapping[str, Any], module: nn.Module, init_device: InitDevice) -> None:
+def partition_module(
+    deepspeed: Any, config: Mapping[str, Any], module: nn.Module, init_device: InitDevice, loaded: Collection[str]
+) -> None:
     """Partition the parameters, one after the other, with rank 0's values. Collective.
 
     DeepSpeed's own context around the construction partitions a layer as soon as it is built, and an outer layer that
     initializes it again then changes nothing.
+
+    Args:
+        loaded: names whose values come from a checkpoint later.
     """
-    values = initial_values(module, init_device)
-    partition = deepspeed.zero.Init(config_dict_or_path=dict(config))
     tensors, owners = named_tensors(module), list(module.modules())
+    unset = ((name, tensors[name]) for name in loaded if name in tensors and init_device != "cpu")
+    values = itertools.chain(initial_values(module, init_device, loaded), unset)
+    partition = deepspeed.zero.Init(config_dict_or_path=dict(config))
     for name, value in values:
         tensor = tensors[name]
+        value = torch.empty_like(value, device="cpu") if value.is_meta else value
         if not tensor.is_meta:
             tensor.data.copy_(value)
         else:

@@ -208,8 +208,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         with self.precision.init_context(), build_context(self.init_device):
             yield
         if self.stage == 3 and module.overrides("configure_model"):
+            loaded = list(module.state_dict()) if will_load_checkpoint else []
             with local_rank_env(self._device_number):
-                partition_module(self.deepspeed, in_full_precision(self._resolve(module)), module, self.init_device)
+                config = in_full_precision(self._resolve(module))
+                partition_module(self.deepspeed, config, module, self.init_device, loaded)
 
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None

@@ -273,7 +273,8 @@ class FSDPStrategy(DistributedStrategy):
             return
         self._refuse(module)
         self.precision.convert_module(module)
-        loaded = module.state_dict(keep_vars=True).keys() if self._will_load_checkpoint else ()
+        # Names alone: the state_dict would keep the full tensors while their shards are made.
+        loaded = list(module.state_dict(keep_vars=True)) if self._will_load_checkpoint else []
         values = initial_values(module, self.init_device, loaded, self.device)
         units = self._divide(module)
         if activation_checkpointing is not None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.compare import QUIET
+from tests.helpers.processes import run_distributed
 from tests.helpers.strategy_models import GPT, Transformer
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
-from trainer import CheckpointError, ConfigError, Trainer
+from trainer import CheckpointError, ConfigError, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.checkpoint.pretrained import open_weights
+from trainer.strategies import STRATEGIES
 
 LAYOUTS = (SINGLE, "DDP x2", "FSDP x2", "TP x2", "CP x2", "PP x2", "ZeRO-3 x2")
 
@@ -63,6 +68,107 @@ def test_every_layout_reads_the_same_weights(tmp_path: Path) -> None:
             assert found.keys() == expected.keys(), way
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{way}: {name}")
+
+
+WIDTH, LAYERS = 1024, 40
+SIZE, LARGEST = 4 * WIDTH**2 * (LAYERS + 4), 4 * WIDTH**2 * 4
+"""Bytes of the weights of `Large`, and of the largest one."""
+SLACK = 32 << 20
+"""For what is imported, and for buffers."""
+HALVES = {
+    "FSDP x2": STRATEGIES["fsdp"](init_device="meta"),
+    "TP x2": STRATEGIES["fsdp"](init_device="meta", tensor_parallel=2),
+    "PP x2": STRATEGIES["fsdp"](init_device="meta", pipeline_parallel=2),
+}
+
+
+class LargeNet(nn.Module):
+    """Initializes its layers and a table that no checkpoint has, as Hugging Face models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4 * WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.register_buffer("table", torch.zeros(WIDTH), persistent=False)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+        self.table.fill_(1.0)
+
+
+class Large(TrainModule):
+    """Records by how much the memory of its process grew from before its layers are built until they are loaded."""
+
+    tensor_parallel_plan: ClassVar = {"net.embed": "rowwise", "net.layers.*": "colwise_gather_output"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: LargeNet | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.before, self.net = peak_memory(), LargeNet()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert self.net is not None
+        x = self.net.embed(batch)
+        for layer in self.net.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        self.growth = peak_memory() - self.before
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has held at once, since the number was reset."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
+
+
+def growths(ways: dict[str, Any], folder: str) -> dict[str, int]:
+    found = {}
+    for name, strategy in ways.items():
+        module = Large()
+        options = {"accelerator": "cpu", "devices": 2 if strategy else 1, "strategy": strategy or "auto", **QUIET}
+        Trainer(**options, max_steps=1).fit(module, DataLoader(torch.zeros(4, 2, dtype=torch.int64), 2), weights=folder)
+        found[name] = module.growth
+        del module
+        gc.collect()
+    return found
+
+
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("large")
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in LargeNet().state_dict().items()}
+    save_sharded(folder, {name: torch.zeros(shape) for name, shape in shapes.items()})
+    return str(folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes in /proc")
+def test_one_process_holds_the_weights_and_one_more_tensor(large_folder: str) -> None:
+    (found,) = run_distributed(growths, 1, {SINGLE: None}, large_folder)
+    assert found[SINGLE] < SIZE + LARGEST + SLACK
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes in /proc")
+def test_no_process_holds_more_than_its_shard_and_one_tensor(large_folder: str) -> None:
+    for found in run_distributed(growths, 2, HALVES, large_folder):
+        for way, growth in found.items():
+            assert growth < SIZE / 2 + LARGEST + SLACK, way
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes in /proc")
+def test_no_process_of_zero_3_holds_more_than_its_shard_and_two_tensors(large_folder: str) -> None:
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed")
+    ways = {"ZeRO-3 x2": STRATEGIES["deepspeed_stage_3"](init_device="meta")}
+    for found in run_distributed(growths, 2, ways, large_folder):
+        assert found["ZeRO-3 x2"] < SIZE / 2 + 2 * LARGEST + SLACK
 
 
 def train(module: GPT, weights: Path, **arguments: Any) -> Trainer:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from trainer.distributed.sendable import sendable
 
@@ -147,3 +148,23 @@ def read_slice(value: Loadable, extent: FlatSlice) -> torch.Tensor:
 def materialize(value: Loadable) -> torch.Tensor:
     """Return a tensor of a checkpoint, reading it if necessary."""
     return value if isinstance(value, torch.Tensor) else value.read()
+
+
+class _ReadWhenUsed(torch.Tensor):
+    """A tensor without memory: each operation on it, such as `parameter.copy_`, reads the stored tensor anew."""
+
+    _stored: StoredTensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(cls, lambda tensor: tensor._stored.read(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def read_when_used(value: Loadable) -> torch.Tensor:
+    """Return a tensor for `load_state_dict`, which copies one after the other; that of a file is read by the copy."""
+    if isinstance(value, torch.Tensor):
+        return value
+    tensor: Any = torch.Tensor._make_wrapper_subclass(_ReadWhenUsed, value.shape, dtype=value.dtype)
+    tensor._stored = value
+    return tensor  # type: ignore[no-any-return]

@@ -203,7 +203,7 @@ def build_module(
     """Build the module's layers, move and wrap them, compile them, and load the checkpoint's or pretrained weights."""
     module, strategy, training = run.module, run.strategy, run.stage == "fit"
     pretrained = None if weights is None or checkpoint is not None else open_weights(weights)
-    loads_all = checkpoint is not None or (pretrained is not None and module.strict_loading)
+    loads_all = module.strict_loading and (checkpoint is not None or pretrained is not None)
     with strategy.init_context(module, will_load_checkpoint=loads_all):
         module.configure_model()
         check_module(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from torch.func import functional_call
 
 from trainer.distributed.process_group import TorchProcessGroup
 from trainer.errors import ConfigError, first_of, raise_problems
+
+log = logging.getLogger("trainer")
 
 InitDevice = Literal["cpu", "mixed", "meta"]
 INITIALIZERS = ("init_weights", "reset_parameters", "_reset_parameters")
@@ -99,7 +102,8 @@ def initial_values(
         for name in list(built):
             yield name, _from_rank_0(built.pop(name), device)
         for prefix, unit in units.items():
-            values = initialize(unit, shapes[prefix]) if dist.get_rank() == 0 else shapes[prefix]
+            later = {name for name in shapes[prefix] if prefix + name in loaded}
+            values = initialize(unit, shapes[prefix], later) if dist.get_rank() == 0 else shapes[prefix]
             for name in list(values):
                 value = values.pop(name)
                 if prefix + name in absent:
@@ -204,19 +208,31 @@ class _Initialize(nn.Module):
             getattr(module, initializer)()
 
 
-def initialize(unit: nn.Module, shapes: Tensors) -> Tensors:
+def initialize(unit: nn.Module, shapes: Tensors, loaded: Collection[str] = ()) -> Tensors:
     """Return, on the CPU, the initial values of a module's parameters and buffers, without changing the module.
 
-    `shapes`: the module's tensors on the meta device, by name.
+    Args:
+        shapes: the module's tensors on the meta device, by name.
+        loaded: names of those whose values come from a checkpoint. They stay on the meta device if the initializers can
+            do without them, so that rank 0 does not need memory for the whole module.
 
     Raises:
         ConfigError: the initializers leave a tensor without values.
     """
-    values = {f"unit.{name}": _unset(shape) for name, shape in shapes.items()}
-    before = {name: (value, value._version) for name, value in values.items()}
+    if loaded:
+        try:
+            return _initialize(unit, {name: t if name in loaded else _unset(t) for name, t in shapes.items()})
+        except (RuntimeError, NotImplementedError) as error:
+            log.info("init_device='meta': all of %s is initialized on rank 0: %s", type(unit).__name__, error)
+    return _initialize(unit, {name: _unset(shape) for name, shape in shapes.items()})
+
+
+def _initialize(unit: nn.Module, tensors: Tensors) -> Tensors:
+    values = {f"unit.{name}": tensor for name, tensor in tensors.items()}
+    before = {name: (value, value._version) for name, value in values.items() if not value.is_meta}
     with torch.no_grad():
         functional_call(_Initialize(unit), values, ())
-    left = [name.removeprefix("unit.") for name, value in values.items() if _is_unset(value, *before[name])]
+    left = [name.removeprefix("unit.") for name in before if _is_unset(values[name], *before[name])]
     if left:
         raise ConfigError(
             f"init_device='meta': {_initializer(unit)} of {type(unit).__name__} leaves {', '.join(left)} without "
