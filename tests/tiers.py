@@ -21,6 +21,7 @@ SLOW = (
     "cli/test_cli.py",
     "cli/test_config_translation.py::test_deepspeed_itself_takes_what_was_translated",
     "cli/test_doctor_command.py",
+    "cli/test_export_hugging_face.py",
     "cli/test_init_command.py",
     "cli/test_launch_command.py",
     "distributed/test_loopback.py",
@@ -67,6 +68,7 @@ SLOW = (
 LONG: dict[str, tuple[str, ...]] = {
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "checkpoint/test_pretrained.py::test_no_process_of_zero_3_holds_more_than_its_shard_and_two_tensors": (),
+    "cli/test_export_hugging_face.py::test_from_pretrained_reads_a_model_of_any_layout": ("single", "TP x2", "PP x2"),
     "cli/test_launch_command.py::test_a_killed_worker_costs_one_interval_and_changes_no_bit": (),
     "data/test_worker_lifetime.py::test_persistent_workers_end_with_each_stage": ("plain", "stream"),
     "emulated/test_emulated_contract.py::test_a_break_at_any_step_changes_nothing": (),

@@ -298,6 +298,7 @@ def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
             2,
             "has no model.safetensors",
         ),
+        (["export", "runs/version_0", "new", "--hf"], 2, "the checkpoint names no Hugging Face model"),
         (
             ["ls", "runs", "--jsno"],
             2,

@@ -83,11 +83,12 @@ def read_checkpoint(
 
 
 def open_checkpoint(
-    path: str | StoragePath, lazy: Collection[str], verify: bool, process_group: ProcessGroup = SINGLE_PROCESS
+    path: str | StoragePath, lazy: Collection[str] | None, verify: bool, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> dict[str, Any]:
     """Read a checkpoint, but return `StoredTensor`s, to be read on demand, for the top-level keys `lazy`.
 
     Args:
+        lazy: None: all of them.
         verify: check the hashes of all files first; the processes of the group, which all call this, share the work.
 
     Raises:
@@ -103,7 +104,7 @@ def open_checkpoint(
             raise CheckpointError("\n".join(problems))
     return {
         key: _open_key(folder, manifest, key, content)
-        if key in lazy
+        if lazy is None or key in lazy
         else _read_key(folder, manifest, key, content, False)
         for key, content in _read_data(folder, manifest, verify).items()
     }

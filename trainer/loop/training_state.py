@@ -29,6 +29,7 @@ from trainer.loop.run import Run
 from trainer.metrics.monitor import Measured
 from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
+from trainer.model.hugging_face import hugging_face_models
 from trainer.optimizers import SchedulerConfig
 from trainer.seed import rng_state
 from trainer.strategy import synchronize_buffers
@@ -87,6 +88,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         },
         "data": run.datamodule.state_dict() if run.datamodule is not None else {},
         "hyperparameters": run.hyperparameters(),
+        "hugging_face": hugging_face_models(run.module),
         "config": run.session.config_text,
         "seed": run.session.seed,
         "run_dir": str(run.session.run_dir),
@@ -158,6 +160,7 @@ KINDS: dict[str, Any] = {
     "callbacks": {str: dict},
     "data": dict,
     "hyperparameters": {str: dict},
+    "hugging_face?": {str: dict},
     "config": (str, None),
     "seed": Integer(),
     "run_dir": str,

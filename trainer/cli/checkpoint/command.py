@@ -13,7 +13,7 @@ SUBCOMMANDS = {
     "ls": "list the checkpoints of a run",
     "show": "show what is in a checkpoint",
     "verify": "read checkpoints completely and compare every file with its checksum",
-    "export": "write the weights alone, to one safetensors file or to several",
+    "export": "write the weights alone, to one safetensors file or to several, also as a Hugging Face model",
 }
 
 EXAMPLES = {
@@ -35,6 +35,7 @@ EXAMPLES = {
   trainer checkpoint export runs/digits/version_0 digits.safetensors --ckpt best
   trainer checkpoint export runs/gpt/version_0 gpt.safetensors --prefix model. --expand-tied
   trainer checkpoint export runs/gpt/version_0 gpt --max-shard-size 5GB --dtype bfloat16
+  trainer checkpoint export runs/llama/version_0 llama --hf              for from_pretrained("llama")
 """,
 }
 
@@ -81,7 +82,13 @@ def _parser() -> CommandParser:
     of["ls"].add_argument("--metric", metavar="NAME", action="append", default=[], help="show this logged value")
     of["ls"].add_argument("--verify", action="store_true", help="read the files completely; default: compare sizes")
     of["show"].add_argument("--all", action="store_true", help="list all tensors, not only the first of each file")
-    of["export"].add_argument("out", metavar="OUT", help="the file to write; with --max-shard-size the folder")
+    of["export"].add_argument("out", metavar="OUT", help="the file to write; with --max-shard-size or --hf the folder")
+    of["export"].add_argument(
+        "--hf",
+        action="store_true",
+        help="write a folder for from_pretrained: the Hugging Face model in the module by its own names, with its "
+        "config.json, in files of at most --max-shard-size (default: 5GB)",
+    )
     of["export"].add_argument(
         "--max-shard-size",
         metavar="SIZE",
@@ -92,6 +99,13 @@ def _parser() -> CommandParser:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="convert floating weights; default: as they are"
     )
     of["export"].add_argument("--prefix", help="only weights whose names begin so, named without it")
+    of["export"].add_argument(
+        "--rename",
+        metavar="PATTERN=NAME",
+        action="append",
+        default=[],
+        help="replace this regular expression in the names of weights, after --prefix; several are applied in order",
+    )
     of["export"].add_argument("--expand-tied", action="store_true", help="write tied weights under every name")
     of["export"].add_argument("--force", action="store_true", help="replace OUT if it is there")
     return parser

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,12 +16,14 @@ from trainer.arguments import local_path
 from trainer.checkpoint.disk import LocalStorage, atomic_file
 from trainer.checkpoint.format import open_checkpoint
 from trainer.checkpoint.safetensors_io import TensorFile, file_chunks, is_native, size_of
+from trainer.checkpoint.schema import require
 from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+HF_SHARD_SIZE = "5GB"
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -30,7 +33,8 @@ def export(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: the output exists, or cannot be written in the form that the options ask for.
     """
-    out, most = local_path(options.out), _bytes(options.max_shard_size)
+    out = local_path(options.out)
+    most = _bytes(options.max_shard_size or (HF_SHARD_SIZE if options.hf else None))
     if most is None and out.is_dir():
         raise ConfigError(
             f"{out} is a folder: give the name of a file, such as {out / 'model.safetensors'}, or --max-shard-size 5GB "
@@ -43,8 +47,11 @@ def export(options: argparse.Namespace) -> int:
     if most is not None and out.exists() and not (out / INDEX_FILE).is_file():
         raise ConfigError(f"{out} exists and has no {INDEX_FILE}, so --force does not replace it: give another name.")
     path = choose(options.path, options.ckpt)
-    state = open_checkpoint(path, ("model",), verify=True)["model"]
-    weights, notes = _weights(state, options.prefix or "", options.expand_tied)
+    state = open_checkpoint(path, None, verify=True)
+    prefix, model = _hugging_face_model(state, options.prefix) if options.hf else (options.prefix or "", None)
+    expand_tied = options.expand_tied or (model is not None and not model["tied"])
+    weights, notes = _weights(state.get("model"), prefix, expand_tied)
+    weights = _renamed(weights, options.rename)
     if options.dtype is not None:
         weights = {name: Converted(weight, getattr(torch, options.dtype)) for name, weight in weights.items()}
     notes += [
@@ -52,7 +59,10 @@ def export(options: argparse.Namespace) -> int:
         for name, weight in weights.items()
         if not is_native(weight.dtype)
     ]
-    written = _write_file(out, weights) if most is None else _write_folder(out, weights, most)
+    if most is None:
+        written = _write_file(out, weights)
+    else:
+        written = _write_folder(out, weights, most, {} if model is None else _configs(model, weights))
     for note in notes:
         print(f"note: {plain(note)}", file=sys.stderr)
     print(f"{out}: {len(weights)} tensors, {size(written)}, of {plain(str(path))}")
@@ -78,6 +88,57 @@ def _bytes(text: str | None) -> int | None:
     if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
         raise ConfigError(f"--max-shard-size {text}: give a number and a unit, such as 5GB, 500MB or 2GiB.")
     return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the prefix of a Hugging Face model's names in a checkpoint, and what was saved of it beside its weights.
+
+    Raises:
+        ConfigError: there is none, or there are several and `prefix` names none of them.
+    """
+    models = state.get("hugging_face", {})
+    kind = {"config": {str: object}, "generation_config": ({str: object}, None), "tied": bool}
+    require(models, {str: kind}, "'hugging_face'")
+    if not models:
+        raise ConfigError(
+            "--hf: the checkpoint names no Hugging Face model (a submodule with save_pretrained and a config): give "
+            "--max-shard-size 5GB and --prefix in its place, and add a config.json by hand."
+        )
+    if prefix not in models and (prefix is not None or len(models) > 1):
+        raise ConfigError(f"--hf: give --prefix and one of: {', '.join(models)}.")
+    chosen = next(iter(models)) if prefix is None else prefix
+    return chosen, models[chosen]
+
+
+def _configs(model: Mapping[str, Any], weights: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Return the contents of the JSON files beside the weights of a Hugging Face model."""
+    dtypes = [weight.dtype for weight in weights.values() if weight.dtype.is_floating_point]
+    main = str(max(dtypes, key=dtypes.count, default=torch.float32)).removeprefix("torch.")
+    configs = {"config.json": {**model["config"], "dtype": main}}
+    return configs | ({"generation_config.json": model["generation_config"]} if model["generation_config"] else {})
+
+
+def _renamed(weights: Mapping[str, StoredTensor], rules: list[str]) -> dict[str, StoredTensor]:
+    """Return the weights with the replacements of `--rename` in their names.
+
+    Raises:
+        ConfigError: a rule is malformed, or gives two weights one name.
+    """
+    renamed = {}
+    for name, weight in weights.items():
+        new = name
+        for rule in rules:
+            pattern, separator, replacement = rule.partition("=")
+            try:
+                new = re.sub(pattern, replacement, new)
+            except (re.error, IndexError) as error:
+                raise ConfigError(f"--rename {rule}: {pattern!r} is no regular expression: {error}.") from None
+            if not separator or not pattern:
+                raise ConfigError(f"--rename {rule}: write PATTERN=NAME, as in '^layers=model.layers'.")
+        if new in renamed:
+            raise ConfigError(f"--rename: two weights would be {new!r}, one of them {name!r}.")
+        renamed[new] = weight
+    return renamed
 
 
 def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -115,8 +176,12 @@ def _write_file(out: Path, weights: Mapping[str, StoredTensor]) -> int:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}. Nothing was changed.") from error
 
 
-def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int) -> int:
-    """Write files of at most `most` bytes of weights (one tensor may be larger) and their index; return their size."""
+def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int, more: Mapping[str, Any]) -> int:
+    """Write files of at most `most` bytes of weights (one tensor may be larger) and their index; return their size.
+
+    Args:
+        more: data for further JSON files, by their names.
+    """
     shards: list[dict[str, StoredTensor]] = [{}]
     room = most
     for name, weight in weights.items():
@@ -135,5 +200,6 @@ def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int) -> 
             total += sum(size_of(weight.dtype, weight.shape) for weight in shard.values())
             weight_map.update(dict.fromkeys(shard, file))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        storage.write_file(folder / INDEX_FILE, [(json.dumps(index, indent=2) + "\n").encode()])
+        for name, content in {INDEX_FILE: index, **more}.items():
+            storage.write_file(folder / name, [(json.dumps(content, indent=2) + "\n").encode()])
     return total
