@@ -554,7 +554,6 @@ class Trainer:
             if not is_final:
                 run.saving_hooks.on_train_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
-            run.end_training()
             run.hooks.on_fit_end()
             run.log_to_loggers(run.metrics.read_epoch(closing))
 
@@ -714,7 +713,7 @@ class Trainer:
 
     @property
     def training(self) -> bool:
-        """Whether `fit` is training, not validating."""
+        """Whether `fit` is in progress, from its first hook to its last, and is not validating."""
         return self._run is not None and self._run.training
 
     @property
@@ -729,8 +728,8 @@ class Trainer:
 
     @property
     def evaluating(self) -> bool:
-        """Whether validation or test is in progress."""
-        return self.validating or self.stage == "test"
+        """Whether validation, also of the sanity check, or test is in progress."""
+        return self._run is not None and self.stage is not None and self._run.evaluating
 
     @property
     def stop_reason(self) -> str | None:

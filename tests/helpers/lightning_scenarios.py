@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanSquaredError
 
-from tests.helpers.lightning_runs import LIGHTNING, OURS, Library, Record, Scenario, loader
+from tests.helpers.lightning_runs import LIGHTNING, MODULE_HOOKS, OURS, Library, Record, Scenario, loader
 from trainer.callbacks import Timer
 
 OF = {library.Trainer: library for library in (LIGHTNING, OURS)}
@@ -76,7 +76,7 @@ def clipped_by_hand(library: Library, Net: Any, record: Record) -> Any:  # noqa:
             gradient_clip_val: float | None = None,
             gradient_clip_algorithm: str | None = None,
         ) -> None:
-            record.noted.append((type(optimizer).__name__, gradient_clip_val))
+            record.noted.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
             self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 
     return Module
@@ -506,7 +506,7 @@ def best_of_the_former(trainer: Any, module: Any) -> None:
 def returns_dict(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     class Module(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"loss": self.wrote(self.loss_of(batch)), "size": len(batch[0])}
+            return {"loss": self.wrote(self.loss_of(batch)), "size": len(batch[0]), "y": self(batch[0])}
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             record.noted.append((sorted(outputs), outputs["loss"].requires_grad, outputs["size"]))
@@ -569,9 +569,23 @@ def several_loaders(library: Library, Net: Any, record: Record) -> Any:  # noqa:
 
 def predicts(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
     class Module(Net):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
             return self(batch[0])
 
+    return Module
+
+
+def activities_in_hooks(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    def noted(name: str) -> Any:
+        def note(self: Any, *arguments: Any, **named: Any) -> Any:
+            flags = ("training", "validating", "sanity_checking", "evaluating")
+            record.noted.append((name, [flag for flag in flags if getattr(self.trainer, flag)]))
+            return getattr(super(Module, self), name)(*arguments, **named)
+
+        return note
+
+    hooks = ("prepare_data", "setup", "configure_model", "configure_optimizers", "on_train_batch_end", "teardown")
+    Module = type("Module", (Net,), {name: noted(name) for name in (*hooks, *MODULE_HOOKS)})  # noqa: N806
     return Module
 
 
@@ -750,8 +764,19 @@ def predict(trainer: Any, module: Any) -> None:
     module.record.noted += [tensor.flatten().tolist() for tensor in predictions]
 
 
+def predict_several(trainer: Any, module: Any) -> None:
+    predictions = trainer.predict(module, [loader(), loader(6)], return_predictions=True)
+    module.record.noted.append([len(one) if isinstance(one, list) else tuple(one.shape) for one in predictions])
+
+
 def validate(trainer: Any, module: Any) -> None:
     trainer.validate(module, loader())
+
+
+def fit_validate_and_test(trainer: Any, module: Any) -> None:
+    trainer.fit(module, loader(), loader(seed=8))
+    trainer.validate(module, loader())
+    trainer.test(module, loader())
 
 
 def fit_twice(trainer: Any, module: Any) -> None:
@@ -928,7 +953,8 @@ def stepped_by_override(library: Library, Net: Any, record: Record) -> Any:  # n
 
 
 def monitored(**options: Any) -> Any:
-    return lambda library, record, folder: [library.LearningRateMonitor(logging_interval="step", **options)]
+    options = {"logging_interval": "step", **options}
+    return lambda library, record, folder: [library.LearningRateMonitor(**options)]
 
 
 def named_groups(*names: str | None, **options: Any) -> Any:
@@ -1169,7 +1195,7 @@ SCENARIOS = [
     ),
     Scenario("clipping by norm", settings={"gradient_clip_val": 0.1}),
     Scenario("clipping by value", settings={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    Scenario("clipping by an override", clipped_by_hand),
+    Scenario("clipping by an override", clipped_by_hand, differs={"noted": "algorithm of clipping"}),
     Scenario("Adam", with_optimizer(lambda module: torch.optim.Adam(module.parameters(), lr=0.01))),
     Scenario("LBFGS", closed),
     Scenario("two groups with schedules by step", with_optimizer(two_groups)),
@@ -1322,7 +1348,11 @@ SCENARIOS = [
     Scenario("metric objects", metric_objects),
     Scenario("metric objects computed in the hook", metrics_computed_by_hand),
     Scenario("callback_metrics in hooks", notes_metrics, differs={"noted": "sanity check"}),
-    Scenario("a dict of outputs", returns_dict),
+    Scenario(
+        "a dict of outputs",
+        returns_dict,
+        differs={"hooks": "graph of outputs", "module_hooks": "graph of outputs"},
+    ),
     Scenario(
         "None from training_step",
         returns_none_at_times,
@@ -1342,6 +1372,13 @@ SCENARIOS = [
     ),
     Scenario("should_stop after a validation", settings={"max_epochs": 3}, callbacks=stops_after_validation),
     Scenario("gradients in hooks", gradients_seen, differs={"noted": "zero_grad"}),
+    Scenario(
+        "what the trainer does in hooks",
+        activities_in_hooks,
+        action=fit_validate_and_test,
+        differs={"logged": "step axis"},
+    ),
+    Scenario("predict of several loaders", predicts, action=predict_several, differs={"noted": "predictions"}),
     Scenario("validate", action=validate, differs={"logged": "step axis"}),
     Scenario("test", action=lambda trainer, module: trainer.test(module, loader()), differs={"logged": "step axis"}),
     Scenario("predict", predicts, action=predict),
@@ -1385,6 +1422,13 @@ SCENARIOS = [
         "momentum and weight decay",
         with_optimizer(lambda module: torch.optim.Adam(two_groups(module)[0][0].param_groups, weight_decay=0.1)),
         callbacks=monitored(log_momentum=True, log_weight_decay=True),
+    ),
+    Scenario(
+        "rates by epoch",
+        scheduled(lambda o: StepLR(o, 2, 0.5), interval="step"),
+        {"max_epochs": 3},
+        monitored(logging_interval="epoch"),
+        differs={"logged": "rates by epoch"},
     ),
     Scenario(
         "no momentum",

@@ -118,7 +118,7 @@ def test_what_the_set_up_changed_is_undone_when_it_fails() -> None:
 
 
 HOOKS = ("on_sanity_check_start", "on_train_start", "on_validation_start", "on_train_epoch_end", "on_train_end")
-HOOKS += ("on_fit_end", "on_test_start", "on_exception", "teardown")
+HOOKS += ("on_fit_end", "on_test_start", "on_exception", "setup", "teardown")
 
 
 class Activities(Callback):
@@ -145,21 +145,24 @@ def test_what_a_run_does_is_known_in_each_hook() -> None:
     trainer = quiet(max_epochs=1, callbacks=[activities], num_sanity_val_steps=1)
     trainer.fit(Toy(), loader(2), loader(1))
     assert activities.seen == [
-        ("on_sanity_check_start", "sanity_checking"),
-        ("on_validation_start", "sanity_checking"),
+        ("setup", "training"),
+        ("on_sanity_check_start", "sanity_checking evaluating"),
+        ("on_validation_start", "sanity_checking evaluating"),
         ("on_train_start", "training"),
         ("on_validation_start", "validating evaluating"),
         ("on_train_epoch_end", "training"),
         ("on_train_end", "training"),
-        ("on_fit_end", ""),
-        ("teardown", ""),
+        ("on_fit_end", "training"),
+        ("teardown", "training"),
     ]
     activities.seen.clear()
     trainer.validate(Toy(), loader(1))
     trainer.test(Toy(), loader(1))
     assert activities.seen == [
+        ("setup", "validating evaluating"),
         ("on_validation_start", "validating evaluating"),
         ("teardown", "validating evaluating"),
+        ("setup", "evaluating"),
         ("on_test_start", "evaluating"),
         ("teardown", "evaluating"),
     ]

@@ -40,7 +40,7 @@ _NAMES = (
         "refused settings",
         "an unknown key in a scheduler's dict, an empty training loader, `overfit_batches` with "
         "`limit_train_batches`, `EarlyStopping(patience=0)`, `check_val_every_n_epoch=None`, "
-        "`configure_callbacks` without a `return`: a warning or nothing",
+        "`configure_callbacks` without a `return`: a warning or nothing; `gradient_clip_val=0`: no clipping",
         "an error before the first step",
     ),
     Difference(
@@ -94,6 +94,16 @@ _STEPS = (
         "loss of outputs",
         '`outputs["loss"]` in `on_train_batch_end` is divided by `accumulate_grad_batches`',
         "as `training_step` returned it",
+    ),
+    Difference(
+        "graph of outputs",
+        "`outputs` in `on_train_batch_end`: tensors other than the loss keep their graph",
+        "all are detached, so that the step's memory is free",
+    ),
+    Difference(
+        "algorithm of clipping",
+        "`configure_gradient_clipping` gets `gradient_clip_algorithm=None` if the Trainer was not given one",
+        '"norm", which None means',
     ),
     Difference(
         "clipping by another value",
@@ -190,6 +200,11 @@ _LOGGING = (
         "at step 50: the number of completed steps",
     ),
     Difference(
+        "rates by epoch",
+        '`LearningRateMonitor(logging_interval="epoch")` logs the rate of an epoch at its first step',
+        "the same rate, with the other values of the epoch at its last step",
+    ),
+    Difference(
         "value logged in some steps",
         "the value of a step goes to the loggers again at each flush, until the name is logged again",
         "once, at the flush after its step",
@@ -270,8 +285,8 @@ _DATA = (
     ),
     Difference(
         "predictions",
-        "`predict` keeps all predictions",
-        "streams them to callbacks; `return_predictions=True` keeps them",
+        "`predict` keeps all predictions, those of several loaders in a list each",
+        "streams them to callbacks; `return_predictions=True` keeps them, in one list",
     ),
 )
 
@@ -280,7 +295,8 @@ _CHECKPOINTS = (
     Difference(
         "newest checkpoint",
         "`ModelCheckpoint(save_last=None)`: no `last`, and none is written when training ends",
-        "the newest is always kept, unless `save_last=False`; one is written when training ends or is stopped",
+        "the newest is always kept, unless `save_last=False`; one is written when training ends or is stopped; "
+        "`last_model_path` is the newest in either case",
     ),
     Difference(
         "score of a checkpoint",

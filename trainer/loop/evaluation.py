@@ -58,7 +58,6 @@ def stage_hooks(run: Run, stage: Literal["validation", "test", "predict"]) -> St
 
 def run_validation(run: Run) -> dict[str, float]:
     """Run `Trainer.validate`; return the reductions by name."""
-    run.begin_validation()
     return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
 
 

@@ -60,6 +60,8 @@ from trainer.settings import Settings
 from trainer.strategy import StepConfig, inherits, keeps_batches, keeps_step
 
 Activity = Literal["sanity checking", "training", "validating"]
+ACTIVITIES: dict[str, Activity] = {"fit": "training", "validate": "validating"}
+"""The activities by which the stages begin and end."""
 
 log = logging.getLogger("trainer")
 
@@ -109,8 +111,6 @@ class Run:
 
     flushed_step = -1
     """The last step whose values went to the loggers."""
-    activity: Activity | None = None
-    """The part of the stage in progress. An error leaves it as it is, for `on_exception`."""
     torn_down = clips_gradients = False
     weights_loss_by_items = False
     """True if the module defines `num_items`."""
@@ -147,6 +147,8 @@ class Run:
         self.config, self.settings, self.strategy = config, config.settings, config.strategy
         self.session = session
         self.stage = stage
+        self.activity = ACTIVITIES.get(stage)
+        """The part of the stage in progress. An error leaves it as it is, for `on_exception`."""
         self.module, self.datamodule = module, datamodule
         self.callbacks: list[Callback] = config.callbacks
         self.loggers = config.loggers
@@ -290,7 +292,7 @@ class Run:
 
     @property
     def training(self) -> bool:
-        """Whether `fit` is training, not validating."""
+        """Whether this is a `fit`, from its first hook to its last, and it is not validating."""
         return self.activity == "training"
 
     @property
@@ -310,10 +312,6 @@ class Run:
         yield
         self.activity = before
 
-    def begin_validation(self) -> None:
-        """Validate from now on, until the end of the run."""
-        self.activity = "validating"
-
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
         self.weights_loss_by_items = self.module.overrides("num_items")
@@ -322,7 +320,6 @@ class Run:
         self.divides_loss = self.weights_loss_by_items or self.strategy.processes.readers > 1
         assert self.train_loader is not None
         self.skipping.begin_training(self.hooks, self.train_loader, self.closure_needed)
-        self.activity = "training"
 
     def begin_epoch(self, validation_interval: int | None) -> None:
         """Begin an epoch, or go on inside of one."""
@@ -333,10 +330,6 @@ class Run:
         """Count the epoch, which is complete."""
         self.progress.next_epoch()
         self.in_epoch = False
-
-    def end_training(self) -> None:
-        """Train no more: the last hooks of `fit` follow."""
-        self.activity = None
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -395,8 +388,8 @@ class Run:
 
     @property
     def evaluating(self) -> bool:
-        """Whether validation or test is in progress."""
-        return self.validating or self.stage == "test"
+        """Whether validation, also of the sanity check, or test is in progress."""
+        return self.activity in ("validating", "sanity checking") or self.stage == "test"
 
     def stop(self, reason: str) -> None:
         """Request a stop, which waits for `min_epochs` and `min_steps`."""
