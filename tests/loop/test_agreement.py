@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+import trainer
 from tests.helpers.processes import once_per_module, run_distributed
 from tests.helpers.strategy_models import FEATURES, MLP
 from tests.helpers.strategy_runs import WAYS, Way, run_each, skip_if_missing
@@ -32,6 +36,7 @@ from trainer.callbacks import (
     Timer,
 )
 from trainer.distributed.process_group import TorchProcessGroup
+from trainer.loop import agreement
 from trainer.loop.agreement import as_text, compare, describe_layer, optimizer_facts
 from trainer.optimizers import SchedulerConfig
 
@@ -69,6 +74,8 @@ class Chosen(MLP):
             self.layers[2].weight = nn.Parameter(self.layers[2].weight.detach().t())
         elif other == "tied":
             self.layers[2].bias = self.layers[0].bias
+        elif other == "manual":
+            self.automatic_optimization = False
         elif other == "dropout":
             self.layers[1] = nn.Dropout(0.5)
 
@@ -161,6 +168,7 @@ MODULES = {
     "strides": "and '[16, 16] torch.float32, strides [1, 16], trained' on rank 1",
     "tied": "'layers.0.bias', 'layers.2.weight', 'layers.4.weight'",
     "dropout": "layer layers.1: 'Tanh()' on rank 0, and 'Dropout(p=0.5, inplace=False)' on rank 1",
+    "manual": "automatic_optimization: True on rank 0, and False on rank 1",
     "option of its own": "AdamW, rho: missing on rank 0, and 0.5 on rank 1",
 }
 FOLDERS = "ModelCheckpoint.dirpath: 'folder saved-by-rank-0' on rank 0, and 'folder saved-by-rank-1' on rank 1"
@@ -184,6 +192,13 @@ LOADERS: dict[str, tuple[Any, str]] = {
     ),
 }
 OPTION = "Strategy, timeout_seconds: 900.0 on rank 0, and 901.0 on rank 1"
+KIND = "\n  strategy: "
+REFUSED_BY_DEEPSPEED = ("module manual", "strategy class")
+VERSIONS = {
+    "this package": f"this package: {trainer.__version__!r} on rank 0, and '0' on rank 1",
+    "python": f"python: '3.{sys.version_info.minor}' on rank 0, and '3.99' on rank 1",
+    "torch": ".another' on rank 1",
+}
 STAGE = "stage: 'fit' on rank 0, and 'validate' on rank 1"
 VALIDATION = "loaders: ['the training loader', \"the evaluation loader ''\"] on rank 0, and ['the training loader'] on"
 
@@ -215,11 +230,23 @@ def run_all(name: str) -> dict[str, str | None]:
         way, Chosen(""), data(), None, {"callbacks": saving, "enable_checkpointing": True}
     )
     for case in MODULES:
+        if f"module {case}" in REFUSED_BY_DEEPSPEED and way.engine == "deepspeed":
+            continue
         found["module", case] = fit(way, Chosen(case if rank else ""), data(), None, {})
     for case, (other, _) in LOADERS.items():
         found["loader", case] = fit(way, Chosen(""), other() if rank else data(), None, {})
     other = Way(way.strategy, 2, (*way.options, ("timeout_seconds", 900.0 + rank)))
     found["strategy", "option"] = fit(other, Chosen(""), data(), None, {})
+    if way.engine == "torch":
+        another = WAYS["FSDP x2" if name == "DDP x2" else "DDP x2"]
+        found["strategy", "class"] = fit(another if rank else way, Chosen(""), data(), None, {})
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(agreement, "__version__", "0")
+            patch.setattr(agreement, "sys", SimpleNamespace(version_info=(3, 99)))
+            patch.setattr(torch, "__version__", type(torch.__version__)(f"{torch.__version__}.another"))
+        versions = fit(way, Chosen(""), data(), None, {})
+    found |= {("versions of", name): versions for name in VERSIONS}
     found["call", "stage"] = fit(way, Chosen(""), data(), data(), {}, ("fit", "validate")[rank])
     found["loader", "validation"] = fit(way, Chosen(""), data(), None if rank else data(), {})
     return {" ".join(key): error for key, error in found.items()}
@@ -232,6 +259,8 @@ EXPECTED = {
     **{f"loader {case}": expected for case, (_, expected) in LOADERS.items()},
     "loader validation": VALIDATION,
     "strategy option": OPTION,
+    "strategy class": KIND,
+    **{f"versions of {name}": expected for name, expected in VERSIONS.items()},
     "call stage": STAGE,
 }
 
@@ -246,6 +275,8 @@ def test_what_differs_is_reported_on_both_ranks_before_the_first_step(name: str,
     if case == "folders of shards" and name == "DDP x2":  # only rank 0 writes
         assert [rank[case] for rank in reported[name]] == [None, None]
         return
+    if case in REFUSED_BY_DEEPSPEED and WAYS[name].engine == "deepspeed":
+        pytest.skip("its own error on one rank")
     for rank in reported[name]:
         assert rank[case] is not None, "the run went on"
         assert "the processes do not agree:\n  " in rank[case]
@@ -334,7 +365,7 @@ def legitimate(name: str) -> dict[str, Any]:
     folder = "shared" if name != "DDP x2" else f"checkpoints-of-rank-{rank}"
     trainer = Trainer(
         strategy=WAYS[name].trainer().strategy,
-        devices=2,
+        devices="auto" if rank else 2,
         accelerator="auto" if rank else "cpu",
         seed=1,
         max_epochs=1,
@@ -343,7 +374,10 @@ def legitimate(name: str) -> dict[str, Any]:
         logger=CSVLogger(f"csv-of-rank-{rank}") if rank == 0 else False,
         profiler="simple" if rank == 0 else None,
         enable_progress_bar=rank == 0,
+        enable_model_summary=rank == 0,
+        max_restarts=rank,
         deadline=datetime.now() + timedelta(hours=1, seconds=rank),
+        deadline_margin=10.0 + rank,
         watchdog_seconds=60 + rank,
     )
     module = Chosen("")
@@ -384,7 +418,9 @@ def compare_on_four() -> str | None:
     """Compare three values on four processes, of which one and two differ."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
-    facts = {"lr": 0.1 if rank != 2 else 0.2, "names": {"a", "b"}, "many": [0] * 100 + [1 + rank // 2]}
+    half = rank // 2
+    facts = {"lr": 0.1 if rank != 2 else 0.2, "names": {"a", "b"}, "many": [0] * 100 + [1 + half]}
+    facts |= {"early": [1 + half] + [0] * 100, "short": "x" * 100 + str(half)}
     try:
         compare(TorchProcessGroup(rank, rank, 4), iter(facts.items()), "Give all the same.")
     except ConfigError as error:
@@ -397,7 +433,13 @@ def compare_names() -> list[str]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     messages = []
-    for by_rank in (({"a": 1, "b": 2}, {"c": 1, "d": 2}), ({"a": 1, "b": 2}, {"a": 1})):
+    options = {f"option {number}": number for number in range(20)}
+    for by_rank in (
+        ({"a": 1, "b": 2}, {"c": 1, "d": 2}),
+        ({"a": 1, "b": 2}, {"a": 1}),
+        ({"kind": 1, **options}, {"kind": 2}),
+        (options, dict.fromkeys(options, "another")),
+    ):
         with pytest.raises(ConfigError) as error:
             compare(TorchProcessGroup(rank, rank, 2), iter(by_rank[rank].items()), "Give all the same.")
         messages.append(str(error.value))
@@ -406,9 +448,13 @@ def compare_names() -> list[str]:
 
 def test_names_differ_though_the_values_are_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    for other_names, alone in run_distributed(compare_names):
+    for other_names, alone, another_kind, many in run_distributed(compare_names):
         assert "c: missing on rank 0, and 1 on rank 1" in other_names
         assert "b: 2 on rank 0, and missing on rank 1" in alone
+        # The options follow from the kind.
+        assert another_kind.splitlines()[1:-1] == ["  kind: 1 on rank 0, and 2 on rank 1"]
+        assert len(many.splitlines()[1:-1]) == 13
+        assert many.splitlines()[-2] == "  and more"
 
 
 def test_of_many_ranks_each_value_is_named_once(tmp_path: Path, monkeypatch: Any) -> None:
@@ -419,7 +465,19 @@ def test_of_many_ranks_each_value_is_named_once(tmp_path: Path, monkeypatch: Any
     assert lines[1] == "  lr: 0.1 on ranks 0, 1, 3, and 0.2 on rank 2"
     assert re.fullmatch(r"  many: \.{3}[0, ]+1\] on ranks 0, 1, and \.{3}[0, ]+2\] on ranks 2, 3", lines[2]), lines[2]
     assert len(lines[2]) < 300
-    assert lines[3].startswith("Give all the same. Look for")
+    assert re.fullmatch(r"  early: \[1[, 0]+\.{3} on ranks 0, 1, and \[2[, 0]+\.{3} on ranks 2, 3", lines[3]), lines[3]
+    assert lines[4] == f"  short: '{'x' * 100}0' on ranks 0, 1, and '{'x' * 100}1' on ranks 2, 3"
+    assert lines[5].startswith("Give all the same. Look for")
+
+
+class Colour(Enum):
+    RED = 1
+
+
+@dataclass
+class Range:
+    low: int
+    high: Any = None
 
 
 def test_texts_of_values_have_no_addresses_order_of_sets_or_paths() -> None:
@@ -429,10 +487,27 @@ def test_texts_of_values_have_no_addresses_order_of_sets_or_paths() -> None:
     assert as_text(torch.tensor(0.5)) == as_text(0.5) != as_text(0.25)
 
 
-@dataclass
-class Range:
-    low: int
-    high: Any = None
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (b"ab", "b'ab'"),
+        (timedelta(hours=1), "datetime.timedelta(seconds=3600)"),
+        (datetime(2026, 5, 1), "datetime.datetime(2026, 5, 1, 0, 0)"),
+        (torch.float16, "torch.float16"),
+        (Colour.RED, "<Colour.RED: 1>"),
+        (frozenset({2, 1}), "{1, 2}"),
+        (torch.zeros(2, 3), "[2, 3] torch.float32"),
+        (torch.zeros(2, 3).t(), "[3, 2] torch.float32, strides [1, 3]"),
+        (torch.zeros(2, 3).to_sparse(), "[2, 3] torch.float32"),
+        (torch.zeros(1, device="meta"), "[1] torch.float32"),
+        (Range, "Range"),
+        (partial(min, 3, default=4), "min([3, {'default': 4}])"),
+        ("x" * 200, "'" + "x" * 200 + "'"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_texts_of_values(value: Any, text: str) -> None:
+    assert as_text(value) == text
 
 
 class Addressed(nn.Module):
@@ -440,10 +515,16 @@ class Addressed(nn.Module):
         return f"{object()}, 3"
 
 
+class Unprintable(nn.Module):
+    def extra_repr(self) -> str:
+        raise AttributeError("not built yet")
+
+
 def test_texts_of_sets_dataclasses_and_layers() -> None:
     assert as_text({"d", "b", "a", "c"}) == "{'a', 'b', 'c', 'd'}"
     assert as_text(Range(1, Path("/a"))) == "Range{'high': a path, 'low': 1}"
     assert describe_layer(Addressed()) == "Addressed(<object object>, 3)"
+    assert describe_layer(Unprintable()) == "Unprintable()"
 
 
 # -- what is compared of an object -------------------------------------------------------------------------------------
@@ -490,9 +571,49 @@ def test_schedulers_inside_of_schedulers_and_functions_are_compared(other: Any, 
     assert {name for name in one | two if one.get(name) != two.get(name)} == names
 
 
+def facts_of(*groups: dict[str, Any], monitor: str | None = None, **options: Any) -> dict[str, str]:
+    """Return the facts of an optimizer with these options for each layer, and of its schedule."""
+    module = nn.Sequential(*(nn.Linear(1, 1) for _ in groups))
+    named = [{"params": layer.parameters(), **group} for layer, group in zip(module, groups, strict=True)]
+    optimizer = torch.optim.Adam(named, **options)
+    schedule = SchedulerConfig(torch.optim.lr_scheduler.StepLR(optimizer, 1), monitor=monitor)
+    return {name: as_text(value) for name, value in optimizer_facts(module, [optimizer], [schedule])}
+
+
+def test_optimizers_differ_by_the_options_of_each_group() -> None:
+    one, two = facts_of({"lr": 0.1}, {"lr": 0.2}), facts_of({"lr": 0.1}, {"lr": 0.3}, monitor="loss")
+    differing = {name for name in one | two if one.get(name) != two.get(name)}
+    assert differing == {
+        "Adam, group 1, lr",
+        "Adam, group 1, initial_lr",
+        "StepLR, base_lrs",
+        "StepLR, _last_lr",
+        "StepLR, monitor",
+    }
+    assert one["Adam, group 1, parameters"] == "['1.weight', '1.bias']"
+    assert facts_of({"lr": 0.1})["Adam, lr"] == "0.1"
+
+
 def test_functions_differ_by_their_numbers() -> None:
     texts = [as_text(one) for one in (lambda step: 0.5**step, lambda step: 0.9**step, schedule(3), schedule(4))]
     assert len(set(texts)) == 4
     assert as_text(schedule(3)) == as_text(schedule(3))
     assert "warm_up" in as_text(schedule(3))
     assert as_text(lambda step, power=2: step**power) != as_text(lambda step, power=3: step**power)
+
+
+def enclosing(value: Any) -> Any:
+    return lambda: value
+
+
+def enclosing_nothing() -> Any:
+    function = lambda: late  # noqa: E731
+    if not function:
+        late = 1
+    return function
+
+
+def test_functions_differ_by_what_they_enclose() -> None:
+    texts = [as_text(enclosing(value)) for value in (True, False, 2, 2.5, "cosine", "linear")]
+    assert len(set(texts)) == 6
+    assert as_text(enclosing(object())) == as_text(enclosing_nothing()).replace("_nothing", "")
