@@ -591,7 +591,15 @@ class ModelCheckpoint(Checkpoint):
             )
 
     def _last_checkpoint(self) -> str:
-        return f"The last checkpoint is still {self._previous[1]}." if self._previous[1] else "There is none yet."
+        last = self._previous[1]
+        if not last:
+            return "There is none yet."
+        try:
+            if not is_committed(self._in_folder(last)):
+                return f"The last checkpoint was {last}, which is not there any more."
+        except CheckpointError:
+            return f"The last checkpoint was {last}, which cannot be looked up now."
+        return f"The last checkpoint is still {last}."
 
     def _rollback(self, error: CheckpointError) -> None:
         """Restore the state before the newest checkpoint, unless only its pointers could not be written."""

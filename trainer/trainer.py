@@ -35,7 +35,7 @@ from trainer.loop.accumulation import (
     loss_divisors,
     outputs_for_hooks,
 )
-from trainer.loop.agreement import compare
+from trainer.loop.compare import compare
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
@@ -509,6 +509,7 @@ class Trainer:
             progress.samples += batch.total or 0
         if run.scheduler_configs and run.module.automatic_optimization:
             self._step_schedulers(run, "step", progress.step, on_plateau=None)
+            run.options.add_step()
 
     def _end_epoch(self, run: Run) -> None:
         progress, metrics = run.progress, run.metrics

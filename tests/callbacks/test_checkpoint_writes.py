@@ -6,11 +6,12 @@ import errno
 import logging
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,45 @@ def test_a_disk_that_refuses_ends_the_run_and_the_former_checkpoint_stays(async_
     limit_files(-1)
     trainer = fit([steps(dirpath=folder)], ckpt_path="last")
     assert trainer.global_step == 6
+
+
+def replace_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+def empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    limit_files(1000)
+
+
+def link_to_nothing(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("nothing")
+
+
+@pytest.mark.parametrize(
+    ("happens", "words"),
+    [
+        (replace_by_a_file, "is not a folder any more, so that the earlier checkpoints in it are gone"),
+        (link_to_nothing, "is not a folder any more, so that the earlier checkpoints in it are gone"),
+        (empty, "There is no earlier checkpoint; the partial one was removed"),
+    ],
+)
+@pytest.mark.usefixtures("unlimited")
+def test_a_folder_that_others_have_taken_away_is_told(
+    happens: Callable[[Path], None], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "c"
+    checkpoint = steps(dirpath=folder, on_write_error="warn")
+    with pytest.raises(WriteError, match="NOT SAVED") as caught:
+        fit([At(step3=lambda trainer: happens(folder)), checkpoint])
+    told = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    for message in (*told, str(caught.value)):
+        assert words in message
+        assert "The last checkpoint was step=2, which is not there any more." in message
+        assert "unchanged" not in message
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import Enum
@@ -37,7 +38,8 @@ from trainer.callbacks import (
 )
 from trainer.distributed.process_group import TorchProcessGroup
 from trainer.loop import agreement
-from trainer.loop.agreement import as_text, compare, describe_layer, optimizer_facts
+from trainer.loop.agreement import describe_layer, optimizer_facts
+from trainer.loop.compare import as_text, compare
 from trainer.optimizers import SchedulerConfig
 
 pytestmark = pytest.mark.timeout(600)
@@ -191,6 +193,66 @@ LOADERS: dict[str, tuple[Any, str]] = {
         "the training loader, kind: 'split by the trainer' on rank 0, and 'iterated by each process' on rank 1",
     ),
 }
+
+
+class Called:
+    """A schedule that is an object."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, step: int) -> float:
+        return self.factor if step else 1.0
+
+
+def of_a_global(step: int) -> float:
+    return FACTOR if step else 1.0
+
+
+FACTOR = 1.0
+
+
+def in_a_dict(numbers: dict[str, float]) -> Callable[[int], float]:
+    return lambda step: numbers["factor"] if step else 1.0
+
+
+def in_a_tuple(numbers: tuple[float, ...]) -> Callable[[int], float]:
+    return lambda step: numbers[0] if step else 1.0
+
+
+def once(numbers: dict[str, int]) -> Callable[[int], float]:
+    return lambda step: 0.5 if step == numbers["at"] else 1.0
+
+
+SCHEDULES: dict[str, Callable[[int], Callable[[int], float]]] = {
+    "global": lambda rank: of_a_global,
+    "dict in the closure": lambda rank: in_a_dict({"factor": 1.0 + rank}),
+    "object": lambda rank: Called(1.0 + rank),
+    "tuple": lambda rank: in_a_tuple((1.0 + rank,)),
+    "of steps in another order": lambda rank: once({"at": 1 + rank}),
+}
+"""Schedules of the learning rate that differ between ranks, which their code does not show."""
+
+
+class Scheduled(MLP):
+    def __init__(self, schedule: Callable[[int], float]) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class ChangesMomentum(Callback):
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        trainer.optimizers[0].param_groups[0]["momentum"] = self.value
+
+
 OPTION = "Strategy, timeout_seconds: 900.0 on rank 0, and 901.0 on rank 1"
 KIND = "\n  strategy: "
 REFUSED_BY_DEEPSPEED = ("module manual", "strategy class")
@@ -233,6 +295,13 @@ def run_all(name: str) -> dict[str, str | None]:
         if f"module {case}" in REFUSED_BY_DEEPSPEED and way.engine == "deepspeed":
             continue
         found["module", case] = fit(way, Chosen(case if rank else ""), data(), None, {})
+    global FACTOR
+    FACTOR = 1.0 + rank
+    for case, schedule in SCHEDULES.items():
+        flushes = {"log_every_n_steps": 50 if "another order" in case else 1}
+        found["schedule", case] = fit(way, Scheduled(schedule(rank)), data(), None, flushes)
+    changes = ChangesMomentum(0.1 * rank)
+    found["options", "of a callback"] = fit(way, Scheduled(Called(1.0)), data(), None, {"callbacks": changes})
     for case, (other, _) in LOADERS.items():
         found["loader", case] = fit(way, Chosen(""), other() if rank else data(), None, {})
     other = Way(way.strategy, 2, (*way.options, ("timeout_seconds", 900.0 + rank)))
@@ -257,6 +326,9 @@ EXPECTED = {
     "folders of shards": FOLDERS,
     **{f"module {case}": expected for case, expected in MODULES.items()},
     **{f"loader {case}": expected for case, (_, expected) in LOADERS.items()},
+    **dict.fromkeys((f"schedule {case}" for case in SCHEDULES), "SGD, lr: 0.01 on rank 0, and 0.02 on rank 1"),
+    "schedule of steps in another order": "sum of the learning rates so far, by their order: 0.0",
+    "options of a callback": "SGD, momentum: 0.0 on rank 0, and 0.1 on rank 1\nBy step 1 the",
     "loader validation": VALIDATION,
     "strategy option": OPTION,
     "strategy class": KIND,

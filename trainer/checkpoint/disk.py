@@ -56,7 +56,7 @@ class FileEntry:
 
 @sendable
 class WriteError(CheckpointError):
-    """The disk or the network did not take a checkpoint; earlier checkpoints are unchanged."""
+    """The disk or the network did not take a checkpoint; the attempt has changed no earlier one."""
 
 
 class ReadError(CheckpointError):
@@ -470,10 +470,22 @@ def _write_failure(final: Path, temporary: Path, error: OSError) -> str:
     message = f"cannot write the checkpoint {final}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and final.parent.is_dir():
         message += f" ({shutil.disk_usage(final.parent).free / 1e6:.0f} MB are free there)"
-    message += ". Earlier checkpoints are unchanged; "
-    if temporary.exists():
+    message += f". {_earlier_checkpoints(final.parent)}; "
+    if os.path.lexists(temporary):
         return message + f"partial files could not be removed and remain in {temporary}."
     return message + "the partial one was removed."
+
+
+def _earlier_checkpoints(folder: Path) -> str:
+    """Return what is known of the other checkpoints in a folder, which others may have replaced or emptied."""
+    if not folder.is_dir():
+        where = "is not a folder any more" if os.path.lexists(folder) else "does not exist any more"
+        return f"{folder} {where}, so that the earlier checkpoints in it are gone"
+    try:
+        found = any((one / MANIFEST_FILE).is_file() for one in folder.iterdir() if not one.name.startswith("."))
+    except OSError:
+        return "Earlier checkpoints there cannot be listed"
+    return "Earlier checkpoints are unchanged" if found else "There is no earlier checkpoint"
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -182,7 +182,7 @@ class RemoteStorage:
             yield final
         except OSError as error:
             raise WriteError(
-                f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints are unchanged; "
+                f"cannot write the checkpoint {final}: {error.strerror or error}. Earlier checkpoints were left alone; "
                 "the files written so far have no manifest and are ignored."
             ) from error
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 1.0
 _LONGEST_INTERVAL_S = 60.0
+_RECORDS_S = 5.0
+"""Seconds to wait for the others' records: they look once a second, and may take two to write."""
 SAME_CALLS = (
     "All processes have to make the same calls, at the same place: take them out of `if trainer.is_global_zero`, "
     "`if rank == 0`, and conditions that differ between the processes."
@@ -85,7 +87,7 @@ class DeadlockWatch:
         self._pause = _INTERVAL_S
         self._place: object = None
         self._waiting: Waiting | None = None
-        self._published = False
+        self._published = self._recorded = False
         self._compared: list[bytes] = []
 
     def keep_records_in(self, folder: Path | None) -> None:
@@ -119,8 +121,10 @@ class DeadlockWatch:
         self._publish(store, now)
         if self._rank == 0 and store.check([_SOMEBODY_WAITS]):
             self._compare(store)
-        if self._published and self.found is None and store.check([_FOUND]):
-            self._end(store)
+        if not self._recorded and store.check([_FOUND]):
+            self._record(store)
+            if self._published:
+                self._end(store)
 
     def _publish(self, store: Store, now: float) -> None:
         place = self._barrier or _innermost_call()
@@ -168,10 +172,19 @@ class DeadlockWatch:
             circle = circle[at:] + circle[:at]
             store.set(_FOUND, json.dumps({"rank": first, "words": in_words({r: waiting[r].words for r in circle})}))
 
+    def _record(self, store: Store) -> None:
+        """Write what torch has recorded of the collectives, and wait until the others have: one of them ends all."""
+        self._recorded = True
+        waiting_in(self._folder, self._rank)
+        store.set(_record_key(self._rank), "1")
+        keys = [_record_key(rank) for rank in range(self._world_size)]
+        deadline = time.monotonic() + _RECORDS_S
+        while not store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def _end(self, store: Store) -> None:
         """Have the main thread raise an error if it waits in Python; else end this process, if it is to report."""
         found = json.loads(store.get(_FOUND))
-        waiting_in(self._folder, self._rank)
         self.found = found["words"]
         if self._barrier is None and self._rank == found["rank"]:
             report_deadlock(store, self._rank, self._world_size, f"{stacks()}{self.found}\n")
@@ -221,3 +234,7 @@ def _innermost_call() -> object:
 
 def _key(rank: int) -> str:
     return f"deadlock/{rank}"
+
+
+def _record_key(rank: int) -> str:
+    return f"deadlock/recorded/{rank}"

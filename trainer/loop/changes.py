@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from trainer import __version__
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean, shown
-from trainer.loop.agreement import as_text, describe_layer, optimizer_facts
+from trainer.loop.agreement import describe_layer, optimizer_facts
+from trainer.loop.compare import as_text
 from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig

@@ -35,6 +35,7 @@ from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.loop.direct_backward import RefusingDirectBackward
 from trainer.loop.nonfinite import NonFiniteMonitor
+from trainer.loop.options import OptionsCheck
 from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.loop.skipping import SkippedBatches
@@ -157,7 +158,11 @@ class Run:
             log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
         session.start(stage)
         self.progress = session.progress
-        self.metrics = MetricLog(module, lambda value: config.strategy.processes.gather_reports(value))
+        self.options = OptionsCheck()
+        self.metrics = MetricLog(
+            module,
+            lambda value: self._reports(config.strategy.processes.all_gather_object((self.options.digest(), value))),
+        )
         self.call_step: Callable[..., Any] = self.strategy.call_step
         self.listen(unheard)
         if stage == "predict":
@@ -250,6 +255,7 @@ class Run:
         self.scheduler_configs = schedulers
         self.optimizers = strategy.setup_optimizers(optimizers, config)
         if strategy.processes.world_size > 1:
+            self.options.begin(self.optimizers)
             self.trainable = TrainableParameters(module, strategy, self.optimizers, self.wait_for_all)
         elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
             self.new_parameters = NewParameters(module, self.optimizers)
@@ -452,6 +458,12 @@ class Run:
         return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
 
     # -- logging -------------------------------------------------------------------------------------------------------
+
+    def _reports(self, gathered: list[tuple[str, Any]]) -> list[Any]:
+        """Return the values of the processes that report, gathered with the digests of the optimizers' options."""
+        processes = self.strategy.processes
+        values = self.options.checked(processes, gathered, self.progress.step)
+        return [values[rank] for rank in processes.reporters]
 
     def read_metrics(self) -> dict[str, float]:
         """Return all logged values known so far; see `Trainer.read_metrics`. Collective."""

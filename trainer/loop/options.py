@@ -1,0 +1,77 @@
+"""Compare the optimizers' options on all processes while training, whenever logged values are gathered."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.distributed.process_group import SingleProcess
+from trainer.loop.compare import compare
+
+T = TypeVar("T")
+
+_FADING = 0.999
+"""By which a sum of learning rates depends on their order; a difference is found long before it has faded."""
+
+
+class OptionsCheck:
+    """Finds learning rates and other options of the optimizers that differ between processes, so that replicas diverge.
+
+    A schedule may depend on anything, so what it gives is compared, not what it is made of. A digest goes with the
+    logged values: no process sends a message more.
+    """
+
+    def __init__(self) -> None:
+        self._optimizers: list[Optimizer] = []
+        self._rates = 0.0
+        """The learning rates of all steps, added up with decreasing weights."""
+
+    def begin(self, optimizers: list[Optimizer]) -> None:
+        """Watch these optimizers, on several processes."""
+        self._optimizers = optimizers
+
+    def add_step(self) -> None:
+        """Remember the learning rates of a step."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if type(rate := group.get("lr")) is float:
+                    self._rates = self._rates * _FADING + rate
+
+    def digest(self) -> str:
+        """Return a short text that is the same on all processes if the options are, now and in all steps so far."""
+        return hashlib.sha256(repr(list(self._facts())).encode()).hexdigest()[:16] if self._optimizers else ""
+
+    def checked(self, processes: SingleProcess, gathered: list[tuple[str, T]], step: int) -> list[T]:
+        """Return the values that were gathered with the digests. Collective only if these differ.
+
+        Raises:
+            ConfigError: they differ; raised on all processes.
+        """
+        if len({digest for digest, _ in gathered}) > 1:
+            fix = (
+                f"By step {step} the optimizers' options differ, and with them the weights: have every process set the "
+                "same ones in the same step. A schedule may not depend on the rank, nor on values that are not reduced."
+            )
+            compare(processes, self._facts(), fix)
+        return [value for _, value in gathered]
+
+    def _facts(self) -> Iterator[tuple[str, object]]:
+        for number, optimizer in enumerate(self._optimizers):
+            name = type(optimizer).__name__ + (f" number {number + 1}" if len(self._optimizers) > 1 else "")
+            for position, group in enumerate(optimizer.param_groups):
+                owner = f"{name}, group {position}" if len(optimizer.param_groups) > 1 else name
+                for option, value in group.items():
+                    if _is_plain(value):
+                        yield f"{owner}, {option}", value
+                    elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+                        yield f"{owner}, {option}", value.item()
+        yield "sum of the learning rates so far, by their order", self._rates
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number or several: not the parameters, nor a tensor, which may be on a device."""
+    return isinstance(value, (bool, int, float)) or (isinstance(value, tuple) and all(map(_is_plain, value)))
