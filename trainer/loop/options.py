@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from trainer.distributed.process_group import SingleProcess
 from trainer.loop.compare import compare
-
-T = TypeVar("T")
+from trainer.loop.progress import Progress
+from trainer.strategy import Strategy
 
 _FADING = 0.999
 """By which a sum of learning rates depends on their order; a difference is found long before it has faded."""
@@ -25,7 +24,13 @@ class OptionsCheck:
     logged values: no process sends a message more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy, progress: Progress) -> None:
+        self._strategy, self._progress = strategy, progress
+        # A lambda, since a message carries the name of the function that sends it: here of the caller.
+        self.gather: Callable[[Any], list[Any]] = lambda value: self._checked(
+            strategy.processes.all_gather_object((self._digest(), value))
+        )
+        """Gathers a value of each process that reports, as `gather_reports`, and compares the options on all."""
         self._optimizers: list[Optimizer] = []
         self._rates = 0.0
         """The learning rates of all steps, added up with decreasing weights."""
@@ -41,23 +46,21 @@ class OptionsCheck:
                 if type(rate := group.get("lr")) is float:
                     self._rates = self._rates * _FADING + rate
 
-    def digest(self) -> str:
+    def _digest(self) -> str:
         """Return a short text that is the same on all processes if the options are, now and in all steps so far."""
         return hashlib.sha256(repr(list(self._facts())).encode()).hexdigest()[:16] if self._optimizers else ""
 
-    def checked(self, processes: SingleProcess, gathered: list[tuple[str, T]], step: int) -> list[T]:
-        """Return the values that were gathered with the digests. Collective only if these differ.
-
-        Raises:
-            ConfigError: they differ; raised on all processes.
-        """
+    def _checked(self, gathered: list[tuple[str, Any]]) -> list[Any]:
+        """Return the values of those that report; raise ConfigError on all processes if the digests differ."""
+        processes = self._strategy.processes
         if len({digest for digest, _ in gathered}) > 1:
             fix = (
-                f"By step {step} the optimizers' options differ, and with them the weights: have every process set the "
-                "same ones in the same step. A schedule may not depend on the rank, nor on values that are not reduced."
+                f"By step {self._progress.step} the optimizers' options differ, and with them the weights: have every "
+                "process set the same ones in the same step. A schedule may not depend on the rank, nor on values that "
+                "are not reduced."
             )
             compare(processes, self._facts(), fix)
-        return [value for _, value in gathered]
+        return [gathered[rank][1] for rank in processes.reporters]
 
     def _facts(self) -> Iterator[tuple[str, object]]:
         for number, optimizer in enumerate(self._optimizers):

@@ -113,6 +113,8 @@ class Run:
     flushed_step = -1
     """The last step whose values went to the loggers."""
     torn_down = clips_gradients = False
+    shutting_down = False
+    """True while only the last collective of the run is left."""
     weights_loss_by_items = False
     """True if the module defines `num_items`."""
     last_step: float = math.inf
@@ -158,11 +160,8 @@ class Run:
             log.info("another fit: it starts at step 0 with the weights as they are; to go on, give ckpt_path")
         session.start(stage)
         self.progress = session.progress
-        self.options = OptionsCheck()
-        self.metrics = MetricLog(
-            module,
-            lambda value: self._reports(config.strategy.processes.all_gather_object((self.options.digest(), value))),
-        )
+        self.options = OptionsCheck(self.strategy, self.progress)
+        self.metrics = MetricLog(module, self.options.gather)
         self.call_step: Callable[..., Any] = self.strategy.call_step
         self.listen(unheard)
         if stage == "predict":
@@ -198,8 +197,6 @@ class Run:
         settings = config.settings
         self.deadline = Deadline(settings.latest_end, settings.deadline_margin) if settings.latest_end else None
         self.collective_check: CollectiveCheck | None = None
-        self.shutting_down = False
-        """True while only the last collective of the run is left."""
         session.stage = stage
 
     # -- set-up, in running order --------------------------------------------------------------------------------------
@@ -458,12 +455,6 @@ class Run:
         return require_batch(after(batch, dataloader_idx), "on_after_batch_transfer")
 
     # -- logging -------------------------------------------------------------------------------------------------------
-
-    def _reports(self, gathered: list[tuple[str, Any]]) -> list[Any]:
-        """Return the values of the processes that report, gathered with the digests of the optimizers' options."""
-        processes = self.strategy.processes
-        values = self.options.checked(processes, gathered, self.progress.step)
-        return [values[rank] for rank in processes.reporters]
 
     def read_metrics(self) -> dict[str, float]:
         """Return all logged values known so far; see `Trainer.read_metrics`. Collective."""
