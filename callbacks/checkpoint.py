@@ -75,7 +75,7 @@ class ModelCheckpoint(Checkpoint):
         mode: "min" or "max": which value of `monitor` is better. Default: "min"; a name that says that larger is better
             (acc, f1, ...) needs "max".
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
-        save_last: keep the newest one, whatever its value.
+        save_last: keep the newest one, whatever its value; None: the same as True.
         every_n_train_steps: write after every so many steps; 0: not by steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch; 0: not by
             epochs. Default: 1 if nothing else is set, not even to 0.
@@ -116,7 +116,7 @@ class ModelCheckpoint(Checkpoint):
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
         save_top_k: Annotated[int, Limit("from", -1), "0: none, -1: all"] = 1,
-        save_last: bool = True,
+        save_last: bool | None = True,
         every_n_train_steps: Interval | None = None,
         every_n_epochs: Interval | None = None,
         train_time_interval: str | timedelta | dict[str, float] | float | None = None,
@@ -139,7 +139,7 @@ class ModelCheckpoint(Checkpoint):
         self.mode = resolve_mode(mode, monitor or "", "ModelCheckpoint")
         self._unclear_mode = mode is None
         self.save_top_k = save_top_k
-        self.save_last = save_last
+        self.save_last = save_last is not False
         self.every_n_train_steps = every_n_train_steps or None
         nothing_is_set = every_n_train_steps is None and every_n_epochs is None and train_time_interval is None
         self.every_n_epochs = 1 if nothing_is_set else every_n_epochs or None
@@ -149,7 +149,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_exception = save_on_exception
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
-        self._retention = Retention(monitor is not None, self.mode, save_top_k, save_last)
+        self._retention = Retention(monitor is not None, self.mode, save_top_k, self.save_last)
         self._folder: StoragePath | None = None
         self._writer: BackgroundWriter | None = None
         self._writes = 0

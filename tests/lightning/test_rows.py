@@ -54,6 +54,16 @@ def test_none_means_the_default_where_it_does_in_lightning() -> None:
     assert {name for name in both if ours[name] is not None} == set(NONE_IS_DEFAULT)
 
 
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping", "LearningRateMonitor"])
+def test_callbacks_take_none_where_lightnings_do(name: str) -> None:
+    theirs = inspect.signature(getattr(LIGHTNING, name)).parameters
+    both = [one for one in inspect.signature(getattr(OURS, name)).parameters if one in theirs]
+    given: dict[str, Any] = {one: None for one in both if theirs[one].default is None}
+    required = {"monitor": "loss"} if name == "EarlyStopping" else {}
+    assert getattr(OURS, name)(**given, **required) is not None
+    assert given
+
+
 class Promises:
     """An iterable of three batches with a length of its own."""
 
