@@ -200,19 +200,30 @@ class MetricLog:
         self.batch, self.samples = batch, samples
 
     def watch_loss(self, step: int, loss: torch.Tensor, divisor: Number | None) -> None:
-        """Keep a loss until values are next read, to report one that is not finite. Reads nothing from the device.
+        """Keep a loss until values are next read, to report one that is not finite. Reads nothing from a device.
 
         Args:
             divisor: of the loss; infinite for a batch without items, whose loss is a mean over nothing and is ignored.
         """
         # Not `!=` alone, which would read a divisor that is on the device.
-        if self.watches_losses and not (isinstance(divisor, float) and divisor == math.inf):
-            # `data` is the loss without its graph, at half the price of `detach()`, which also tracks later writes.
-            kept = loss.data
-            # A view would keep a larger tensor in memory.
-            self._losses.append((step, kept.clone() if self.copies_losses or loss._is_view() else kept, divisor))
-            if len(self._losses) == 1000:
-                self.read_losses()
+        if not self.watches_losses or (isinstance(divisor, float) and divisor == math.inf):
+            return
+        if loss.is_cpu:
+            number = loss.item()
+            if not math.isfinite(number):
+                self._keep_nonfinite(step, number, divisor)
+            return
+        # `data` is the loss without its graph, at half the price of `detach()`, which also tracks later writes.
+        kept = loss.data
+        # A view would keep a larger tensor in memory.
+        self._losses.append((step, kept.clone() if self.copies_losses or loss._is_view() else kept, divisor))
+        if len(self._losses) == 1000:
+            self.read_losses()
+
+    def _keep_nonfinite(self, step: int, loss: float, divisor: Number | None) -> None:
+        """Keep the first loss that is not finite."""
+        if self.nonfinite_loss is None and not (isinstance(divisor, torch.Tensor) and math.isinf(divisor)):
+            self.nonfinite_loss = (step, loss)
 
     def take_nonfinite_loss(self) -> tuple[int, float] | None:
         """Return step and value of the first loss read that is not finite, once: losses are not watched any longer."""
@@ -239,9 +250,8 @@ class MetricLog:
         self.loss_scale = numbers.pop(0) if scales else None
         if self.nonfinite_loss is None and not math.isfinite(total):
             for (step, _, divisor), loss in zip(self._losses, to_host(losses), strict=True):
-                if not math.isfinite(loss) and not (isinstance(divisor, torch.Tensor) and math.isinf(divisor)):
-                    self.nonfinite_loss = (step, loss)
-                    break
+                if not math.isfinite(loss):
+                    self._keep_nonfinite(step, loss, divisor)
         self._losses.clear()
         return numbers
 
@@ -276,8 +286,7 @@ class MetricLog:
         if entry.metric is not None and value is entry.metric:
             self._log_metric(entry, value)
             return
-        given_tensor = is_tensor(value)
-        if given_tensor:
+        if is_tensor(value):
             if value.dim():
                 value = _as_scalar(name, value)
             if value.requires_grad:
@@ -298,9 +307,7 @@ class MetricLog:
                 entry.window = self.window
                 entry.window_values.clear()
             # Copies: a tensor may change before it is read, and may be a view that keeps a larger one in memory.
-            entry.window_values.append(
-                (value.clone() if given_tensor else value, weight if type(weight) is int else _copied(weight))
-            )
+            entry.window_values.append((_copied(value), weight if type(weight) is int else _copied(weight)))
         if entry.options.on_epoch:
             entry.epoch.add(value, weight)
         if scope.loader:
@@ -547,7 +554,11 @@ def _as_scalar(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(number: Number) -> Number:
-    return number.clone() if isinstance(number, torch.Tensor) else number
+    """Return what later writes to a tensor do not change. On the CPU a number is cheaper than a copy."""
+    if not isinstance(number, torch.Tensor):
+        return number
+    # Numbers become float32 tensors again in `trainer.callback_metrics`.
+    return number.item() if number.is_cpu and number.dtype is torch.float32 else number.clone()
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
