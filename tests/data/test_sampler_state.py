@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorD
 
 from tests.helpers.toy import Toy, quiet
 from trainer.callbacks import ModelCheckpoint
+from trainer.data import sampler_check
 from trainer.data.adapters import make_batch_loader
 from trainer.data.sampler_state import own_generators
 
@@ -188,6 +193,134 @@ def test_batch_samplers_go_on_where_they_were(tmp_path: Path) -> None:
     check(lambda: DataLoader(data(), batch_sampler=Batches(np.random.default_rng())), tmp_path / "own")
     inside = Own(random.Random(1))
     check(lambda: DataLoader(data(), batch_sampler=BatchSampler(inside, 4, False)), tmp_path / "around another")
+
+
+IN_A_LIST = [random.Random(5)]
+COUNTS = {"epochs": 0}
+
+
+def helper() -> list[int]:
+    return IN_A_LIST[0].sample(range(SAMPLES), SAMPLES)
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def next(self) -> int:
+        self.epochs += 1
+        return self.epochs
+
+
+def forever() -> Iterator[int]:
+    yield from itertools.count()
+
+
+def counted(number: int) -> list[int]:
+    return random.Random(number).sample(range(SAMPLES), SAMPLES)
+
+
+def of_pcg(bits: np.random.PCG64) -> list[int]:
+    return counted(int(bits.random_raw()))
+
+
+def in_a_module() -> int:
+    COUNTS["epochs"] += 1
+    return COUNTS["epochs"]
+
+
+def appended(things: Any) -> int:
+    (things.add if isinstance(things, set) else things.append)(len(things))
+    return len(things)
+
+
+def of_weak_key(holders: Any, key: Holder) -> list[int]:
+    return counted(holders.setdefault(key, Holder()).next())
+
+
+HIDDEN: dict[str, Callable[[], Callable[[], list[int]]]] = {
+    "a generator in a helper": lambda: helper,
+    "a bare PCG64": lambda: partial(of_pcg, np.random.PCG64(1)),
+    "a generator made in __iter__": lambda: lambda: permuted(np.random.default_rng()),
+    "the clock": lambda: lambda: counted(time.monotonic_ns()),
+    "a dict": lambda: partial(lambda counts: counted(appended(counts["drawn"])), {"drawn": []}),
+    "an object": lambda: partial(lambda holder: counted(holder.next()), Holder()),
+    "a tuple": lambda: partial(lambda pair: counted(appended(pair[1])), (0, [])),
+    "a set": lambda: partial(lambda numbers: counted(appended(numbers)), set()),
+    "a deque": lambda: partial(lambda numbers: counted(appended(numbers)), deque()),
+    "itertools.count": lambda: partial(lambda numbers: counted(next(numbers)), itertools.count()),
+    "a generator function": lambda: partial(lambda numbers: counted(next(numbers)), forever()),
+    "a dict of a module": lambda: lambda: counted(in_a_module()),
+    "a function's attribute": lambda: lambda: counted(appended(vars(helper).setdefault("epochs", []))),
+    "a weak key": lambda: partial(of_weak_key, WeakKeyDictionary(), Holder()),
+}
+"""Orders drawn from state of places that are not looked into."""
+
+
+class Stated(Own):
+    """Saves its hidden state itself."""
+
+    def __init__(self) -> None:
+        super().__init__({"drawn": [0]})
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng["drawn"][0] += 1
+        return iter(counted(self.rng["drawn"][0]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self.rng["drawn"][0]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng["drawn"][0] = state["drawn"]
+
+
+class OfEpoch(Own):
+    def set_epoch(self, epoch: int) -> None:
+        self.rng["epoch"] = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(counted(self.rng["epoch"]))
+
+
+def note(sampler: Any, **options: Any) -> str:
+    given = {"batch_sampler": sampler} if options.pop("batches", False) else {"sampler": sampler, "batch_size": 4}
+    loader = DataLoader(data(), **given)
+    return make_batch_loader(loader, rank=options.get("rank", 0), world_size=2, seed=1, training=True).note or ""
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_state_that_is_not_found_is_told_before_the_run(kind: str) -> None:
+    sampler = Function(HIDDEN[kind]())
+    assert "resume will not be exact: Function keeps state that is not found" in note(sampler)
+    assert note(sampler, rank=1) == ""  # once
+
+
+def test_the_samplers_are_as_before_when_they_have_been_tried(capfd: pytest.CaptureFixture[str]) -> None:
+    class Prints(Counting):
+        def __iter__(self) -> Iterator[int]:
+            print("iterated")
+            return super().__iter__()
+
+    sampler, counts = Prints(), dict(COUNTS)
+    assert note(sampler) == ""
+    note(Function(HIDDEN["a dict of a module"]()))
+    assert (sampler.epochs, COUNTS, capfd.readouterr().out) == (0, counts, "")
+
+
+def test_of_exact_samplers_nothing_is_told() -> None:
+    exact = [*(make() for make in SAMPLERS.values()), Stated(), OfEpoch({"epoch": 0}), range(SAMPLES), [3, 1, 2]]
+    assert {note(sampler) for sampler in exact} == {""}
+    assert note(Batches(np.random.default_rng()), batches=True) == ""
+
+
+def test_a_sampler_that_hangs_or_fails_is_tried_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_check, "_LONGEST_S", 0.3)
+    assert note(Function(lambda: time.sleep(3600))) == note(Function(lambda: 1 / 0)) == ""
+
+
+def test_a_sampler_with_a_state_dict_goes_on_where_it_was(tmp_path: Path) -> None:
+    check(lambda: DataLoader(data(), 4, sampler=Stated()), tmp_path / "sampler")
+    check(lambda: DataLoader(data(), batch_sampler=BatchSampler(Stated(), 4, False)), tmp_path / "around another")
 
 
 class Loader(DataLoader[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -85,6 +86,8 @@ class DistributedBatchSampler:
         own = [] if self.random_access is not None else _nested(self.sampler)
         self._first = [plain_attributes(one) for one in own]
         self._at_start: list[dict[str, Any]] = [{} for _ in own]
+        self._own_at_start: list[Any] = [None for _ in own]
+        """What the samplers' own `state_dict` returned at the start of the epoch; None without one."""
         self._restored: dict[str, Any] | None = None
 
     def seek(self, epoch: int, start: int, limit: int | None = None) -> None:
@@ -133,7 +136,7 @@ class DistributedBatchSampler:
         if self.shards_itself or type(self.sampler) is DistributedSampler:
             return {}
         samplers = _nested(self.sampler)
-        changed = (self._restored or {}).get("start", [{} for _ in samplers])
+        changed = (self._restored or {}).get("start") or [{} for _ in samplers]
         return {
             name if len(samplers) == 1 else f"{type(sampler).__name__}.{name}": value
             for sampler, restored in zip(samplers, changed, strict=False)
@@ -142,26 +145,33 @@ class DistributedBatchSampler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the attributes that the user's samplers have changed since the run began.
+        """Return the attributes that the user's samplers have changed since the run began, and their own states.
 
-        "start": as they were at the start of the epoch; "now": as they are.
+        "start", "own_start": as they were at the start of the epoch; "now", "own_now": as they are.
         """
         if self.random_access is not None:
             return {}
-        now = [changed_attributes(first, one) for first, one in zip(self._first, _nested(self.sampler), strict=True)]
-        return {"start": self._at_start, "now": now} if any(now) or any(self._at_start) else {}
+        samplers = _nested(self.sampler)
+        now = [changed_attributes(first, one) for first, one in zip(self._first, samplers, strict=True)]
+        state = {"start": self._at_start, "now": now} if any(now) or any(self._at_start) else {}
+        own = [_own_state(one) for one in samplers]
+        return {**state, "own_start": self._own_at_start, "own_now": own} if any(map(has_state, samplers)) else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, when the next epoch begins."""
         self._restored = state or None
 
     def _restore_attributes(self, within_epoch: bool) -> None:
-        samplers = _nested(self.sampler)
+        samplers, when = _nested(self.sampler), "start" if within_epoch else "now"
         if self._restored is not None:
-            for sampler, values in zip(samplers, self._restored["start" if within_epoch else "now"], strict=False):
+            for sampler, values in zip(samplers, self._restored.get(when, ()), strict=False):
                 set_attributes(sampler, values)
+            for sampler, own in zip(samplers, self._restored.get(f"own_{when}", ()), strict=False):
+                if own is not None and has_state(sampler):
+                    sampler.load_state_dict(own)
             self._restored = None
         self._at_start = [changed_attributes(first, one) for first, one in zip(self._first, samplers, strict=True)]
+        self._own_at_start = [_own_state(one) for one in samplers]
 
     def num_local_batches(self) -> int | None:
         """Return the batches per epoch on this rank, in evaluation without padding; None if unknown."""
@@ -234,7 +244,7 @@ class DistributedBatchSampler:
         low, high = self.rank * size, (self.rank + 1) * size
         total = self._total(globally)
         position = start * globally
-        for indices in self._iterate_sampler(epoch, position, globally):
+        for indices in self.iterate_sampler(epoch, position, globally):
             for first in range(0, len(indices), globally):
                 part = indices[first : first + globally]
                 if len(part) < globally:
@@ -254,7 +264,7 @@ class DistributedBatchSampler:
         """Yield the batches of a user's own batch sampler."""
         world = self.world_size
         number = start * world
-        for batches in self._iterate_sampler(epoch, number, world):
+        for batches in self.iterate_sampler(epoch, number, world):
             for first in range(0, len(batches), world):
                 part = [b if hasattr(b, "__len__") else list(b) for b in batches[first : first + world]]
                 total = self._total(sum(map(len, part)))
@@ -264,7 +274,7 @@ class DistributedBatchSampler:
                     yield part[0], number, 0, total
                 number += world
 
-    def _iterate_sampler(self, epoch: int, skip: int, unit: int) -> Iterator[list[Any]]:
+    def iterate_sampler(self, epoch: int, skip: int, unit: int) -> Iterator[list[Any]]:
         """Yield what the sampler yields from item `skip` on, in lists of a multiple of `unit` items (the last may be
         short), with random numbers of its own.
 
@@ -340,6 +350,15 @@ def _nested(sampler: Any) -> list[Any]:
     """Return the sampler, and the one inside it if it is a batch sampler around another."""
     inner = getattr(sampler, "sampler", None)
     return [sampler] if inner is None else [sampler, inner]
+
+
+def has_state(sampler: Any) -> bool:
+    """Return True for a sampler that saves and restores its state itself."""
+    return all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _own_state(sampler: Any) -> Any:
+    return copy.deepcopy(sampler.state_dict()) if has_state(sampler) else None
 
 
 def _set_epoch(sampler: Iterable[Any], epoch: int) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.fingerprints import of_indices
 from trainer.data.loader import Batch, BatchLoader
+from trainer.data.sampler_check import resumes_exactly
 from trainer.data.seeded_dataset import SeededDataset, ShowDataset, identity_collate
 from trainer.errors import ConfigError
 from trainer.seed import PrivateRng, drop_cached_normal, mix_seed
@@ -159,4 +160,10 @@ def _note(loader: DataLoader[Any], sampler: DistributedBatchSampler, label: str)
         notes.append(f"its {type(source).__name__} gives the order of epoch 0 in every epoch")
     if not getattr(loader, "in_order", True):
         notes.append("in_order=False is ignored: a run can be resumed only if batches come in order")
+    if sampler.training and sampler.seed_rank == 0 and resumes_exactly(sampler) is False:
+        notes.append(
+            f"resume will not be exact: {type(source).__name__} keeps state that is not found, so that a resumed run "
+            "gets another order. Have set_epoch(epoch) decide the order, or give it state_dict and load_state_dict, "
+            "or keep its random generator and counters in attributes of its own"
+        )
     return f"{label}: {'; '.join(notes)}." if notes else None

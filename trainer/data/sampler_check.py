@@ -1,0 +1,108 @@
+"""Find out before a run whether a user's sampler gives the same order after a resume: try both in forked processes."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from itertools import chain, islice
+from typing import Any
+
+import torch
+
+from trainer.data.batch_sampler import DistributedBatchSampler
+from trainer.distributed.encoding import from_bytes, to_bytes
+
+_MOST_ITEMS = 20_000
+_LONGEST_S = 10.0
+
+
+def resumes_exactly(sampler: DistributedBatchSampler) -> bool | None:
+    """Return False if a run that is resumed in its second epoch gets another order than one that was not interrupted.
+
+    A sampler may keep state anywhere: what it gives is compared, not what it is made of. The objects of this process
+    stay as they are, since it is done in copies of the process. Of a large sampler the first items are compared.
+
+    Returns:
+        None if it cannot be found out: there is no fork, or it takes long, or fails, as it will in the run.
+    """
+    if not hasattr(os, "fork") or sampler.random_access is not None:
+        return None
+    unbroken = _in_copy(lambda: _unbroken(sampler))
+    resumed = None if unbroken is None else _in_copy(lambda: _resumed(sampler, unbroken["state"]))
+    return None if unbroken is None or resumed is None else bool(unbroken["order"] == resumed["order"])
+
+
+def _unbroken(sampler: DistributedBatchSampler) -> dict[str, Any]:
+    """Return the order of the second epoch, and the state that a checkpoint within it has."""
+    _order(sampler, 0, 0)
+    order = _order(sampler, 1, 0)
+    return {"order": _digest(order[1:]), "state": sampler.state_dict()}
+
+
+def _resumed(sampler: DistributedBatchSampler, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the order of the second epoch of a run that is resumed after its first item."""
+    sampler.load_state_dict(state)
+    return {"order": _digest(_order(sampler, 1, 1))}
+
+
+def _order(sampler: DistributedBatchSampler, epoch: int, start: int) -> list[Any]:
+    items = chain.from_iterable(sampler.iterate_sampler(epoch, start, 1))
+    return list(islice(items, _MOST_ITEMS - start))
+
+
+def _digest(order: list[Any]) -> str:
+    text = repr(order)
+    if " at 0x" in text:
+        raise ValueError("objects without a text of their own cannot be compared")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _in_copy(work: Callable[[], dict[str, Any]]) -> Any:
+    """Return what `work` returns in a forked process; None if it fails or takes long."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do not exist in the copy
+        pid = os.fork()
+    if pid == 0:
+        _work_and_exit(work, write)
+    os.close(write)
+    try:
+        message = _read(read)
+    finally:
+        os.close(read)
+        os.kill(pid, signal.SIGKILL)  # it has ended, or hangs
+        os.waitpid(pid, 0)
+    return from_bytes(message) if message else None
+
+
+def _work_and_exit(work: Callable[[], dict[str, Any]], write: int) -> None:
+    try:
+        gc.freeze()  # see worker_processes
+        torch.set_num_threads(1)  # the threads of a pool do not exist here
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        sys.stdout = sys.stderr = open(silent, "w")  # noqa: SIM115  # these may write elsewhere
+        message = to_bytes(work())
+        while message:
+            message = message[os.write(write, message) :]
+    finally:
+        os._exit(0)
+
+
+def _read(descriptor: int) -> bytes:
+    """Return what comes until the other end is closed; nothing if that takes long."""
+    message, deadline = b"", time.monotonic() + _LONGEST_S
+    while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        part = os.read(descriptor, 1 << 16)
+        if not part:
+            return message
+        message += part
+    return b""
