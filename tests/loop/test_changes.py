@@ -118,6 +118,49 @@ def test_other_data_are_refused_within_an_epoch_and_reported_at_its_end(
     assert f"changed since {written / 'epoch=0'} was written:" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_another_order_is_reported_when_all_of_an_epoch_is_used(
+    written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "trainer"):
+        assert fit(tmp_path, 18, DataLoader(data(), 4), ckpt_path=written / "step=16") == 18
+    assert "shuffle: shuffled then, in order now" in caplog.text
+
+
+STRIDE, FACTOR, ITERATED = 1, 0.9, 0
+
+
+def factor(step: int) -> float:
+    return FACTOR**step
+
+
+class Strided(Backwards):
+    def __iter__(self) -> Iterator[int]:
+        global ITERATED
+        ITERATED += 1
+        return iter([number * STRIDE % self.size for number in range(self.size)])
+
+
+def test_globals_that_samplers_and_schedules_read_are_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go_on(steps: int, **options: Any) -> None:
+        module = Scheduled(lambda optimizer: {"scheduler": LambdaLR(optimizer, lambda step: factor(step))})
+        fit(tmp_path, steps, DataLoader(data(), 4, sampler=Strided(64)), module, **options)
+
+    go_on(3)
+    with caplog.at_level(logging.WARNING, "trainer"):
+        go_on(4, ckpt_path=tmp_path / "step=3")
+        assert caplog.text == ""
+        monkeypatch.setattr(f"{__name__}.FACTOR", 0.5)
+        go_on(4, ckpt_path=tmp_path / "step=3")
+    assert "schedulers: LambdaLR, global FACTOR in lr_lambdas: 0.9 then, 0.5 now\n" in caplog.text
+    monkeypatch.setattr(f"{__name__}.STRIDE", 3)
+    with pytest.raises(ConfigError, match="in the middle of an epoch") as error:
+        go_on(5, ckpt_path=tmp_path / "step=3")
+    assert "sampler: global STRIDE: 1 then, 3 now" in str(error.value)
+
+
 def test_what_is_no_change_is_not_reported(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "trainer"):
         for name in ("step=1", "step=8", "epoch=0", "step=20"):

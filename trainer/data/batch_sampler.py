@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from trainer.data.fingerprints import of_sampler
+from trainer.data.fingerprints import functions_of, of_globals, of_sampler
 from trainer.data.sampler_state import changed_attributes, own_generators, plain_attributes, set_attributes
 from trainer.data.samplers import random_access
 from trainer.data.seeded_dataset import SeededIndices
@@ -87,7 +87,7 @@ class DistributedBatchSampler:
         self._first = [plain_attributes(one) for one in own]
         self._at_start: list[dict[str, Any]] = [{} for _ in own]
         self._own_at_start: list[Any] = [None for _ in own]
-        """What the samplers' own `state_dict` returned at the start of the epoch; None without one."""
+        """The results of the samplers' own `state_dict` at the start of the epoch; None without one."""
         self._restored: dict[str, Any] | None = None
 
     def seek(self, epoch: int, start: int, limit: int | None = None) -> None:
@@ -143,6 +143,12 @@ class DistributedBatchSampler:
             for name, value in of_sampler(sampler).items()
             if name not in restored
         }
+
+    def globals(self) -> dict[str, str]:
+        """Return the plain globals that the methods of the user's samplers read."""
+        if self.random_access is not None:
+            return {}
+        return of_globals(function for sampler in _nested(self.sampler) for function in functions_of(sampler))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes that the user's samplers have changed since the run began, and their own states.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
+from collections.abc import Iterable
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,8 @@ from torch.utils.data import ConcatDataset, Subset
 from trainer.data.sampler_state import attributes
 
 _MOST_DATASETS = 10_000
+_MOST_FUNCTIONS = 100
+_PLAIN = (bool, int, float, str, tuple)
 
 
 def fingerprint(value: Any) -> str | None:
@@ -65,3 +70,51 @@ def of_sampler(sampler: Any) -> dict[str, str]:
     """
     found = {name: fingerprint(value) for name, value in attributes(sampler).items() if name != "epoch"}
     return {name: numbers for name, numbers in found.items() if numbers is not None}
+
+
+def of_globals(functions: Iterable[Any]) -> dict[str, str]:
+    """Return the plain globals that functions read, and functions of the same module that they call, by name.
+
+    Without those that they set: these count, or keep something.
+    """
+    found: dict[str, str] = {}
+    written: set[str] = set()
+    waiting = [one for one in functions if isinstance(one, FunctionType)]
+    seen: set[FunctionType] = set()
+    while waiting and len(seen) < _MOST_FUNCTIONS:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for instruction in _instructions(function.__code__):
+            name, value = instruction.argval, function.__globals__.get(instruction.argval)
+            if instruction.opname == "STORE_GLOBAL":
+                written.add(name)
+            elif instruction.opname == "LOAD_GLOBAL" and type(value) in _PLAIN:
+                found[f"global {name}"] = repr(value)
+            elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
+                waiting.append(value)
+    return {name: text for name, text in found.items() if name.removeprefix("global ") not in written}
+
+
+def _instructions(code: CodeType) -> Iterable[dis.Instruction]:
+    """Yield the instructions that name globals, also of the functions and comprehensions inside."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            yield instruction
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _instructions(inner)
+
+
+def functions_of(value: Any) -> list[Any]:
+    """Return the function itself, or the methods of an object's class and of its bases, but for torch's."""
+    if isinstance(value, FunctionType):
+        return [value]
+    value = getattr(value, "__func__", getattr(value, "func", value))  # a method, a partial
+    if isinstance(value, FunctionType):
+        return [value]
+    kinds = [
+        one for one in type(value).__mro__ if not one.__module__.startswith(("torch.", "builtins", "typing", "abc"))
+    ]
+    return [one for kind in kinds for one in vars(kind).values()]

@@ -91,7 +91,8 @@ class ShardedDataLoader(BatchLoader):
 
     def numbers(self) -> dict[str, dict[str, str]]:
         indices = of_indices(self._dataset)
-        return {"sampler": self.sampler.numbers(), "dataset": {} if indices is None else {"indices": indices}}
+        of_sampler = {**self.sampler.numbers(), **self.sampler.globals()}
+        return {"sampler": of_sampler, "dataset": {} if indices is None else {"indices": indices}}
 
     def identity(self, world_size: int) -> dict[str, str]:
         sampler, dataset = self.sampler, self._dataset

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer import __version__
+from trainer.data.fingerprints import functions_of, of_globals
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean, shown
 from trainer.loop.agreement import describe_layer, optimizer_facts
@@ -94,6 +95,10 @@ def facts_of_training(run: Run, optimizers: list[Optimizer], schedulers: list[Sc
         if own_name not in _LEFT_OUT and not own_name.startswith("_"):
             is_scheduler = name == "schedulers" or owner.split(" number ")[0] in kinds
             (of_schedulers if is_scheduler else of_optimizers)[name] = as_text(value)
+        if own_name in ("lr_lambdas", "lr_lambda"):
+            functions = value if isinstance(value, list) else [value]
+            read = of_globals(one for function in functions for one in functions_of(function))
+            of_schedulers |= {f"{owner}, {what} in {own_name}": text for what, text in read.items()}
     return {
         **_facts_of_data(run.train_loader, run.strategy.processes.readers),
         "optimizers": of_optimizers,
@@ -140,6 +145,8 @@ def report_changes(run: Run, checkpoint: Mapping[str, Any] | None, allowed: Coll
     if run.strategy.processes.is_global_zero:
         breaking = (*_BREAK_AN_EPOCH, *(("batch_size",) if _counts_batches(now) else ()))
         broken = [name for name in breaking if name in changed] if run.progress.batch > 0 else []
+        if broken == ["shuffle"] and "settings" not in changed and run.progress.batch == run.num_training_batches:
+            broken = []  # the epoch has no batch left
         listed = [f"{name}: {line}" for name, lines in changed.items() for line in lines]
         shown = "\n  ".join([*listed[:_MOST_LINES], *(["and more"] if len(listed) > _MOST_LINES else [])])
         if broken:
