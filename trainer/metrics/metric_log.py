@@ -286,7 +286,7 @@ class MetricLog:
         if entry.metric is not None and value is entry.metric:
             self._log_metric(entry, value)
             return
-        if is_tensor(value):
+        if isinstance(value, torch.Tensor):
             if value.dim():
                 value = _as_scalar(name, value)
             if value.requires_grad:
