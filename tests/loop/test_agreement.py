@@ -39,7 +39,8 @@ from trainer.callbacks import (
 from trainer.distributed.process_group import TorchProcessGroup
 from trainer.loop import agreement
 from trainer.loop.agreement import describe_layer, optimizer_facts
-from trainer.loop.compare import as_text, compare
+from trainer.loop.compare import as_text, compare, describe_tensor
+from trainer.model.weights import AbsentParameter
 from trainer.optimizers import SchedulerConfig
 
 pytestmark = pytest.mark.timeout(600)
@@ -580,6 +581,14 @@ def test_texts_of_values_have_no_addresses_order_of_sets_or_paths() -> None:
 )
 def test_texts_of_values(value: Any, text: str) -> None:
     assert as_text(value) == text
+
+
+def test_texts_of_parameters_that_are_elsewhere() -> None:
+    assert describe_tensor(nn.parameter.UninitializedParameter()) == "None torch.float32"
+    assert describe_tensor(AbsentParameter(torch.zeros(1).expand(2, 3), requires_grad=False)) == "[2, 3] torch.float32"
+    partitioned = nn.Parameter(torch.empty(0))
+    partitioned.ds_shape = torch.Size([4, 5])  # type: ignore[attr-defined]
+    assert describe_tensor(partitioned) == "[4, 5] torch.float32"
 
 
 class Addressed(nn.Module):
