@@ -39,7 +39,7 @@ class DistributedStrategy(Strategy):
     def setup_environment(self, device_type: str, precision: Precision, device_ids: list[int] | None = None) -> None:
         here = detect_environment()
         if dist.is_initialized() and device_type == "cuda":
-            _check_backends(here.world_size)
+            check_backends(here.world_size)
         if not dist.is_initialized():
             self._join(here, device_type)
         kind = TorchProcessGroup if here.world_size > 1 else SingleProcess
@@ -135,7 +135,7 @@ def _unpack(handle: Any, flat: torch.Tensor, gradients: list[torch.Tensor], worl
         gradient.copy_(mean.view_as(gradient))
 
 
-def _check_backends(world_size: int) -> None:
+def check_backends(world_size: int) -> None:
     """Check that the process group that is there already has a backend for the GPUs, and one for the CPU.
 
     Raises:

@@ -133,6 +133,17 @@ def test_by_default_in_the_run_directory() -> None:
     assert len(list(read_predictions(trainer.run_dir / "predictions"))) == 8
 
 
+def test_beside_the_checkpoint_unless_another_folder_is_given() -> None:
+    trained = quiet(max_epochs=1, default_root_dir="trained", enable_checkpointing=True)
+    trained.fit(Toy(), loader(1))
+    checkpoint = trained.run_dir / "checkpoints" / "last"
+    for root, expected in (("trained", trained.run_dir), ("other", Path("other/version_0"))):
+        trainer = quiet(default_root_dir=root, callbacks=[PredictionWriter()])
+        trainer.predict(Toy(), loader(2), ckpt_path=checkpoint)
+        assert trainer.run_dir.resolve() == expected.resolve()
+        assert len(list(read_predictions(expected / "predictions"))) == 8
+
+
 def test_subclasses_write_what_they_want() -> None:
     class Own(PredictionWriter):
         def __init__(self, **options: Any) -> None:

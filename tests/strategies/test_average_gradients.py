@@ -1,4 +1,4 @@
-"""The mean of gradients over processes, in buckets, with gradients that some processes lack."""
+"""The mean of gradients over processes, in buckets, and the backends that a group needs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.processes import run_distributed
+from trainer import ConfigError
 from trainer.strategies import distributed
-from trainer.strategies.distributed import average_gradients
+from trainer.strategies.distributed import average_gradients, check_backends
 
 SHAPES = ((3, 2), (), (5,), (4, 4), (0,), (1,))
 LACKING = {0: (2, 4), 1: (0, 2)}
@@ -48,3 +49,12 @@ def test_means(bucket_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             dtype = torch.float64 if number % 2 else torch.float32
             parts = [gradient(rank, number, dtype) for rank in range(2) if number not in LACKING[rank]]
             torch.testing.assert_close(mean, sum(parts) / 2)
+
+
+def test_a_group_without_a_backend_for_gpus_is_refused_or_made_anew() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ConfigError, match=r"has the backends .*gloo.*, and a run on GPUs needs cpu:gloo,cuda:nccl"):
+        check_backends(world_size=2)
+    assert dist.is_initialized()
+    check_backends(world_size=1)
+    assert not dist.is_initialized()
