@@ -85,6 +85,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "faults/test_kill_matrix.py::test_failures_under_torchrun": (),
     "faults/test_kill_matrix.py::test_max_restarts_goes_on_from_the_last_checkpoint_of_this_run": ("SIGKILL",),
     "faults/test_kill_matrix.py::test_restarts_by_torchrun": (),
+    "faults/test_parallel_trouble.py::*": (),
     "faults/test_sharded_trouble.py::test_an_agreed_stop_is_saved_and_gone_on_from": ("fsdp", "deepspeed_stage_3"),
     "faults/test_sharded_trouble.py::test_it_goes_on_to_the_same_bits": (
         "fsdp killed in a step",

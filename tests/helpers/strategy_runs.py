@@ -99,6 +99,10 @@ WAYS = {
 """Every way that a suite over strategies may ask for, by the name that it has in the docs."""
 
 
+DIVIDED = tuple(name for name, way in WAYS.items() if any(option.endswith("_parallel") for option, _ in way.options))
+"""The ways in which several processes compute one model together."""
+
+
 class StepLosses(Callback):
     """Record the loss of each step as the trainer logs it: over the window and all processes."""
 
