@@ -115,6 +115,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "PP x2-ViT",
         "EP x2-Qwen3-MoE",
     ),
+    "strategies/test_model_parallel_in_three.py::*": (),
     "strategies/test_model_parallel_products.py::*": (),
     "strategies/test_parallel_cost.py::*": ("FSDP x2", "TP x2", "CP x2, heads", "PP x2"),
     "strategies/test_resume_sharded.py::test_a_broken_run_ends_with_the_same_bits": ("fsdp", "deepspeed_stage_3"),

@@ -149,16 +149,20 @@ class ContextParallel:
 @contextmanager
 def _without_zeros(block: nn.Module) -> Iterator[None]:
     """Add a little to all parameters: a branch that begins with zeros would hide what it computes."""
-    kept = [(owner, dict(owner._parameters)) for owner in block.modules()]
-    for owner, parameters in kept:
-        for name, parameter in parameters.items():
+    replaced = []
+    for owner in block.modules():
+        for name, parameter in owner._parameters.items():
             if parameter is not None:
-                owner._parameters[name] = nn.Parameter(parameter.detach() + 0.02, requires_grad=False)
+                larger = nn.Parameter(parameter.detach() + 0.02, requires_grad=False)
+                replaced.append((owner, name, parameter, larger))
+                owner._parameters[name] = larger
     try:
         yield
     finally:
-        for owner, parameters in kept:
-            owner._parameters.update(parameters)
+        for owner, name, parameter, larger in replaced:
+            # Not where FSDP2 has gathered a unit within the block: it goes by what is there.
+            if owner._parameters.get(name) is larger:
+                owner._parameters[name] = parameter
 
 
 def split_hidden(

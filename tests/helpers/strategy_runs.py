@@ -89,6 +89,17 @@ WAYS = {
     "HYBRID 2 x TP 2": Way(
         "fsdp", 4, (("tensor_parallel", 2), ("sharding_strategy", "HYBRID_SHARD"), ("device_mesh", (2, 1)))
     ),
+    "EP 2 x CP 2, SHARD_GRAD_OP": Way(
+        "fsdp", 4, (("expert_parallel", 2), ("context_parallel", 2), ("sharding_strategy", "SHARD_GRAD_OP"))
+    ),
+    "TP 2 x FSDP 2, SHARD_GRAD_OP": Way("fsdp", 4, (("tensor_parallel", 2), ("sharding_strategy", "SHARD_GRAD_OP"))),
+    "EP 2 x TP 2, CPU offload": Way("fsdp", 4, (("expert_parallel", 2), ("tensor_parallel", 2), ("cpu_offload", True))),
+    "PP 2 x FSDP 2, CPU offload": Way("fsdp", 4, (("pipeline_parallel", 2), ("cpu_offload", True))),
+    "PP 2 x TP 2 x FSDP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("tensor_parallel", 2))),
+    "CP 2 x TP 2 x FSDP 2": Way("fsdp", 8, (("context_parallel", 2), ("tensor_parallel", 2))),
+    "PP 2 x CP 2 x TP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("context_parallel", 2), ("tensor_parallel", 2))),
+    "EP 2 x TP 2 x FSDP 2": Way("fsdp", 8, (("expert_parallel", 2), ("tensor_parallel", 2))),
+    "PP 2 x EP 2 x FSDP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("expert_parallel", 2))),
     "ZeRO-1 x2": Way("deepspeed_stage_1", 2),
     "ZeRO-2 x2": Way("deepspeed_stage_2", 2),
     "ZeRO-3 x2": Way("deepspeed_stage_3", 2, SHARD_SMALL),
@@ -101,6 +112,8 @@ WAYS = {
 
 DIVIDED = tuple(name for name, way in WAYS.items() if any(option.endswith("_parallel") for option, _ in way.options))
 """The ways in which several processes compute one model together."""
+IN_THREE = tuple(name for name in DIVIDED if WAYS[name].processes == 8)
+"""Products of three divisions."""
 
 
 class StepLosses(Callback):

@@ -17,7 +17,13 @@ pytestmark = pytest.mark.timeout(1200)
 PRODUCTS = [name for name in PORTABLE if " x " in name]
 KEYS = ("gpt", "gpt, tied and frozen", "gpt, tied, in configure_model", "gpt, bf16-mixed")
 MIXTURES = ("mixture", "mixture, tied, in configure_model")
-COMPARED = [(name, key) for name in PRODUCTS for key in (MIXTURES if "EP" in name else KEYS)]
+VARIANTS = (
+    "EP 2 x CP 2, SHARD_GRAD_OP",
+    "TP 2 x FSDP 2, SHARD_GRAD_OP",
+    "EP 2 x TP 2, CPU offload",
+    "PP 2 x FSDP 2, CPU offload",
+)
+COMPARED = [(name, key) for name in (*PRODUCTS, *VARIANTS) for key in (MIXTURES if "EP" in name else KEYS)]
 CELLS: list[Cell] = [
     *zip(PRODUCTS, (*PRODUCTS[1:], PRODUCTS[0]), strict=True),
     (SINGLE, "PP 2 x CP 2"),
