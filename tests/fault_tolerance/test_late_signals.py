@@ -20,6 +20,8 @@ from tests.helpers.toy import Toy, loader, quiet
 class Slow(Toy):
     def training_step(self, batch, batch_idx):
         print("step", flush=True)
+        if "stuck" in sys.argv:
+            sum(range(10**14))  # in C code, with the interpreter's lock
         if "hung" in sys.argv:
             lock = threading.Lock()
             with lock:
@@ -127,4 +129,18 @@ def test_the_third_sigterm_ends_a_hung_step_with_its_stacks(number: str) -> None
         time.sleep(0.3)  # signals that come together are one
     error = running.wait(60).check(143).stderr
     assert "the third SIGTERM ends this process in the middle of a step" in error
+    assert "in training_step" in error
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs real-time signals")
+@pytest.mark.parametrize(("number", "code"), [("one", -signal.SIGKILL), ("two", 143)])
+def test_the_third_sigterm_ends_a_step_that_holds_the_interpreters_lock(number: str, code: int) -> None:
+    running = start_python(TRAINING, "stuck", number)
+    running.wait_for("step", count=2 if number == "two" else 1)
+    for _ in range(3):
+        assert running.process.poll() is None
+        time.sleep(0.5)
+        running.send(signal.SIGTERM)
+    error = running.wait(60).check(code).stderr
+    assert "Something holds Python's interpreter lock. The stacks of its threads:" in error
     assert "in training_step" in error

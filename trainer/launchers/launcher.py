@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NoReturn
 from trainer.distributed.rendezvous import LOOPBACK, loopback_store
 from trainer.distributed.tpu import share_chips
 from trainer.errors import ConfigError
+from trainer.fault_tolerance.interpreter_guard import SIGTERMS
 from trainer.fault_tolerance.signals import EXIT_RETRY, keep_exit_code
-from trainer.fault_tolerance.third_sigterm import SIGTERMS
 from trainer.launchers.restarts import LAUNCHED
 
 if TYPE_CHECKING:  # torch's elastic agent is imported only by the process that launches others

@@ -1,0 +1,61 @@
+"""Script that ends its parent process at the third SIGTERM, if something there holds Python's interpreter lock.
+
+Nothing written in Python runs in the parent then. Python's handler in C still writes the number of each signal to a
+socket, which is this script's standard input; a number that the parent does not take from there was not noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+SIGTERMS = 3
+"""The number of SIGTERMs that end a process at once; the first one asks it to stop after the step."""
+DUMP_SIGNAL: int = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else 0
+"""The signal at which the parent prints the stacks of its threads, in C code; 0 on a system without such signals."""
+_WORDS = (
+    "the third SIGTERM ends this process in the middle of a step, without a checkpoint. Something holds Python's "
+    "interpreter lock. The stacks of its threads:"
+)
+
+
+def main(parent: int, noticed: int, rank: str) -> None:
+    """Watch until the parent ends.
+
+    Args:
+        parent: its process id.
+        noticed: file descriptor from which a byte is read for each SIGTERM that the parent has noticed.
+        rank: of the parent, for the message.
+    """
+    numbers = socket.socket(fileno=0)
+    count = unnoticed = before = 0
+    while os.getppid() == parent:
+        ready, _, _ = select.select([numbers.fileno(), noticed], [], [], 2.0)
+        time.sleep(0.1)  # in which the parent takes a signal that it notices; signals that come together are one
+        if noticed in ready:
+            count += len(os.read(noticed, 64))
+        try:
+            waiting = numbers.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            unnoticed = before = 0
+            continue
+        if not waiting:  # the run has ended
+            return
+        now = waiting.count(signal.SIGTERM)
+        unnoticed = unnoticed + (now > before) if now >= before else 0
+        before = now
+        if now and count + unnoticed >= SIGTERMS:
+            os.write(2, f"rank {rank}: {_WORDS}\n".encode())
+            os.kill(parent, DUMP_SIGNAL)
+            time.sleep(1.0)
+            os.kill(parent, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
