@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.errors import ConfigError, first_of
+from trainer.errors import ConfigError
 from trainer.model.blocks import describe_blocks
-from trainer.model.parallel_cost import cut_blocks
 from trainer.model.weights import AbsentParameter
 from trainer.seed import PrivateRng, derive_seed, seed_cpu_generators
 from trainer.strategies.fsdp.context import split_hidden
+from trainer.strategies.fsdp.first_batch import FirstBatch
+from trainer.strategies.fsdp.messages import Neighbour
+from trainer.strategies.fsdp.stages import divide_blocks, stages_of_parameters
 
 
 class LeftStage(BaseException):
@@ -66,8 +68,8 @@ class Pipeline:
     ) -> None:
         self.module = module
         self.stage, self.stages = dist.get_rank(forwards), dist.get_world_size(forwards)
-        self._next = _Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
-        self._before = _Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
+        self._next = Neighbour(forwards, backwards, self.stage + 1) if not self.is_last else None
+        self._before = Neighbour(backwards, forwards, self.stage - 1) if not self.is_first else None
         self.stage_of_block = divide_blocks(module, blocks, self.stages)
         self.blocks = {name: block for name, block in blocks.items() if self.stage_of_block[name] == self.stage}
         needed = stages_of_parameters(module, blocks, self.stage_of_block, self.stages)
@@ -87,8 +89,7 @@ class Pipeline:
         self._received: torch.Tensor | None = None
         self._taken = False
         """True if the first own block has run in the forward in progress."""
-        self._checked = self._loss_checked = False
-        """True after the first forward, which looks at the numbers that it computes; of a training step."""
+        self._first_batch = FirstBatch(module, self.stage, self.elsewhere)
         self._drop_other_parameters()
         self._dress(list(blocks.items()))
 
@@ -143,7 +144,7 @@ class Pipeline:
             if name == own[-1]:
                 block.register_forward_hook(self._end)
             if name in self.blocks:
-                block.register_forward_hook(self._checker(name), with_kwargs=True)
+                block.register_forward_hook(self._first_batch.block_checker(name), with_kwargs=True)
 
     def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         self._begin(block, args, kwargs)
@@ -168,47 +169,6 @@ class Pipeline:
             )
         self._generators.restore(self._around_blocks)
 
-    def _checker(self, name: str) -> Callable[..., Any]:
-        def check(block: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self._checked or torch.compiler.is_compiling():
-                return
-            if not isinstance(output, torch.Tensor):
-                raise ConfigError(
-                    f"pipeline_parallel: {name} ({type(block).__name__}) returns a {type(output).__name__}, and what "
-                    "a stage sends is one tensor: have the block return it, or use another strategy."
-                )
-            if not torch.isfinite(output.detach()).all():
-                raise self._depends(f"the output of {name} ({type(block).__name__})", output, (args, kwargs))
-
-        return check
-
-    def _depends(self, what: str, output: torch.Tensor, inputs: Any = ()) -> ConfigError:
-        names = self._stand_ins_in([output, *_tensors(inputs)])
-        because = f"it depends on {first_of(names)}" if names else "it depends on more than the block before"
-        return ConfigError(
-            f"pipeline_parallel: {what} is not finite in the first batch on stage {self.stage}: {because}, whose "
-            "values another stage has. Between stages only the blocks' first argument travels: compute other inputs "
-            "from the batch, in the block or without parameters; register what comes before the blocks before them "
-            "in the module, and what comes after them after."
-        )
-
-    def _stand_ins_in(self, outputs: Sequence[torch.Tensor]) -> list[str]:
-        """Return the names of other stages' parameters from which the outputs were computed."""
-        names = {id(p): name for name, p in self.module.named_parameters() if name in self.elsewhere}
-        found: dict[str, None] = {}
-        seen: set[Any] = set()
-        waiting: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in names:
-                found[names[id(variable)]] = None
-            waiting += [before for before, _ in node.next_functions if before is not None]
-        return list(found)
-
     # -- a micro-batch -------------------------------------------------------------------------------------------------
 
     def forward(self, call: Callable[[], Any], step: str, device: torch.device, synchronizes: bool) -> Any:
@@ -228,20 +188,14 @@ class Pipeline:
             )
         if self._next is not None:
             self._next.send(outputs)
-        elif training and not self._loss_checked and isinstance(outputs, (torch.Tensor, Mapping)):
-            self._check_loss(outputs)
-        self._checked = True
+        elif training:
+            self._first_batch.check_loss(outputs)
+        self._first_batch.end_forward(training)
         if training:
-            self._loss_checked = True
             self._saved.append(MicroBatch(outputs, received, synchronizes))
         if self.is_last:
             return outputs
         return torch.zeros((), device=device, requires_grad=True) if training else None
-
-    def _check_loss(self, outputs: Any) -> None:
-        loss = outputs if isinstance(outputs, torch.Tensor) else outputs.get("loss")
-        if isinstance(loss, torch.Tensor) and not torch.isfinite(loss.detach()).all() and self._stand_ins_in([loss]):
-            raise self._depends("the loss", loss)
 
     @contextmanager
     def _shared_random_numbers(self, device: torch.device) -> Iterator[None]:
@@ -342,133 +296,3 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     value = float("nan") if parameter.is_floating_point() else 0
     one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
     return AbsentParameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)
-
-
-def _tensors(nested: Any) -> list[torch.Tensor]:
-    leaves, _ = torch.utils._pytree.tree_flatten(nested)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-# -- which stage has what ----------------------------------------------------------------------------------------------
-
-
-def divide_blocks(module: nn.Module, blocks: dict[str, nn.Module], stages: int) -> dict[str, int]:
-    """Return the stage of each block, so that the largest number of parameters of a stage is the least possible.
-
-    What comes before the blocks belongs to the first stage, what comes after them to the last.
-
-    Raises:
-        ConfigError: there are fewer blocks than stages, or blocks of several stacks.
-    """
-    names = list(blocks)
-    parents = {name.rpartition(".")[0] for name in names}
-    if len(names) < stages:
-        raise ConfigError(
-            f"pipeline_parallel={stages} needs at least {stages} repeated blocks, and {type(module).__name__} has "
-            f"{len(names)}: name their class by auto_wrap_policy, or choose fewer stages."
-        )
-    if len(parents) > 1:
-        raise ConfigError(
-            f"pipeline_parallel: the blocks of {type(module).__name__} are {describe_blocks(blocks)}, in several "
-            "lists, and a pipeline runs through one: name the class of one list's members by auto_wrap_policy, or use "
-            "another strategy (an encoder with a decoder cannot be a pipeline)."
-        )
-    sizes = [sum(p.numel() for p in block.parameters()) for block in blocks.values()]
-    before, after = _sizes_around(module, blocks)
-    sizes[0] += before
-    sizes[-1] += after
-    ends = cut_blocks(sizes, stages)
-    return {name: next(stage for stage, end in enumerate(ends) if number < end) for number, name in enumerate(names)}
-
-
-def _sizes_around(module: nn.Module, blocks: Mapping[str, nn.Module]) -> tuple[int, int]:
-    """Return the numbers of parameters before and after the blocks."""
-    inside = {id(p) for block in blocks.values() for p in block.parameters()}
-    before, after = _parameters_around(module, blocks)
-    return (
-        sum(p.numel() for p in before.values() if id(p) not in inside),
-        sum(p.numel() for p in after.values() if id(p) not in inside),
-    )
-
-
-def _parameters_around(
-    module: nn.Module, blocks: Mapping[str, nn.Module]
-) -> tuple[dict[int, nn.Parameter], dict[int, nn.Parameter]]:
-    """Return, by `id`, the parameters of the modules registered before the blocks, and of those after them.
-
-    Those that a module around the blocks has itself are in both: nothing says where they are used.
-    """
-    names = list(blocks)
-    order = [name for name, _ in module.named_modules()]
-    start = order.index(names[0])
-    before: dict[int, nn.Parameter] = {}
-    after: dict[int, nn.Parameter] = {}
-    for number, name in enumerate(order):
-        if any(f"{name}.".startswith(f"{block}.") for block in names):
-            continue
-        for parameter in module.get_submodule(name).parameters(recurse=False):
-            around = not name or names[0].startswith(f"{name}.")
-            if around or number < start:
-                before[id(parameter)] = parameter
-            if around or number > start:
-                after[id(parameter)] = parameter
-    return before, after
-
-
-def stages_of_parameters(
-    module: nn.Module, blocks: Mapping[str, nn.Module], stage_of_block: Mapping[str, int], stages: int
-) -> dict[int, set[int]]:
-    """Return, by the `id` of each parameter, the stages that need it; a tied weight may be needed by several."""
-    needed: dict[int, set[int]] = {id(p): set() for p in module.parameters()}
-    for name, block in blocks.items():
-        for parameter in block.parameters():
-            needed[id(parameter)].add(stage_of_block[name])
-    before, after = _parameters_around(module, blocks)
-    for key in before:
-        needed[key].add(0)
-    for key in after:
-        needed[key].add(stages - 1)
-    return needed
-
-
-# -- messages between stages -------------------------------------------------------------------------------------------
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MOST_DIMENSIONS = 8
-
-
-class _Neighbour:
-    """Another stage, to which tensors are sent and from which they come, of shapes that may differ each time.
-
-    Args:
-        sending, receiving: a group for each direction; with one for both, NCCL would have a send wait for a receive.
-        stage: of the neighbour.
-    """
-
-    def __init__(self, sending: dist.ProcessGroup, receiving: dist.ProcessGroup, stage: int) -> None:
-        self._sending, self._receiving, self._stage = sending, receiving, stage
-        self._pending: list[tuple[Any, torch.Tensor]] = []
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Send a tensor without waiting; its memory is kept until it has arrived."""
-        self._pending = [(work, sent) for work, sent in self._pending if not work.is_completed()]
-        content = tensor.detach().contiguous()
-        header = torch.zeros(_MOST_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
-        header[0], header[1] = content.dim(), _DTYPES.index(content.dtype)
-        header[2 : 2 + content.dim()] = torch.tensor(content.shape, device="cpu")
-        for part in (header, content):
-            self._pending.append((dist.isend(part, group=self._sending, group_dst=self._stage), part))
-
-    def receive(self, device: torch.device) -> torch.Tensor:
-        """Wait for a tensor, and return it on `device`."""
-        header = torch.zeros(_MOST_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
-        dist.recv(header, group=self._receiving, group_src=self._stage)
-        dimensions, dtype, *shape = header.tolist()
-        content = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device)
-        dist.recv(content, group=self._receiving, group_src=self._stage)
-        return content
-
-    def flush(self) -> None:
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()

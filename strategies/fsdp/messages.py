@@ -1,0 +1,48 @@
+"""Messages between neighbouring stages of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST_DIMENSIONS = 8
+
+
+class Neighbour:
+    """Another stage, to which tensors are sent and from which they come, of shapes that may differ each time.
+
+    Args:
+        sending, receiving: a group for each direction; with one for both, NCCL would have a send wait for a receive.
+        stage: of the neighbour.
+    """
+
+    def __init__(self, sending: dist.ProcessGroup, receiving: dist.ProcessGroup, stage: int) -> None:
+        self._sending, self._receiving, self._stage = sending, receiving, stage
+        self._pending: list[tuple[Any, torch.Tensor]] = []
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send a tensor without waiting; its memory is kept until it has arrived."""
+        self._pending = [(work, sent) for work, sent in self._pending if not work.is_completed()]
+        content = tensor.detach().contiguous()
+        header = torch.zeros(_MOST_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
+        header[0], header[1] = content.dim(), _DTYPES.index(content.dtype)
+        header[2 : 2 + content.dim()] = torch.tensor(content.shape, device="cpu")
+        for part in (header, content):
+            self._pending.append((dist.isend(part, group=self._sending, group_dst=self._stage), part))
+
+    def receive(self, device: torch.device) -> torch.Tensor:
+        """Wait for a tensor, and return it on `device`."""
+        header = torch.zeros(_MOST_DIMENSIONS + 2, dtype=torch.int64, device="cpu")
+        dist.recv(header, group=self._receiving, group_src=self._stage)
+        dimensions, dtype, *shape = header.tolist()
+        content = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device)
+        dist.recv(content, group=self._receiving, group_src=self._stage)
+        return content
+
+    def flush(self) -> None:
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
