@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 from trainer.checkpoint.schema import unlike
 from trainer.checkpoint.shards import Loadable, StoredTensor, materialize
 from trainer.errors import CheckpointError
@@ -32,7 +33,7 @@ def state_by_name(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
     groups = [{**group, "params": group_names} for group, group_names in zip(state["param_groups"], names, strict=True)]
     return {
         "kind": type(optimizer).__name__,
-        "state": {position_to_name[position]: values for position, values in state["state"].items()},
+        "state": {position_to_name[position]: in_full_precision(own) for position, own in state["state"].items()},
         "param_groups": groups,
     }
 
@@ -104,6 +105,7 @@ def load_by_position(optimizer: Optimizer, state: dict[str, Any]) -> None:
         parameter = parameters[position]
         loaded = optimizer.state[parameter]
         optimizer.state[parameter] = _unrounded(loaded, values, parameter.dtype, dtypes.get(position))
+    quantize_again(optimizer)
 
 
 def _unrounded(loaded: Any, saved: Any, rounded: torch.dtype, parameter: torch.dtype | None) -> Any:

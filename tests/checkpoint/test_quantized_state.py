@@ -1,0 +1,63 @@
+"""States of torchao's optimizers of 8 and 4 bits are stored, and have the same bits again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.compare import QUIET, assert_same_bits
+from trainer import Trainer, TrainModule
+from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
+
+optim = pytest.importorskip("torchao.optim", reason="needs torchao")
+
+
+class Net(TrainModule):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return getattr(optim, self.kind)(self.parameters(), lr=1e-2)
+
+
+def fit(kind: str, steps: int, ckpt_path: Path | None = None) -> tuple[Trainer, dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    module = Net(kind)
+    trainer = Trainer(accelerator="cpu", seed=3, max_steps=steps, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(48, 64)), 8), ckpt_path=ckpt_path)
+    return trainer, module.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_a_resumed_run_has_the_same_bits(kind: str, tmp_path: Path) -> None:
+    _, expected = fit(kind, 6)
+    trainer, _ = fit(kind, 3)
+    trainer.save_checkpoint(tmp_path / "c")
+    _, found = fit(kind, 6, tmp_path / "c")
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_quantized_again_they_stand_for_the_same_numbers(kind: str) -> None:
+    weight = nn.Parameter(torch.zeros(512, 512))
+    optimizer = getattr(optim, kind)([weight], lr=0.1)
+    spread = torch.randn(512, 512) * torch.rand(512, 1)
+    moments = {"exp_avg": spread, "exp_avg_sq": spread.square()}
+    for key, values in moments.items():
+        optimizer.state[weight][key] = optimizer._new_buffer(weight, key == "exp_avg").copy_(values)
+    stored = in_full_precision(dict(optimizer.state[weight]))
+    optimizer.state[weight] = dict(stored)
+    quantize_again(optimizer)
+    for key, values in stored.items():
+        assert type(optimizer.state[weight][key]) is not torch.Tensor
+        assert torch.equal(optimizer.state[weight][key].dequantize(), values), key
