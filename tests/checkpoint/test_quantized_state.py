@@ -38,6 +38,7 @@ def fit(kind: str, steps: int, ckpt_path: Path | None = None) -> tuple[Trainer, 
     return trainer, module.state_dict()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchao compiles its steps, and inductor warns
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_a_resumed_run_has_the_same_bits(kind: str, tmp_path: Path) -> None:
     _, expected = fit(kind, 6)
