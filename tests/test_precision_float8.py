@@ -153,3 +153,19 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.precision.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="torchao>="):
         resolve_precision("fp8")
+
+
+def test_converted_layers_keep_their_hooks_and_attributes() -> None:
+    module = nn.Sequential(nn.Linear(32, 32))
+    called: list[str] = []
+    module[0].name = "first"
+    handle = module[0].register_forward_hook(lambda layer, args, output: called.append(layer.name))
+    for precision in ("fp8", "32-true"):  # there, and back
+        resolve_precision(precision).convert_module(module)
+        module(torch.zeros(16, 32))
+    assert type(module[0]) is nn.Linear
+    assert called == ["first", "first"]
+    assert "config" not in vars(module[0])
+    handle.remove()
+    module(torch.zeros(16, 32))
+    assert called == ["first", "first"]

@@ -69,6 +69,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "checkpoint/test_pretrained.py::test_no_process_of_zero_3_holds_more_than_its_shard_and_two_tensors": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_run_has_the_same_bits": (),
+    "checkpoint/test_quantized_state.py::test_a_resumed_sharded_run_has_the_same_bits": (),
     "cli/test_export_hugging_face.py::test_from_pretrained_reads_a_model_of_any_layout": ("single", "TP x2", "PP x2"),
     "cli/test_launch_command.py::test_a_killed_worker_costs_one_interval_and_changes_no_bit": (),
     "data/test_worker_lifetime.py::test_persistent_workers_end_with_each_stage": ("plain", "stream"),

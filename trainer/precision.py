@@ -174,6 +174,8 @@ def convert_linear_layers(module: nn.Module, name: str, recipe: str) -> None:
         )
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not has_float8())
     convert_to_float8_training(module, config=config, module_filter_fn=lambda child, path: path in fits)
+    for path in fits:
+        _keep_attributes(linear[path], module.get_submodule(path))
     others = [path for path in linear if path not in fits]
     log.info(
         "%s: %d linear layers compute in 8 bits%s%s",
@@ -199,7 +201,18 @@ def restore_linear_layers(module: nn.Module) -> None:
             if isinstance(child, float8.Float8Linear):
                 linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None, device="meta")
                 linear._parameters.update(child._parameters)
+                _keep_attributes(child, linear)
                 setattr(parent, name, linear.train(child.training))
+
+
+def _keep_attributes(before: nn.Module, after: nn.Module) -> None:
+    """Give a layer the hooks of the one that it replaces, and the attributes that a user has set."""
+    known = {*vars(after), *_OF_FLOAT8}
+    vars(after).update({name: value for name, value in vars(before).items() if "hook" in name or name not in known})
+
+
+_OF_FLOAT8 = ("config", "linear_mm_config", *(f"scaling_type_{what}" for what in ("input", "weight", "grad_output")))
+"""The attributes that torchao adds to a layer."""
 
 
 def tf32_is_allowed() -> bool:

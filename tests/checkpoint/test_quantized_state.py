@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.compare import QUIET, assert_same_bits
+from tests.helpers.processes import run_distributed
 from trainer import Trainer, TrainModule
 from trainer.checkpoint.quantized_state import in_full_precision, quantize_again
 
@@ -27,15 +30,29 @@ class Net(TrainModule):
         return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
+        if self.kind == "AdamW":
+            return torch.optim.AdamW(self.parameters(), lr=torch.tensor(1e-2))
         return getattr(optim, self.kind)(self.parameters(), lr=1e-2)
 
 
-def fit(kind: str, steps: int, ckpt_path: Path | None = None) -> tuple[Trainer, dict[str, torch.Tensor]]:
+def fit(
+    kind: str, steps: int, ckpt_path: Path | None = None, **options: Any
+) -> tuple[Trainer, Mapping[str, torch.Tensor]]:
     torch.manual_seed(1)
     module = Net(kind)
-    trainer = Trainer(accelerator="cpu", seed=3, max_steps=steps, **QUIET)
+    trainer = Trainer(accelerator="cpu", seed=3, max_steps=steps, **{**QUIET, **options})
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(48, 64)), 8), ckpt_path=ckpt_path)
-    return trainer, module.state_dict()
+    return trainer, trainer.full_state_dict(everywhere=True)
+
+
+def resume_sharded(kind: str, folder: Path) -> list[Mapping[str, torch.Tensor]]:
+    warnings.simplefilter("ignore", DeprecationWarning)  # of inductor
+    options = {"strategy": "fsdp", "devices": 2}
+    _, expected = fit(kind, 4, **options)
+    trainer, _ = fit(kind, 2, **options)
+    trainer.save_checkpoint(folder / "c")
+    _, found = fit(kind, 4, folder / "c", **options)
+    return [expected, found]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchao compiles its steps, and inductor warns
@@ -46,6 +63,17 @@ def test_a_resumed_run_has_the_same_bits(kind: str, tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "c")
     _, found = fit(kind, 6, tmp_path / "c")
     assert_same_bits(found, expected)
+
+
+def test_a_sharded_run_with_a_learning_rate_in_a_tensor_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    for expected, found in run_distributed(resume_sharded, 2, "AdamW", tmp_path):
+        assert_same_bits(found, expected)
+
+
+def test_a_resumed_sharded_run_has_the_same_bits(tmp_path: Path) -> None:
+    # Not AdamW4bit, whose compiled step of torchao 0.18 fails with FSDP2's parameters.
+    for expected, found in run_distributed(resume_sharded, 2, "AdamW8bit", tmp_path):
+        assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])

@@ -187,6 +187,7 @@ def matching_groups(
     groups = []
     for number, (group_names, now) in enumerate(zip(names, optimizer.param_groups, strict=True)):
         group = next(g for g in state["param_groups"] if sorted(g["params"]) == sorted(group_names))
+        group = {key: value.read() if isinstance(value, StoredTensor) else value for key, value in group.items()}
         options = {name: value for name, value in now.items() if name != "params"}
         if found := unlike(group, options, f"the options of group {number} of {kind}"):
             raise CheckpointError(f"{found}: the checkpoint is damaged, or was written with another optimizer")
