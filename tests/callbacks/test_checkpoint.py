@@ -247,7 +247,7 @@ def test_what_was_not_logged_is_named_with_what_was() -> None:
         ({"monitor": "val_loss", "mode": "minimum"}, r"mode='minimum'\): give 'min', 'max' or None"),
         ({"monitor": 3}, r"monitor=3\): give text or None"),
         ({"monitor": "val_acc"}, r"this name says that larger is better: give mode='max'"),
-        ({"save_last": "link"}, r"save_last='link'\): give True or False"),
+        ({"save_last": "link"}, r"save_last='link'\): give True, False or None"),
         ({"async_save": 1}, r"async_save=1\): give True or False"),
         ({"on_write_error": "warning"}, r"on_write_error='warning'\): give 'raise' or 'warn'.*Did you mean 'warn'"),
         ({"dirpath": 3}, r"dirpath=3\): give text, a path or None"),
