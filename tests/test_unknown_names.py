@@ -71,13 +71,20 @@ class OfEarlierVersion(DDPStrategy):
 
     def bakward(self, loss: torch.Tensor) -> None: ...
 
+    def barrier(self) -> None: ...
+
     def compress(self) -> None: ...
 
 
 def test_a_strategy_with_a_name_that_is_never_used_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         Trainer(strategy=OfEarlierVersion(), accelerator="cpu", devices=1)
-    expected = [("bakward", "Did you mean 'backward'?"), ("call", "It is called 'call_step' now.")]
-    for name, advice in [*expected, ("only_on", "It is called 'required_device' now.")]:
+    expected = {
+        "bakward": "Did you mean 'backward'?",
+        "barrier": "The object `processes` talks to other processes.",
+        "call": "It is called 'call_step' now.",
+        "only_on": "It is called 'required_device' now.",
+    }
+    for name, advice in expected.items():
         assert f"OfEarlierVersion.{name} is never used: Strategy has no such name. {advice}" in str(refused.value)
     assert "compress" not in str(refused.value)

@@ -505,6 +505,21 @@ def resolve_strategy(strategy: str | Strategy, num_processes: int, device_type: 
 # -- strategies and modules that cannot be used ------------------------------------------------------------------------
 
 
+MOVED = {
+    **dict.fromkeys(
+        ("barrier", "broadcast_object", "gather_objects", "sum"), "The object `processes` talks to other processes."
+    ),
+    "checkpoint_activations": "`setup_module` gets the choice of blocks.",
+    "choose_device": "`setup_environment` sets `device`.",
+    "compile_module": "The trainer compiles, see `StepConfig`.",
+    "memory_layout": "`trainer estimate` reads the options that the strategy has as attributes.",
+    "reduce_gradients": "The backward reduces gradients, within `gradient_sync`.",
+    "synchronize_buffers": "Buffers are replicated by the trainer before an evaluation.",
+    "training_problems": "`problems` gets the settings of a step, too.",
+}
+"""Methods of earlier versions, which other classes have now -> the advice."""
+
+
 def unknown_methods(strategy: Strategy) -> list[str]:
     """Return a problem for each public name in a user's strategy that is an earlier or misspelt name of `Strategy`'s.
 
@@ -516,8 +531,8 @@ def unknown_methods(strategy: Strategy) -> list[str]:
     return [
         f"{type(strategy).__name__}.{name} is never used: Strategy has no such name.{advice}"
         for name in sorted(names)
-        if RENAMED.get(name) in known or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        for advice in [did_you_mean(name, known)]
+        if name in MOVED or RENAMED.get(name) in known or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        for advice in [f" {MOVED[name]}" if name in MOVED else did_you_mean(name, known)]
     ]
 
 

@@ -28,7 +28,7 @@ from trainer.fault_tolerance.signals import end_by_sigusr1_with_retry
 from trainer.fault_tolerance.stop import exit_code
 from trainer.hyperparameters import with_plain_numbers
 from trainer.loop.accumulation import (
-    UNDIVIDED,
+    NO_DIVISOR,
     StepOutputs,
     checked_loss,
     even_window,
@@ -419,7 +419,7 @@ class Trainer:
         losses: list[torch.Tensor] = []
         last = len(window) - 1
         plain = last == 0 and not run.divides_loss
-        divisors = UNDIVIDED if plain else loss_divisors(window, module, strategy, run.weights_loss_by_items)
+        divisors = NO_DIVISOR if plain else loss_divisors(window, module, strategy, run.weights_loss_by_items)
         for position, batch in enumerate(window):
             divisor, batch_idx = divisors[position], run.progress.batch + position
             if position > 0:

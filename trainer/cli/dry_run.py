@@ -13,7 +13,7 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.doctor.results import CheckResult, as_json, failed, gib, summary, verdict
+from trainer.cli.doctor.results import CheckResult, as_json, check_result, failed, gib, summary
 from trainer.cli.options import CommandParser, config_option, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems
@@ -219,7 +219,7 @@ def _bubble(configuration: Configuration, strategy: Strategy) -> Iterator[CheckR
     if stages > 1:
         text = f"{stages} stages, {window} micro-batches: each stage waits {bubble(stages, window):.0%} of the time"
         fix = f"Set accumulate_grad_batches to {4 * stages}, with smaller micro-batches."
-        yield verdict("WARN", window < stages, "bubble", text, fix)
+        yield check_result("WARN", window < stages, "bubble", text, fix)
 
 
 def _data(
@@ -306,7 +306,7 @@ def steps(loader: BatchLoader, window: int, processes: SingleProcess) -> Iterato
     fix = "Its gradient is right, and noisier: with drop_last=True the loader leaves it out."
     if number == 1:
         fix = "Fewer processes, smaller micro-batches or a smaller window do the same with less."
-    yield verdict("WARN", number == 1 or last * 2 < global_batch, "epoch", words, fix)
+    yield check_result("WARN", number == 1 or last * 2 < global_batch, "epoch", words, fix)
 
 
 def _memory(
@@ -354,5 +354,5 @@ def _memory(
     typed = ["--config", *given.config] if given.config else []
     typed += ["--devices", str(per_machine), "--num-nodes", str(given.world_size // per_machine), *given.changes]
     fix = f"Compare the strategies: trainer estimate {shlex.join(typed)}"
-    yield verdict("FAIL", too_much, "memory", text, fix)
+    yield check_result("FAIL", too_much, "memory", text, fix)
     yield from (CheckResult("OK", "module", note) for note in found.notes)

@@ -118,11 +118,11 @@ def environment() -> dict[str, Any]:
     for source in SOURCES:
         seen = {name: os.environ[name] for name in source.variables if name in os.environ}
         try:
-            verdict = source.read(os.environ)
+            found = source.read(os.environ)
         except ConfigError as error:
-            verdict = f"contradiction: {error}"
-        if not decided and isinstance(verdict, str):
-            answer = f"no: {verdict}"
+            found = f"contradiction: {error}"
+        if not decided and isinstance(found, str):
+            answer = f"no: {found}"
         elif not decided:
             answer, decided = "decides", source.name
         else:

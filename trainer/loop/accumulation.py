@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.module import TrainModule
 from trainer.strategy import Strategy
 
-UNDIVIDED: Sequence[Divisor] = (None,)
+NO_DIVISOR: Sequence[Divisor] = (None,)
 """The divisor of a window of one micro-batch whose loss goes into backward as it is."""
 
 StepOutputs = tuple[Any, Any, list[torch.Tensor]]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.cli.doctor.results import CheckResult, gib, verdict
+from trainer.cli.doctor.results import CheckResult, check_result, gib
 from trainer.errors import CheckpointError
 
 ENOUGH_DISK = 10 * 2**30
@@ -57,7 +57,7 @@ def _space(root: Path) -> CheckResult:
     where = f"{root} ({'a network file system, ' if remote else ''}{kind or 'unknown file system'})"
     few = usage.free < ENOUGH_DISK or usage.free < usage.total / 100
     fix = "A checkpoint has about three times the weights' bytes with Adam, and two exist while one is replaced."
-    return verdict("WARN", few, "disk", f"{where}: {gib(usage.free)} of {gib(usage.total)} are free", fix)
+    return check_result("WARN", few, "disk", f"{where}: {gib(usage.free)} of {gib(usage.total)} are free", fix)
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
@@ -82,7 +82,7 @@ def _writing(folder: Path) -> Iterator[CheckResult]:
     flush = _seconds_to_append(path, b"1")
     text = f"{speed / 1e6:,.0f} MB/s with fsync, {1000 * flush:.1f} ms for a small one"
     fix = "Checkpoints wait for a dozen of these: write them less often, or elsewhere, or with async_save=True."
-    yield verdict("WARN", flush > SLOW_SYNC_S, "writing", text, fix)
+    yield check_result("WARN", flush > SLOW_SYNC_S, "writing", text, fix)
     skew = path.stat().st_mtime - time.time()
     if abs(skew) > SKEW_S:
         found = f"the files' times differ from this machine's clock by {skew:+.0f} s."

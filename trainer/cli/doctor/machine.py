@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from trainer.cli.doctor.results import CheckResult, gib, verdict
+from trainer.cli.doctor.results import CheckResult, check_result, gib
 from trainer.distributed.rendezvous import free_port
 from trainer.errors import install_command
 from trainer.launchers.launcher import usable_cores
@@ -66,13 +66,13 @@ def _compilers() -> Iterator[CheckResult]:
     compiler = os.environ.get("CXX", "g++")
     path = shutil.which(compiler.split()[0]) or shutil.which("c++") or shutil.which("clang++")
     missing = f"no {compiler}: compile= does not work on the CPU, nor what DeepSpeed compiles (CPUAdam, nvme)"
-    yield verdict("WARN", path is None, "compiler", path or missing, "apt install g++, or set CXX.")
+    yield check_result("WARN", path is None, "compiler", path or missing, "apt install g++, or set CXX.")
     ninja = shutil.which("ninja", path=os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)]))
     needed = _version("deepspeed") is not None
     if ninja is not None:
         hidden = needed and shutil.which("ninja") is None
         found = f"{ninja} is not on the PATH" if hidden else ninja
-        yield verdict("WARN", hidden, "ninja", found, f"export PATH={Path(ninja).parent}:$PATH")
+        yield check_result("WARN", hidden, "ninja", found, f"export PATH={Path(ninja).parent}:$PATH")
     elif needed:
         yield CheckResult("WARN", "ninja", "is missing: DeepSpeed cannot compile its operators.", "pip install ninja")
 
@@ -97,7 +97,7 @@ def devices() -> Iterator[CheckResult]:
                 yield CheckResult("FAIL", subject, found, fix)
             else:
                 used = "Somebody else uses it: nvidia-smi shows who."
-                yield verdict("WARN", free < total / 2, subject, text, used)
+                yield check_result("WARN", free < total / 2, subject, text, used)
     elif there and built:
         fix = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES; a driver that is too old for this torch is the usual cause."
         yield CheckResult("FAIL", "devices", f"there is a GPU, but torch (built for {built}) sees none.", fix)
@@ -117,7 +117,7 @@ def _memory() -> Iterator[CheckResult]:
         yield CheckResult("OK", "cpu", f"{cores} cores for this process")
         return
     text = f"{cores} cores for this process, {gib(free)} of memory are free"
-    yield verdict("WARN", free < ENOUGH_MEMORY, "memory", text, "Each process needs about 1 GiB for torch alone.")
+    yield check_result("WARN", free < ENOUGH_MEMORY, "memory", text, "Each process needs about 1 GiB for torch alone.")
 
 
 def _available_memory() -> int | None:
@@ -145,7 +145,7 @@ def _limits() -> Iterator[CheckResult]:
             else " for DataLoader workers"
         )
         fix = "Start the container with --shm-size=8g or --ipc=host."
-        yield verdict("WARN", few, "/dev/shm", f"{gib(free)} are free{use}", fix)
+        yield check_result("WARN", few, "/dev/shm", f"{gib(free)} are free{use}", fix)
     try:
         import resource
     except ImportError:  # Windows
@@ -156,7 +156,7 @@ def _limits() -> Iterator[CheckResult]:
     allowed = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     found = "no limit" if unlimited else f"{soft} at once"
     found += ": many DataLoader workers may need more ('Too many open files')" if few else ""
-    yield verdict("WARN", few, "open files", found, f"ulimit -n {allowed}")
+    yield check_result("WARN", few, "open files", found, f"ulimit -n {allowed}")
 
 
 def _network() -> Iterator[CheckResult]:
@@ -190,4 +190,4 @@ def _clock() -> CheckResult:
     text = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     wrong = now < built - 86400
     found = f"it says {text}, which is before this Python was installed" if wrong else text
-    return verdict("WARN", wrong, "clock", found, "Set it: NTP.")
+    return check_result("WARN", wrong, "clock", found, "Set it: NTP.")

@@ -25,7 +25,7 @@ class CheckResult:
         return f"{self.status:<5} {self.subject:<13} {self.found}{f' {self.fix}' if self.fix else ''}"
 
 
-def verdict(status: Status, problem: object, subject: str, found: str, fix: str) -> CheckResult:
+def check_result(status: Status, problem: object, subject: str, found: str, fix: str) -> CheckResult:
     """Return a result of this status with its fix if there is a problem, else one that is OK."""
     return CheckResult(status, subject, f"{found}.", fix) if problem else CheckResult("OK", subject, found)
 

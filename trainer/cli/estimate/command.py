@@ -75,10 +75,10 @@ def _report(arguments: list[str]) -> str:
             label: _memory(layout, estimate_input, setup, configuration, precision) for label, layout in layouts.items()
         }
     transformer = estimate_input.transformer(given.checkpointing)
-    kept = None if transformer is None else activations(transformer, numbers)
+    saved = None if transformer is None else activations(transformer, numbers)
     if given.json:
-        return json.dumps(as_data(estimate_input, given, tables, kept), indent=2) + "\n"
-    return report(estimate_input, given, tables, configured, transformer, kept)
+        return json.dumps(as_data(estimate_input, given, tables, saved), indent=2) + "\n"
+    return report(estimate_input, given, tables, configured, transformer, saved)
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def report(
     tables: Tables,
     configured: str | None,
     transformer: Transformer | None,
-    kept: int | None,
+    saved: int | None,
 ) -> str:
     """Return a table for each number of processes on a machine, and the lines around the tables."""
     states = estimate_input.size.states
@@ -71,7 +71,7 @@ def report(
         machines = f" ({devices} on each of {given.num_nodes} machines)" if given.num_nodes > 1 else ""
         lines += ["", *_table(f"on each of {devices * given.num_nodes} processes{machines}", rows, configured)]
     lines += ["* the strategy of the configuration"] if any(configured in rows for rows in tables.values()) else []
-    lines += ["", LEGEND, "", *_activation_lines(estimate_input, transformer, kept)]
+    lines += ["", LEGEND, "", *_activation_lines(estimate_input, transformer, saved)]
     return "\n".join([*lines, *(f"note: {note}" for note in estimate_input.notes)]) + "\n"
 
 
@@ -95,14 +95,14 @@ def _unit(largest: int) -> tuple[str, int]:
     return "bytes", 1
 
 
-def _activation_lines(estimate_input: EstimateInput, model: Transformer | None, kept: int | None) -> list[str]:
-    if model is None or kept is None:
+def _activation_lines(estimate_input: EstimateInput, model: Transformer | None, saved: int | None) -> list[str]:
+    if model is None or saved is None:
         missing = [f"--{name}" for name in NEEDED if name not in estimate_input.shape]
         return [f"activations are not counted; of a transformer they can be estimated: give {' '.join(missing)}."]
-    unit, size = _unit(kept)
+    unit, size = _unit(saved)
     recomputed = ", activation checkpointing of every layer" if model.checkpointing else ""
     return [
-        f"activations, an estimate: {kept / size:,.2f} {unit} on each process, in addition, for a transformer of "
+        f"activations, an estimate: {saved / size:,.2f} {unit} on each process, in addition, for a transformer of "
         f"{model.layers} layers,",
         f"width {model.hidden}, sequences of {model.sequence}, micro-batches of {model.batch}, a vocabulary of "
         f"{model.vocabulary or 'unknown size (no logits counted)'}, fused attention, "
@@ -129,7 +129,7 @@ def zero_report(elements: int, processes: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_data(estimate_input: EstimateInput, given: Namespace, tables: Tables, kept: int | None) -> dict[str, Any]:
+def as_data(estimate_input: EstimateInput, given: Namespace, tables: Tables, saved: int | None) -> dict[str, Any]:
     """Return the estimate in bytes, for JSON."""
     weights = estimate_input.size.weights
     return {
@@ -137,7 +137,7 @@ def as_data(estimate_input: EstimateInput, given: Namespace, tables: Tables, kep
         "trainable": sum(weight.elements for weight in weights if weight.trainable),
         "precision": given.precision,
         "optimizer": asdict(estimate_input.size.states),
-        "activations": kept,
+        "activations": saved,
         "processes": {
             devices * given.num_nodes: [
                 {"label": label, **asdict(memory), "device": memory.device} for label, memory in rows.items()
