@@ -47,13 +47,18 @@ class Reads(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Count `tolist` and `numpy`, which dispatch nothing on the CPU."""
+    """Count `tolist` and `numpy`, which dispatch nothing on the CPU, and hide that the tensors are there.
+
+    What is on the CPU may be read in each step.
+    """
 
     def __init__(self, seen: Counter[str]) -> None:
         super().__init__()
         self.seen = seen
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == torch.Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
+            return False
         name = getattr(function, "__name__", "")
         if name in METHODS:
             self.seen[name] += 1
