@@ -1,4 +1,4 @@
-"""Clip gradients that are divided over different meshes, or over the stages of a pipeline."""
+"""Clip gradients that are split over different meshes, or over the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def clip_by_norm(
 def _squares(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return squared norms whose sum is that of all gradients, the same bits on all processes that share them.
 
-    Those of gradients that are divided in the same way are added up on each process, and then over the processes.
+    Those of gradients that are split in the same way are added up on each process, and then over the processes.
     """
     alike: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:

@@ -25,11 +25,11 @@ the first where the number of heads is a multiple of the processes."""
 
 
 class ContextParallel:
-    """Divides sequences over the processes of a group from the first block to the last.
+    """Splits sequences over the processes of a group from the first block to the last.
 
     The first block's input, and what belongs to tokens among the arguments of blocks, is cut; the last block's output
-    is gathered. Embeddings, positions, masks, labels and the loss are whole on each process, so that a `training_step`
-    for one device stays right. The first forward of each block is compared with one of whole sequences.
+    is gathered. Embeddings, positions, masks, labels and the loss are replicated, so that a `training_step`
+    for one device stays right. The first forward of each block is compared with one of full sequences.
 
     Args:
         blocks: all blocks by name, in the order in which they are called.
@@ -47,13 +47,13 @@ class ContextParallel:
     ) -> None:
         self.group, self.parts, self.part = group, dist.get_world_size(group), dist.get_rank(group)
         self.batch = self.length = 0
-        """Sizes of the whole sequences of the forward in progress."""
-        self._undivided = {name: block.forward for name, block in here.items()}
-        """The forwards for whole sequences, until they have been compared with the divided ones."""
+        """Sizes of the full sequences of the forward in progress."""
+        self._unsplit = {name: block.forward for name, block in here.items()}
+        """The forwards for full sequences, until they have been compared with the sharded ones."""
         first, *_, last = [*blocks, *blocks]
         blocks[first].register_forward_pre_hook(self._measure, with_kwargs=True)
         for name, block in here.items():
-            block.forward = _WithAttention(DividedAttention(group, exchange), block.forward)
+            block.forward = _WithAttention(SplitAttention(group, exchange), block.forward)
             block.register_forward_pre_hook(self._cutter(name, cut_hidden=name == first), with_kwargs=True)
         if last in here:
             blocks[last].register_forward_hook(self._join)
@@ -62,7 +62,7 @@ class ContextParallel:
         hidden, _, _ = split_hidden(block, args, kwargs)
         if hidden.dim() < 3:
             raise ConfigError(
-                f"context_parallel: the first block gets a tensor of {tuple(hidden.shape)}; what is divided is "
+                f"context_parallel: the first block gets a tensor of {tuple(hidden.shape)}; what is split is "
                 "(batch, length, features)."
             )
         self.batch, self.length = hidden.shape[:2]
@@ -77,14 +77,14 @@ class ContextParallel:
             hidden, args, kwargs = split_hidden(block, without_caches(args), without_caches(kwargs))
             own = Cut.apply(hidden, 1, self.group) if cut_hidden else hidden
             own_args, own_kwargs = map_leaves(args, self._part_of), map_leaves(kwargs, self._part_of)
-            if name in self._undivided and not torch.compiler.is_compiling():
+            if name in self._unsplit and not torch.compiler.is_compiling():
                 self._compare(name, block, (own, *own_args), own_kwargs, args, kwargs)
             return (own, *own_args), own_kwargs
 
         return cut
 
     def _part_of(self, leaf: Any) -> Any:
-        """Return this process's tokens of an argument that belongs to tokens; masks of attention stay whole."""
+        """Return this process's tokens of an argument that belongs to tokens; masks of attention stay full."""
         dim = self._token_dim(leaf) if isinstance(leaf, torch.Tensor) else None
         if dim is None:
             return leaf
@@ -110,14 +110,14 @@ class ContextParallel:
     def _compare(
         self, name: str, block: nn.Module, own: tuple[Any, ...], own_kwargs: Any, args: tuple[Any, ...], kwargs: Any
     ) -> None:
-        """Compare a block's output for this process's tokens with that for whole sequences, without dropout.
+        """Compare a block's output for this process's tokens with that for full sequences, without dropout.
 
         Raises:
             ConfigError: they differ, because what the block computes from tokens depends on more than attention.
         """
-        undivided = self._undivided.pop(name)
+        unsplit = self._unsplit.pop(name)
         with torch.no_grad(), eval_mode(block), isolated_rng(own[0].device), _without_zeros(block):
-            expected = first_tensor(undivided(gather(own[0], 1, self.group), *args, **kwargs))
+            expected = first_tensor(unsplit(gather(own[0], 1, self.group), *args, **kwargs))
             expected = expected.chunk(self.parts, 1)[self.part].float()
             failure: Exception | None = None
             try:
@@ -177,7 +177,7 @@ def split_hidden(
     hidden = args[0] if args else rest.pop(next(iter(rest), ""), None)
     if not isinstance(hidden, torch.Tensor):
         raise ConfigError(
-            f"{type(block).__name__} gets a {type(hidden).__name__} as its first argument: blocks that are divided "
+            f"{type(block).__name__} gets a {type(hidden).__name__} as its first argument: blocks that are split "
             "over processes take a tensor (batch, length, features) first, and return one."
         )
     return hidden, args[1:], rest
@@ -190,9 +190,9 @@ def first_tensor(output: Any) -> torch.Tensor:
 
 
 class _WithAttention:
-    """The `forward` of a block whose attention is divided; an object, so that a deep copy of the block has its own."""
+    """The `forward` of a block whose attention is split; an object, so that a deep copy of the block has its own."""
 
-    def __init__(self, attention: DividedAttention, forward: Callable[..., Any]) -> None:
+    def __init__(self, attention: SplitAttention, forward: Callable[..., Any]) -> None:
         self.attention, self.forward = attention, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +200,7 @@ class _WithAttention:
             return self.forward(*args, **kwargs)
 
 
-class DividedAttention(TorchFunctionMode):
+class SplitAttention(TorchFunctionMode):
     """Has `scaled_dot_product_attention` attend from this process's tokens to those of all."""
 
     def __init__(self, group: dist.ProcessGroup, exchange: AttentionExchange) -> None:
@@ -228,11 +228,11 @@ class DividedAttention(TorchFunctionMode):
         """Take the arguments of `scaled_dot_product_attention` for a part of the tokens, and return its part.
 
         Raises:
-            ConfigError: the number of heads cannot be divided, with the exchange "heads".
+            ConfigError: the number of heads cannot be split, with the exchange "heads".
         """
         if query.dim() != 4:
             raise ConfigError(
-                f"context_parallel: attention over a query of {tuple(query.shape)}; what is divided is (batch, heads, "
+                f"context_parallel: attention over a query of {tuple(query.shape)}; what is split is (batch, heads, "
                 "length, features)."
             )
         options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
@@ -341,23 +341,23 @@ class _Join(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange a part of dimension `parted` and all of `whole` for the opposite, by one all-to-all."""
+    """Exchange a part of dimension `split` and all of `full` for the opposite, by one all-to-all."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, parted: int, whole: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.parted, ctx.whole, ctx.group = parted, whole, group
-        return _exchanged(tensor, parted, whole, group)
+    def forward(ctx: Any, tensor: torch.Tensor, split: int, full: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.split, ctx.full, ctx.group = split, full, group
+        return _exchanged(tensor, split, full, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _exchanged(gradient, ctx.whole, ctx.parted, ctx.group), None, None, None
+        return _exchanged(gradient, ctx.full, ctx.split, ctx.group), None, None, None
 
 
-def _exchanged(tensor: torch.Tensor, parted: int, whole: int, group: dist.ProcessGroup) -> torch.Tensor:
-    sent = torch.stack(tensor.chunk(dist.get_world_size(group), whole))
+def _exchanged(tensor: torch.Tensor, split: int, full: int, group: dist.ProcessGroup) -> torch.Tensor:
+    sent = torch.stack(tensor.chunk(dist.get_world_size(group), full))
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(list(received), parted)
+    return torch.cat(list(received), split)
 
 
 class _GatherKeys(_Join):

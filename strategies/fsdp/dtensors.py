@@ -48,9 +48,9 @@ def _own_indices(tensor: DTensor, dim: int) -> np.ndarray[Any, np.dtype[np.int64
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     for here, of, placement in zip(coordinate, tensor.device_mesh.shape, tensor.placements, strict=True):
-        divided: Any = placement if placement.is_shard() or isinstance(placement, _StridedShard) else None
-        if divided is not None and divided.dim % tensor.ndim == dim:
-            packed = int(divided.split_factor) if isinstance(placement, _StridedShard) else 1
+        shard: Any = placement if placement.is_shard() or isinstance(placement, _StridedShard) else None
+        if shard is not None and shard.dim % tensor.ndim == dim:
+            packed = int(shard.split_factor) if isinstance(placement, _StridedShard) else 1
             parts = [_chunk(indices, number, packed) for number in range(packed)]
             indices = np.concatenate([_chunk(part, here, of) for part in parts])
     return indices

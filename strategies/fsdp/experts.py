@@ -24,10 +24,10 @@ def find_experts(module: nn.Module, plan: Mapping[str, Any], parts: int) -> dict
     """Return the modules of experts that a plan names.
 
     Args:
-        parts: the number of processes among which experts are divided.
+        parts: the number of processes among which experts are split.
 
     Raises:
-        ConfigError: one of them cannot be divided.
+        ConfigError: one of them cannot be split.
     """
     found: dict[str, nn.Module] = {}
     for pattern, style in plan.items():
@@ -45,15 +45,15 @@ def _problem(name: str, experts: nn.Module, parts: int) -> str:
     sizes = {parameter: p.shape[0] if p.dim() else 0 for parameter, p in experts.named_parameters()}
     if not takes_routing(experts) or len(set(sizes.values())) != 1:
         return (
-            f"tensor_parallel_plan: {name} ({type(experts).__name__}) cannot be divided as 'experts': that is a module "
+            f"tensor_parallel_plan: {name} ({type(experts).__name__}) cannot be split as 'experts': that is a module "
             "with forward(hidden (tokens, features), indices (tokens, k), weights (tokens, k)) -> (tokens, features), "
             "whose parameters have one row for each expert (not a ModuleList of experts)."
         )
     count = next(iter(sizes.values()))
     if count % parts:
         return (
-            f"{count} experts of {name} cannot be divided over {parts} processes: choose numbers that divide them, or "
-            f"leave them whole: tensor_parallel_plan = {{{name!r}: None}}."
+            f"{count} experts of {name} cannot be split over {parts} processes: choose numbers that divide them, or "
+            f"replicate them: tensor_parallel_plan = {{{name!r}: None}}."
         )
     return ""
 
@@ -77,8 +77,8 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in owner._parameters.items():
             if parameter is not None:
                 # Without sending anything: all processes have the values, or get them later.
-                divided = distribute_tensor(parameter, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
-                owner._parameters[name] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+                sharded = distribute_tensor(parameter, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+                owner._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     experts.forward = _Divided(experts, forward, mesh)
 
 
@@ -95,7 +95,7 @@ class _Divided:
         self._senders, self._copies = groups.get("expert"), groups.get("tensor")
         self._parts = 1 if self._senders is None else dist.get_world_size(self._senders)
         self._copy = 0 if self._copies is None else dist.get_rank(self._copies)
-        self._own = next(iter(_divided_parameters(experts))).to_local().shape[0]
+        self._own = next(iter(_sharded_parameters(experts))).to_local().shape[0]
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         hidden, indices, weights = self._signature.bind(*args, **kwargs).args
@@ -165,7 +165,7 @@ class _Divided:
                 self._experts.num_experts = count  # type: ignore[assignment]
 
 
-def _divided_parameters(experts: nn.Module) -> Iterator[DTensor]:
+def _sharded_parameters(experts: nn.Module) -> Iterator[DTensor]:
     return (parameter for parameter in experts.parameters() if isinstance(parameter, DTensor))
 
 

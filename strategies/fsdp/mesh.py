@@ -14,7 +14,7 @@ from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers of processes among which one model is divided, by dimension; the rest of the processes are readers."""
+    """Numbers of processes among which one model is split, by dimension; the rest of the processes are readers."""
 
     tensor: int = 1
     context: int = 1
@@ -32,7 +32,7 @@ class Layout:
         return ", ".join(f"{name}_parallel={sizes[name]}" for name in order if sizes[name] > 1)
 
     def __bool__(self) -> bool:
-        """Return True if a model is divided over several processes."""
+        """Return True if a model is split over several processes."""
         return self.processes * self.expert > 1
 
 
@@ -84,17 +84,17 @@ class ParallelMesh:
             return f"mesh: {replicas[0]} replicas of {shards} shards" if replicas else f"mesh: {shards} shards"
         sizes = zip(self._ranks.shape, ("stages", "readers", "context", "tensor"), strict=True)
         hybrid = f" ({replicas[0]} replicas of {shards} shards)" if replicas else ""
-        experts = f", experts divided by {self.layout.expert}" if self.layout.expert > 1 else ""
+        experts = f", experts split by {self.layout.expert}" if self.layout.expert > 1 else ""
         return f"mesh: {' x '.join(f'{size} {name}' for size, name in sizes)}{hybrid}{experts}"
 
     @property
     def tensor(self) -> DeviceMesh:
-        """The processes among which this process's layers are divided."""
+        """The processes among which this process's layers are split."""
         return self.mesh["tensor"]
 
     @property
     def experts(self) -> DeviceMesh:
-        """The processes among which the experts of a mixture are divided."""
+        """The processes among which the experts of a mixture are split."""
         layout = self.layout
         names = [name for name, size in (("expert", layout.expert), ("tensor", layout.tensor)) if size > 1]
         return self.mesh[tuple(names)]

@@ -251,7 +251,7 @@ class Pipeline:
             parameter.grad = torch.zeros_like(parameter)
         gradient: Any = parameter.grad
         if hasattr(parameter, "placements") and gradient.placements != parameter.placements:
-            # Of an embedding whose rows are divided, DTensor gives a partial gradient.
+            # Of an embedding whose rows are split, DTensor gives a partial gradient.
             parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
         dist.all_reduce(gradient.to_local() if hasattr(gradient, "to_local") else gradient, group=group)
 

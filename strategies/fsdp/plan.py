@@ -25,7 +25,7 @@ from trainer.model.weights import AbsentParameter
 from trainer.strategies.fsdp.experts import EXPERT_STYLES, takes_routing
 
 Style = str | ParallelStyle | None
-"""A word of `STYLES` or "experts", an object of torch, or None: whole on each process."""
+"""A word of `STYLES` or "experts", an object of torch, or None: replicated."""
 
 Plan = Mapping[str, Style]
 """Names of submodules, or patterns of them with `*`, `?` and `[...]`, and how to divide them: see `STYLES`."""
@@ -54,14 +54,14 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 }
 """By the words of Hugging Face's plans: the styles of torch (torch.distributed.tensor.parallel).
 
-"colwise" divides the outputs of a layer, "rowwise" its inputs (of an embedding the vocabulary); between a colwise and a
+"colwise" splits the outputs of a layer, "rowwise" its inputs (of an embedding the vocabulary); between a colwise and a
 rowwise layer each process has its part. "colwise_gather_output" (also "colwise_rep") gathers the outputs,
-"rowwise_split_input" ("rowwise_rep") divides whole inputs. "replicated_with_grad_allreduce" is for weights of each head
+"rowwise_split_input" ("rowwise_rep") splits full inputs. "replicated_with_grad_allreduce" is for weights of each head
 that heads share, such as Qwen3's `q_norm`.
 
-Sequence parallelism, which divides the activations between the layers along the sequence (dimension 1):
+Sequence parallelism, which splits the activations between the layers along the sequence (dimension 1):
 "embedding_to_sequence", "sequence_parallel" for norms, "colwise_from_sequence", "rowwise_to_sequence".
-"colwise_loss_parallel": the head, with logits that stay divided for `cross_entropy`.
+"colwise_loss_parallel": the head, with logits that stay sharded for `cross_entropy`.
 """
 
 _OTHER_WORDS = {
@@ -123,10 +123,10 @@ def resolve_plan(module: nn.Module, plan: Plan, parts: int) -> dict[str, Paralle
     """Return the style of each submodule that the plan names; of several patterns the last one counts.
 
     Args:
-        parts: the number of processes among which layers are divided.
+        parts: the number of processes among which layers are split.
 
     Raises:
-        ConfigError: a pattern matches nothing, a style is unknown, or a layer cannot be divided by `parts`.
+        ConfigError: a pattern matches nothing, a style is unknown, or a layer cannot be split by `parts`.
     """
     names = dict(module.named_modules())
     problems: list[str] = []
@@ -163,7 +163,7 @@ def _indivisible(names: Mapping[str, nn.Module], styles: Mapping[str, ParallelSt
             continue
         embedding = isinstance(names[name], nn.Embedding)
         if embedding:
-            continue  # a vocabulary may be divided unevenly
+            continue  # a vocabulary may be split unevenly
         size, what = (weight.shape[0], "outputs") if isinstance(style, ColwiseParallel) else (weight.shape[1], "inputs")
         if size % parts and not _is_gathered(style):
             problems.append(
@@ -178,7 +178,7 @@ def _is_gathered(style: ParallelStyle) -> bool:
 
 
 def _heads(module: nn.Module, parts: int) -> list[str]:
-    """Return a problem for each Hugging Face model whose heads cannot be divided."""
+    """Return a problem for each Hugging Face model whose heads cannot be split."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return []
@@ -199,7 +199,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
     """Divide the layers; weights that are tied stay tied.
 
     Raises:
-        ConfigError: tied weights would be divided in different ways.
+        ConfigError: tied weights would be split in different ways.
     """
     ties = _tied_weights(module)
     here = {name: style for name, style in styles.items() if is_here(module.get_submodule(name))}
@@ -213,11 +213,11 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, Paralle
     for (owner, name), *others in ties:
         kept = owner._parameters[name]
         for other, other_name in others:
-            divided = other._parameters[other_name]
-            if getattr(divided, "placements", None) != getattr(kept, "placements", None):
+            other_weight = other._parameters[other_name]
+            if getattr(other_weight, "placements", None) != getattr(kept, "placements", None):
                 raise ConfigError(
                     f"tensor_parallel_plan: {type(owner).__name__}.{name} and {type(other).__name__}.{other_name} are "
-                    "one weight, and are divided differently: give both layers styles that divide it alike (an "
+                    "one weight, and are split differently: give both layers styles that split it alike (an "
                     "embedding 'rowwise' and a head 'colwise'), or none."
                 )
             other._parameters[other_name] = kept
@@ -270,15 +270,15 @@ def _tied_weights(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 def describe_plan(module: nn.Module, styles: Mapping[str, ParallelStyle], experts: Collection[str] = ()) -> str:
-    """Return which layers are divided, and which layers with weights are whole."""
-    whole = [
+    """Return which layers are split, and which layers with weights are replicated."""
+    replicated = [
         name or "parameters of the module itself"
         for name, child in module.named_modules()
         if name not in styles and name not in experts and next(child.parameters(recurse=False), None) is not None
     ]
-    divided = [f"{len(styles)} layers"] if styles else []
-    divided += [f"the experts of {first_of(list(experts))}"] if experts else []
-    return f"divided by the plan: {' and '.join(divided)}; whole: {first_of(whole, 5) if whole else 'none'}"
+    split = [f"{len(styles)} layers"] if styles else []
+    split += [f"the experts of {first_of(list(experts))}"] if experts else []
+    return f"split by the plan: {' and '.join(split)}; replicated: {first_of(replicated, 5) if replicated else 'none'}"
 
 
 class FirstStepErrors:
@@ -293,7 +293,7 @@ class FirstStepErrors:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and not self._succeeded and not isinstance(error, torch.OutOfMemoryError):
             raise ConfigError(
-                f"tensor_parallel={self._parts}: the first step fails with the layers divided by tensor_parallel_plan: "
+                f"tensor_parallel={self._parts}: the first step fails with the layers split by tensor_parallel_plan: "
                 f"{str(error).splitlines()[0]}. Between a 'colwise' and a 'rowwise' layer each process has a part of "
                 "the features: give both of a pair, view heads as -1, and have at least one head of queries and keys "
                 "for each process. If it fails without tensor_parallel as well, the plan is not the cause."
@@ -302,5 +302,5 @@ class FirstStepErrors:
 
 
 def needs_loss_parallel(styles: Mapping[str, ParallelStyle]) -> bool:
-    """Whether a layer's outputs stay divided, for a loss that torch's `loss_parallel` computes from them."""
+    """Whether a layer's outputs stay sharded, for a loss that torch's `loss_parallel` computes from them."""
     return any(isinstance(style, ColwiseParallel) and not style.use_local_output for style in styles.values())

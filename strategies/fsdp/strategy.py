@@ -61,13 +61,13 @@ class FSDPStrategy(DistributedStrategy):
         init_device: where `configure_model` builds the layers. "cpu": on every process. "mixed": on rank 0; on the
             other processes without memory. "meta": without memory on all; then rank 0 calls `init_weights` or
             `reset_parameters` of one submodule after the other. All processes get rank 0's values.
-        tensor_parallel: processes among which layers are divided, as the module's `tensor_parallel_plan` says, or that
+        tensor_parallel: processes among which layers are split, as the module's `tensor_parallel_plan` says, or that
             of a Hugging Face model in it; see `trainer.strategies.fsdp.plan.STYLES`.
-        context_parallel: processes among which each sequence is divided, within the blocks. Blocks mix tokens by
+        context_parallel: processes among which each sequence is split, within the blocks. Blocks mix tokens by
             `scaled_dot_product_attention` only.
         pipeline_parallel: stages, each with some of the blocks. The micro-batches are those of a window
             (`Trainer(accumulate_grad_batches=)`).
-        expert_parallel: processes among which the experts of mixtures are divided, of those over which weights are
+        expert_parallel: processes among which the experts of mixtures are split, of those over which weights are
             sharded: tokens travel to the processes that have their experts. The plan names the modules of experts.
         context_exchange: of `context_parallel`: processes exchange "heads" or "keys" of attention; "auto": heads where
             their number is a multiple of the processes.
@@ -110,7 +110,7 @@ class FSDPStrategy(DistributedStrategy):
         self.pipeline: Pipeline | None = None
         """This process's stage, with `pipeline_parallel`."""
         self.divisions = ""
-        """A description of what `layout` divides."""
+        """A description of what `layout` splits."""
         self.sharding_strategy = sharding_strategy
         self.auto_wrap_policy = auto_wrap_policy
         self.reshard_after_forward = reshard_after_forward
@@ -124,7 +124,7 @@ class FSDPStrategy(DistributedStrategy):
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
         self._experts: dict[str, nn.Module] = {}
-        """The modules of experts that are divided."""
+        """The modules of experts that are split."""
         self._loss_parallel = False
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
         self._units: list[Any] = []
@@ -177,7 +177,7 @@ class FSDPStrategy(DistributedStrategy):
         return problems
 
     def _layout_problems(self, precision: Precision, num_processes: int, module: TrainModule | None) -> list[str]:
-        """Return the problems of a model that is divided over processes."""
+        """Return the problems of a model that is split over processes."""
         layout, problems = self.layout, []
         if num_processes % layout.processes:
             problems.append(
@@ -308,8 +308,8 @@ class FSDPStrategy(DistributedStrategy):
             )
         if before.layout != self.layout:
             raise ConfigError(
-                f"{type(module).__name__} was divided by an earlier run ({before.layout or 'whole models'}) in another "
-                f"way than this run ({self.layout or 'whole models'}): make a new one, for example with "
+                f"{type(module).__name__} was split by an earlier run ({before.layout or 'full models'}) in another "
+                f"way than this run ({self.layout or 'full models'}): make a new one, for example with "
                 "load_from_checkpoint."
             )
 
@@ -451,7 +451,7 @@ class FSDPStrategy(DistributedStrategy):
         self._reuses_memory = config.reuses_memory
         if self.layout and config.compiles_module:
             raise ConfigError(
-                "compile=True with a model that is divided over processes: compile its blocks, which hooks of the "
+                "compile=True with a model that is split over processes: compile its blocks, which hooks of the "
                 'strategy separate: Trainer(compile={"blocks": "auto"}).'
             )
         window = config.accumulate_grad_batches or 1
@@ -499,7 +499,7 @@ class FSDPStrategy(DistributedStrategy):
                 return self.wrapped(step, _Hidden(args))
 
     def _loss_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which losses are computed from logits that are divided over processes."""
+        """Return the context in which losses are computed from logits that are sharded over processes."""
         if not self._loss_parallel:
             return NULL_CONTEXT
         from torch.distributed.tensor.parallel import loss_parallel

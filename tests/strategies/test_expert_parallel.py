@@ -110,7 +110,7 @@ class Unnamed(TrainModule):
 
 REFUSED: dict[str, tuple[type[TrainModule], str]] = {
     "a list of experts": (Listed, "not a ModuleList of experts"),
-    "an odd number": (Three, "3 experts of net.blocks.1.feed_forward.experts cannot be divided over 2 processes"),
+    "an odd number": (Three, "3 experts of net.blocks.1.feed_forward.experts cannot be split over 2 processes"),
     "no experts in the plan": (Unnamed, "the plan of Unnamed names no experts"),
 }
 

@@ -159,7 +159,7 @@ def _checks(
         yield CheckResult("FAIL", "trainer", str(error))
         return
     config = trainer.config
-    unused = copy.deepcopy(strategy) if layout_of(strategy).divides_models else strategy
+    unused = copy.deepcopy(strategy) if layout_of(strategy).splits_models else strategy
     if problems:
         # The problems are reported; the checks below use the strategy of one process.
         config.strategy.processes = strategy.processes
@@ -332,14 +332,14 @@ def _memory(
     setup = Setup(given.world_size, number_sizes(numbers), per_machine, window)
     model = found.transformer(checkpointing=bool(configuration.trainer.get("activation_checkpointing")))
     where = strategy.name
-    if layout.divides_models:
+    if layout.splits_models:
         from trainer.cli.estimate.stages import largest_stage
 
         try:
             largest = largest_stage(configuration, strategy, layout, found.size, setup, model, numbers)
         # The layout's check has said why; torch's wrapping of the module may raise anything.
         except Exception:
-            yield CheckResult("WARN", "memory", "not computed, since the module cannot be divided in this way.")
+            yield CheckResult("WARN", "memory", "not computed, since the module cannot be split in this way.")
             return
         where, memory, kept = f"{where}, stage {largest.stage}", largest.memory, largest.activations
     else:

@@ -110,13 +110,13 @@ class MemoryLayout:
     offload_weights: bool = False
     offload_optimizer: bool = False
     tensor: int = 1
-    """Processes over which layers are divided; context, pipeline and expert: sequences, blocks and experts."""
+    """Processes over which layers are split; context, pipeline and expert: sequences, blocks and experts."""
     context: int = 1
     pipeline: int = 1
     expert: int = 1
 
     @property
-    def divides_models(self) -> bool:
+    def splits_models(self) -> bool:
         """Whether several processes hold one model together."""
         return self.tensor * self.context * self.pipeline * self.expert > 1
 

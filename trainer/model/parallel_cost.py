@@ -46,8 +46,8 @@ class Architecture:
         return (3 if self.gated else 2) * self.hidden * self.intermediate
 
     @property
-    def divided(self) -> int:
-        """Elements of a block in layers that tensor parallelism divides."""
+    def sharded(self) -> int:
+        """Elements of a block in layers that tensor parallelism splits."""
         return self.attention + self.experts * self.mlp
 
     @property
@@ -68,7 +68,7 @@ class Architecture:
     @property
     def parameters(self) -> int:
         """Elements of the model."""
-        return self.layers * (self.divided + self.full) + self.table * (1 if self.tied else 2) + self.hidden
+        return self.layers * (self.sharded + self.full) + self.table * (1 if self.tied else 2) + self.hidden
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _cut_blocks(sizes: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 def stages_of(model: Architecture, stages: int) -> list[Stage]:
     """Return the stages, of which the largest has as few parameters as possible, as `FSDPStrategy` makes them."""
-    sizes = [model.divided + model.full] * model.layers
+    sizes = [model.sharded + model.full] * model.layers
     sizes[0] += model.table
     sizes[-1] += model.hidden + model.table
     ends = cut_blocks(sizes, stages)
@@ -222,7 +222,7 @@ def bubble(stages: int, window: int) -> float:
 
 def _elements(model: Architecture, layout: ParallelLayout, stage: Stage) -> tuple[int, int]:
     """Return the elements of a block, and of what is around the blocks, that a process has without sharding."""
-    block = model.divided // layout.tensor + model.full
+    block = model.sharded // layout.tensor + model.full
     tables = int(stage.first) + int(stage.last and not (model.tied and stage.first))
     return block, tables * model.table // layout.tensor + (model.hidden if stage.last else 0)
 
@@ -273,11 +273,11 @@ def _kept_of_block(model: Architecture, layout: ParallelLayout, work: Work) -> i
     if layout.context > 1 and _by_heads(model, layout, work):
         attention += queries  # the output, in the arrangement before the exchange too
     elif layout.context > 1:
-        # The keys and values of all tokens; a mask, since torch's causal attention is that of whole sequences.
+        # The keys and values of all tokens; a mask, since torch's causal attention is that of full sequences.
         attention, mask = 2 * queries + 2 * layout.context * keys, work.sequence // work.micro_batch
     mlp = model.experts_per_token * (4 if model.gated else 2) * model.intermediate
-    divided = (attention + mlp) // layout.tensor
-    of_token = numbers.computed * (2 * model.hidden + divided + mask) + _norm_bytes(work) * 2 * model.hidden
+    sharded = (attention + mlp) // layout.tensor
+    of_token = numbers.computed * (2 * model.hidden + sharded + mask) + _norm_bytes(work) * 2 * model.hidden
     return work.tokens // layout.context * of_token
 
 
@@ -355,7 +355,7 @@ def _by_heads(model: Architecture, layout: ParallelLayout, work: Work) -> bool:
 
 
 def _exchanged_keys(model: Architecture, layout: ParallelLayout, work: Work) -> int:
-    """Return the heads of keys that are exchanged, on all tensor processes: repeated where they cannot be divided."""
+    """Return the heads of keys that are exchanged, on all tensor processes: repeated where they cannot be split."""
     repeated = _by_heads(model, layout, work) and model.kv_heads // layout.tensor % layout.context
     return model.heads if repeated else model.kv_heads
 
@@ -372,7 +372,7 @@ def _of_stages(model: Architecture, layout: ParallelLayout, work: Work, stage: S
 
 
 def _of_norm(layout: ParallelLayout, work: Work) -> Iterator[Collective]:
-    """Squares of norms are summed for weights that are divided in the same way: by rows, by columns, or not."""
+    """Squares of norms are summed for weights that are split in the same way: by rows, by columns, or not."""
     by_plan = 2 if layout.tensor > 1 else 0
     for count, processes in (
         (by_plan + 1, layout.sharing),

@@ -181,8 +181,8 @@ def _memory(
     configuration: Configuration | None,
     precision: Precision,
 ) -> Memory:
-    """Return the memory of a layout; of a model that is divided over processes that of the stage that needs most."""
-    if not layout.divides_models or configuration is None:
+    """Return the memory of a layout; of a model that is split over processes that of the stage that needs most."""
+    if not layout.splits_models or configuration is None:
         return estimate_memory(layout, estimate_input.size, setup)
     from trainer.cli.estimate.stages import largest_stage
     from trainer.config.check import instantiate

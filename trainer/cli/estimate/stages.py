@@ -1,4 +1,4 @@
-"""Count what a process of each stage holds, when a strategy divides one model over processes."""
+"""Count what a process of each stage holds, when a strategy splits one model over processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.precision import Precision
 from trainer.strategy import Strategy
 
 FSDP_DIMENSIONS = ("replicate", "shard", "expert shard")
-"""Dimensions of a mesh along which whole weights are gathered; along the others each process computes its part."""
+"""Dimensions of a mesh along which full weights are gathered; along the others each process computes its part."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def largest_stage(
         model: the sizes on which activations depend, if they are known.
 
     Raises:
-        ConfigError: the module cannot be divided in this way.
+        ConfigError: the module cannot be split in this way.
     """
     found = []
     for stage in range(layout.pipeline):

@@ -101,7 +101,7 @@ def assumed(parameters: int) -> Architecture:
         gated=True,
         tied=parameters < 1e9,
     )
-    block = one.divided + one.full
+    block = one.sharded + one.full
     layers = max(1, round((parameters - one.parameters + block) / block))
     # A number that pipelines can divide.
     layers = round(layers / 4) * 4 if layers > 8 else layers
