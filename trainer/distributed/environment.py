@@ -64,7 +64,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Source:
+class ProcessSource:
     """A program that starts processes, and the variables that it sets."""
 
     name: str
@@ -337,13 +337,13 @@ _MPI = (
 )
 
 SOURCES = (
-    Source("Ray Train", "RAY_JOB_ID and all of torchrun's are set", ("RAY_JOB_ID", *_REQUIRED), _ray),
-    Source(
+    ProcessSource("Ray Train", "RAY_JOB_ID and all of torchrun's are set", ("RAY_JOB_ID", *_REQUIRED), _ray),
+    ProcessSource(
         "torchrun", f"{', '.join(_REQUIRED)} are all set", (*_REQUIRED, "GROUP_RANK", "GROUP_WORLD_SIZE"), _torchrun
     ),
-    Source("Kubeflow", "PET_NNODES > 1", ("PET_NNODES", "PET_NPROC_PER_NODE", "RANK", "WORLD_SIZE"), _kubeflow),
+    ProcessSource("Kubeflow", "PET_NNODES > 1", ("PET_NNODES", "PET_NPROC_PER_NODE", "RANK", "WORLD_SIZE"), _kubeflow),
     *(
-        Source(
+        ProcessSource(
             mpi.name,
             f"{', '.join(choice[0] for choice in mpi.names)} are all set, and {mpi.names[1][0]} > 1",
             tuple(name for choice in mpi.names for name in choice),
@@ -351,7 +351,7 @@ SOURCES = (
         )
         for mpi in _MPI
     ),
-    Source(
+    ProcessSource(
         "Slurm",
         "a task of srun with SLURM_STEP_NUM_TASKS > 1",
         (

@@ -49,7 +49,7 @@ def read_rows(table: str) -> Rows:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TranslatedLine:
     """A key of the other program, and its translation."""
 
     key: str
@@ -70,7 +70,7 @@ class MigrationReport:
     facts: dict[str, Any] = field(default_factory=lambda: {"machines": 1, "devices": None, "address": "HOST:29500"})
     """The values for {NAME} in rows. "devices": processes per machine; None: not known."""
     draft: ConfigDraft = field(default_factory=ConfigDraft)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TranslatedLine] = field(default_factory=list)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     """Settings that DeepSpeed itself reads."""
     decided: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class MigrationReport:
         facts["line"] = problem or ", ".join(self.draft.set(name, setting) for name, setting in settings.items())
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        self.entries.append(Entry(key, shown, kind, (message or "{line}").format_map(facts)))
+        self.entries.append(TranslatedLine(key, shown, kind, (message or "{line}").format_map(facts)))
 
     def _contradiction(self, settings: Mapping[str, Any]) -> str:
         """Return why settings are left out, or ""; the first precision counts, and all of a DeepSpeed JSON."""

@@ -42,7 +42,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Batch:
+class GlobalBatch:
     """The sequences of a step, over all readers."""
 
     samples: int
@@ -81,7 +81,7 @@ class Excluded:
     """Bytes of a GPU that it needs, if there is too little memory."""
 
 
-def rank(model: Architecture, cluster: Cluster, batch: Batch) -> tuple[list[Candidate], list[Excluded]]:
+def rank(model: Architecture, cluster: Cluster, batch: GlobalBatch) -> tuple[list[Candidate], list[Excluded]]:
     """Return the layouts that fit, the fastest first, and all others."""
     fitting, excluded = [], []
     for layout in layouts(cluster):
@@ -116,7 +116,7 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _impossible(model: Architecture, cluster: Cluster, batch: Batch, layout: ParallelLayout) -> str:
+def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layout: ParallelLayout) -> str:
     """Return why a layout cannot be, whatever the memory; else ""."""
     divided = {"heads": model.heads, "heads of keys": model.kv_heads, "outputs of the MLP": model.intermediate}
     uneven = [f"{size} {what}" for what, size in divided.items() if size % layout.tensor]
@@ -133,7 +133,7 @@ def _impossible(model: Architecture, cluster: Cluster, batch: Batch, layout: Par
     return ""
 
 
-def _works(layout: ParallelLayout, batch: Batch) -> Iterator[Work]:
+def _works(layout: ParallelLayout, batch: GlobalBatch) -> Iterator[Work]:
     """Yield the choices of micro-batches, activation checkpointing, and when gradients are reduced."""
     samples = batch.samples // layout.readers
     for micro_batch in (size for size in _divisors(samples) if size <= LARGEST_MICRO_BATCH):

@@ -12,7 +12,7 @@ from trainer.arguments import whole_number
 from trainer.cli.main import COMMANDS
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.cli.plan.architecture import NAMES, assumed, of_options, read_config
-from trainer.cli.plan.candidates import Batch, Cluster, rank
+from trainer.cli.plan.candidates import Cluster, GlobalBatch, rank
 from trainer.cli.plan.report import as_data, report
 from trainer.errors import ConfigError, unknown_name_error
 from trainer.model.memory import DtypeSizes
@@ -51,7 +51,7 @@ def run(arguments: list[str]) -> int:
         raise ConfigError(f"--gpus {cluster.gpus} is no multiple of --gpus-per-node {cluster.per_machine}.")
     if given.precision not in PRECISIONS:
         raise unknown_name_error("precision", given.precision, PRECISIONS)
-    batch = Batch(_samples(given, notes), given.seq, PRECISIONS[given.precision])
+    batch = GlobalBatch(_samples(given, notes), given.seq, PRECISIONS[given.precision])
     ranked, excluded = rank(model, cluster, batch)
     if given.json:
         print(json.dumps({**as_data(model, cluster, batch, ranked, excluded), "notes": notes}, indent=2))

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.cli.columns import in_columns
 from trainer.cli.plan.architecture import describe
-from trainer.cli.plan.candidates import Batch, Candidate, Cluster, Excluded
+from trainer.cli.plan.candidates import Candidate, Cluster, Excluded, GlobalBatch
 from trainer.errors import first_of
 from trainer.model.parallel_cost import Architecture, ParallelLayout
 
@@ -39,7 +39,7 @@ def name_of(layout: ParallelLayout) -> str:
 def report(
     model: Architecture,
     cluster: Cluster,
-    batch: Batch,
+    batch: GlobalBatch,
     ranked: list[Candidate],
     excluded: list[Excluded],
     top: int,
@@ -141,7 +141,7 @@ def strategy_options(one: Candidate) -> dict[str, Any]:
 
 
 def as_data(
-    model: Architecture, cluster: Cluster, batch: Batch, ranked: list[Candidate], excluded: list[Excluded]
+    model: Architecture, cluster: Cluster, batch: GlobalBatch, ranked: list[Candidate], excluded: list[Excluded]
 ) -> dict[str, Any]:
     """Return the plan for programs: bytes and seconds."""
     return {
