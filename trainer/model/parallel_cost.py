@@ -234,7 +234,8 @@ def process_memory(model: Architecture, layout: ParallelLayout, work: Work, stag
     """Return the memory of a process of a stage at the largest moment of a step; the rounding of shards is left out."""
     block, around = _elements(model, layout, stage)
     numbers, own = work.numbers, -(-(stage.blocks * block + around) // layout.sharing)
-    is_gathered = layout.sharing > 1 or numbers.computed != numbers.stored
+    # FSDP2 computes with a copy also where one process has the full weights.
+    is_gathered = layout.processes > 1 or numbers.computed != numbers.stored
     together = stage.blocks if layout.pipeline > 1 else min(stage.blocks, 3)
     waits = work.window > 1 and layout.sharing > 1 and work.accumulate_unsharded
     return ProcessMemory(
