@@ -497,3 +497,32 @@ def test_a_metric_that_was_only_updated_is_logged_by_epoch() -> None:
     trainer = quiet(max_epochs=2, log_every_n_steps=1)
     trainer.fit(Updates(), loader(3))
     assert trainer.callback_metrics["mean"] == 1.0
+
+
+class Doubles(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for name, dtype in (("third", torch.float64), ("single", torch.float32), ("count", torch.int64)):
+            value = torch.full((), 10 / 3, dtype=torch.float64).to(dtype)
+            self.log(name, value)
+            value.zero_()
+        return self.layer(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_value_by_step_keeps_its_number_and_dtype() -> None:
+    class Seen(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+            self.values = trainer.callback_metrics
+
+    seen = Seen()
+    trainer = Trainer(accelerator="cpu", max_steps=1, callbacks=[seen], **QUIET)
+    trainer.fit(Doubles(), DataLoader(TensorDataset(torch.ones(2, 1)), 1))
+    third = torch.tensor(10 / 3, dtype=torch.float64)
+    expected = {"third": third, "single": third.float(), "count": torch.tensor(3)}
+    torch.testing.assert_close(seen.values, expected, rtol=0, atol=0)

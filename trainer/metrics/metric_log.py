@@ -52,6 +52,8 @@ class Entry:
     window: int = -1
     window_values: list[tuple[Number, Number]] = field(default_factory=list)
     """The values of the latest window in which the name was logged by step, with their weights."""
+    from_float32: bool = False
+    """True if the values are numbers that were float32 tensors on the CPU."""
     superseded: int = -1
     """The window up to which a value of an epoch or an evaluation replaces the name's values by step."""
     flushed: int = -1
@@ -60,6 +62,18 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.epoch = Accumulator(self.options.reduction)
+
+    def add_to_window(self, value: Number, weight: Number) -> None:
+        """Keep a copy: a tensor may change before it is read, and may be a view that keeps a larger one in memory."""
+        # A number costs less than a copy, where nothing has to wait for it.
+        self.from_float32 = isinstance(value, torch.Tensor) and value.is_cpu and value.dtype is torch.float32
+        kept = value.item() if self.from_float32 else _copied(value)  # type: ignore[union-attr]
+        self.window_values.append((kept, weight if type(weight) is int else _copied(weight)))
+
+    def latest(self) -> Number:
+        """Return the latest value by step, with the dtype of the tensor that it was."""
+        value = self.window_values[-1][0]
+        return torch.tensor(value, dtype=torch.float32) if self.from_float32 else value
 
 
 @dataclass
@@ -306,8 +320,7 @@ class MetricLog:
             if entry.window != self.window:
                 entry.window = self.window
                 entry.window_values.clear()
-            # Copies: a tensor may change before it is read, and may be a view that keeps a larger one in memory.
-            entry.window_values.append((_copied(value), weight if type(weight) is int else _copied(weight)))
+            entry.add_to_window(value, weight)
         if entry.options.on_epoch:
             entry.epoch.add(value, weight)
         if scope.loader:
@@ -359,7 +372,8 @@ class MetricLog:
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise _several_numbers(entry.name, f"the value of {type(metric).__name__} for a batch is")
         weight = self.samples if self.samples is not None else self._batch_weight()
-        entry.window, entry.window_values = self.window, [(_copied(value.detach().reshape(())), weight)]
+        entry.window, entry.window_values = self.window, []
+        entry.add_to_window(value.detach().reshape(()), weight)
 
     def _batch_weight(self) -> int:
         """Return the number of samples of the batch, the first dimension of its tensors."""
@@ -418,7 +432,7 @@ class MetricLog:
                 continue
             if entry.options.goes_to(of):
                 full_name = with_suffix(name, "step") if entry.options.on_epoch else name
-                values[full_name] = entry.window_values[-1][0]
+                values[full_name] = entry.latest()
                 if of == "all":
                     values[name] = values[full_name]
         for name, entry in self.ending.entries.items() if self.ending is not None else ():
@@ -554,11 +568,7 @@ def _as_scalar(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(number: Number) -> Number:
-    """Return what later writes to a tensor do not change. On the CPU a number is cheaper than a copy."""
-    if not isinstance(number, torch.Tensor):
-        return number
-    # Numbers become float32 tensors again in `trainer.callback_metrics`.
-    return number.item() if number.is_cpu and number.dtype is torch.float32 else number.clone()
+    return number.clone() if isinstance(number, torch.Tensor) else number
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
