@@ -23,9 +23,9 @@ MOST = 30
 """Maximum number of problems that one message lists."""
 
 
-def shortened(text: str, most: int = LONGEST) -> str:
-    """Return a text of at most `most` characters: its middle is cut out, because the fix stands at its end."""
-    return text if len(text) <= most else f"{text[: most * 2 // 3]} [...] {text[-most // 3 :]}"
+def shortened(text: str, maximum: int = LONGEST) -> str:
+    """Return a text of at most `maximum` characters: its middle is cut out, because the fix stands at its end."""
+    return text if len(text) <= maximum else f"{text[: maximum * 2 // 3]} [...] {text[-maximum // 3 :]}"
 
 
 def shown(value: object) -> str:
@@ -168,14 +168,14 @@ def no_such_name(package: ModuleType, name: str) -> AttributeError | ImportError
     return AttributeError(text)
 
 
-def first_of(items: Iterable[object], most: int = 3) -> str:
+def first_of(items: Iterable[object], maximum: int = 3) -> str:
     """Return the first of some names, and the number of the others.
 
     >>> first_of("abcde")
     'a, b, c and 2 more'
     """
     texts = [*map(str, items)]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+    return ", ".join(texts[:maximum]) + (f" and {len(texts) - maximum} more" if len(texts) > maximum else "")
 
 
 def format_ranks(ranks: Collection[int]) -> str:

@@ -292,8 +292,8 @@ def _wrong_numbers(settings: Settings) -> list[str]:
             problems.append(f"{name}={value!r}: give an integer from {smallest}.{hint}")
     for name in (*_LIMITS, "overfit_batches", "val_check_interval"):
         value = getattr(settings, name)
-        most = 1 if type(value) is float else 2**63 - 1
-        if type(value) not in (int, float) or not 0 <= value <= most:
+        maximum = 1 if type(value) is float else 2**63 - 1
+        if type(value) not in (int, float) or not 0 <= value <= maximum:
             problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
     devices = settings.devices
     if isinstance(devices, str) and devices.strip().isdecimal():
@@ -342,9 +342,9 @@ def _wrong_times(settings: Settings) -> list[str]:
 def _contradictions(settings: Settings) -> list[str]:
     problems = []
     for unit in ("epochs", "steps"):
-        least, most = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
-        if isinstance(least, int) and isinstance(most, int) and 0 <= most < least:
-            problems.append(f"min_{unit}={least} is more than max_{unit}={most}.")
+        minimum, maximum = getattr(settings, f"min_{unit}"), getattr(settings, f"max_{unit}")
+        if isinstance(minimum, int) and isinstance(maximum, int) and 0 <= maximum < minimum:
+            problems.append(f"min_{unit}={minimum} is more than max_{unit}={maximum}.")
     if settings.overfit_batches and settings.fast_dev_run:
         problems.append("overfit_batches and fast_dev_run both limit the batches: choose one.")
     if settings.overfit_batches and settings.limit_train_batches != 1.0:

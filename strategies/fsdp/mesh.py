@@ -13,7 +13,7 @@ from trainer.distributed.process_group import SingleProcess, TorchProcessGroup
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelSplit:
     """Numbers of processes among which one model is split, by dimension; the rest of the processes are readers."""
 
     tensor: int = 1
@@ -46,7 +46,7 @@ class ParallelMesh:
             the product of all sizes is the number of processes.
     """
 
-    def __init__(self, device_type: str, layout: Layout, readers: dict[str, int]) -> None:
+    def __init__(self, device_type: str, layout: ModelSplit, readers: dict[str, int]) -> None:
         self.layout = layout
         # FSDP shards over the processes of one sequence too: its mean over them is that of their parts.
         sizes = {**readers, "shard": readers["shard"] * layout.context}

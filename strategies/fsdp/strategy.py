@@ -29,7 +29,7 @@ from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange
-from trainer.strategies.fsdp.mesh import Layout, ParallelMesh
+from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
 from trainer.strategy import StepConfig, wrapping_problems
 
@@ -105,7 +105,7 @@ class FSDPStrategy(DistributedStrategy):
         timeout_seconds: PositiveFloat = 1800.0,
     ) -> None:
         super().__init__(timeout_seconds)
-        self.layout = Layout(tensor_parallel, context_parallel, pipeline_parallel, expert_parallel)
+        self.layout = ModelSplit(tensor_parallel, context_parallel, pipeline_parallel, expert_parallel)
         self.context_exchange = context_exchange
         self.pipeline: Pipeline | None = None
         """This process's stage, with `pipeline_parallel`."""
@@ -777,7 +777,7 @@ class FSDPStrategy(DistributedStrategy):
 class Division(NamedTuple):
     """The division of a module by an earlier run, for later runs, which may have another strategy object."""
 
-    layout: Layout
+    layout: ModelSplit
     processes: int
     pipeline: Pipeline | None
     loss_parallel: bool

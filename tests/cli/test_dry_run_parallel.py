@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.project import Command
 from trainer.cli.doctor.results import gib
 from trainer.model.memory import DtypeSizes
-from trainer.model.parallel_cost import Architecture, ParallelLayout, Work, process_memory, stages_of
+from trainer.model.parallel_cost import Architecture, Layout, Work, process_memory, stages_of
 
 NET = """\
 from tests.helpers.decoder import Decoder
@@ -38,7 +38,7 @@ def write_config(folder: Path, window: int = 32, **strategy: Any) -> None:
     (folder / "run.yaml").write_text(json.dumps({"module": "net.py:Net", "trainer": trainer}))
 
 
-def expected(layout: ParallelLayout) -> int:
+def expected(layout: Layout) -> int:
     """Return the bytes of weights, gradients and optimizer of the largest stage."""
     work = Work(sequence=16, micro_batch=1, window=32, numbers=DtypeSizes(4, 4))
     found = []
@@ -53,12 +53,12 @@ def expected(layout: ParallelLayout) -> int:
 @pytest.mark.parametrize(
     ("layout", "mesh"),
     [
-        (ParallelLayout(shards=16, tensor=8, pipeline=8), "8 stages x 16 readers x 1 context x 8 tensor"),
-        (ParallelLayout(shards=8, tensor=2, context=8, pipeline=8), "8 stages x 8 readers x 8 context x 2 tensor"),
-        (ParallelLayout(shards=128, tensor=8), "1 stages x 128 readers x 1 context x 8 tensor"),
+        (Layout(shards=16, tensor=8, pipeline=8), "8 stages x 16 readers x 1 context x 8 tensor"),
+        (Layout(shards=8, tensor=2, context=8, pipeline=8), "8 stages x 8 readers x 8 context x 2 tensor"),
+        (Layout(shards=128, tensor=8), "1 stages x 128 readers x 1 context x 8 tensor"),
     ],
 )
-def test_a_thousand_processes(command: Command, net: Path, layout: ParallelLayout, mesh: str) -> None:
+def test_a_thousand_processes(command: Command, net: Path, layout: Layout, mesh: str) -> None:
     write_config(
         net,
         tensor_parallel=layout.tensor,
@@ -104,4 +104,4 @@ def test_the_estimate_of_a_divided_model(command: Command, net: Path) -> None:
     assert code == 0, err
     rows = json.loads(out)["processes"]["16"]
     (own,) = (row for row in rows if row["label"].startswith("fsdp as given"))
-    assert own["device"] == expected(ParallelLayout(shards=2, tensor=2, pipeline=4))
+    assert own["device"] == expected(Layout(shards=2, tensor=2, pipeline=4))

@@ -14,10 +14,10 @@ from trainer.model.memory import (
     ADAMW,
     DtypeSizes,
     Memory,
-    MemoryLayout,
     ModelSize,
     OptimizerStates,
     Setup,
+    StatePartitioning,
     Transformer,
     Weight,
     activations,
@@ -51,7 +51,7 @@ def test_the_table_of_tutorials_and_the_master_weights_that_it_forgets() -> None
     assert [m.weights / GB for m in columns] == [14, 14, 14, 3.5]
     assert [m.gradients / GB for m in columns] == [14, 14, 3.5, 3.5]
     assert [m.optimizer / GB for m in columns] == [56, 14, 14, 14]
-    assert [(m.device - m.masters) / GB for m in columns] == [84, 42, 31.5, 21]
+    assert [(m.device - m.master_weights) / GB for m in columns] == [84, 42, 31.5, 21]
     assert [m.device / GB for m in columns] == [112, 49, 38.5, 28]
 
 
@@ -86,29 +86,31 @@ def test_every_strategy_has_a_row() -> None:
     offload = {"offload_optimizer": True, "offload_weights": True}
     rows = strategy_rows()
     assert rows == {
-        "ddp, single_device, xla": MemoryLayout(),
-        "deepspeed, deepspeed_stage_2": MemoryLayout(2, master_weights=True),
-        "deepspeed_stage_1": MemoryLayout(1, master_weights=True),
-        "deepspeed_stage_2_offload": MemoryLayout(2, master_weights=True, offload_optimizer=True),
-        "deepspeed_stage_3": MemoryLayout(3, master_weights=True),
-        "deepspeed_stage_3_offload": MemoryLayout(3, master_weights=True, **offload),
-        "fsdp, xla_fsdp": MemoryLayout(3),
-        "fsdp SHARD_GRAD_OP": MemoryLayout(3, keep_gathered=True),
-        "fsdp HYBRID_SHARD": MemoryLayout(3, by_machine=True),
-        "fsdp cpu_offload": MemoryLayout(3, **offload),
+        "ddp, single_device, xla": StatePartitioning(),
+        "deepspeed, deepspeed_stage_2": StatePartitioning(2, master_weights=True),
+        "deepspeed_stage_1": StatePartitioning(1, master_weights=True),
+        "deepspeed_stage_2_offload": StatePartitioning(2, master_weights=True, offload_optimizer=True),
+        "deepspeed_stage_3": StatePartitioning(3, master_weights=True),
+        "deepspeed_stage_3_offload": StatePartitioning(3, master_weights=True, **offload),
+        "fsdp, xla_fsdp": StatePartitioning(3),
+        "fsdp SHARD_GRAD_OP": StatePartitioning(3, keep_gathered=True),
+        "fsdp HYBRID_SHARD": StatePartitioning(3, by_machine=True),
+        "fsdp cpu_offload": StatePartitioning(3, **offload),
     }
     assert set(STRATEGIES) <= set(", ".join(rows).split(", "))
 
 
 def test_the_layout_of_options_and_of_a_strategy_of_the_user() -> None:
-    assert layout_of(FSDPStrategy("HYBRID_SHARD", device_mesh=(4, 2))) == MemoryLayout(3, by_machine=True, shards=2)
-    assert layout_of(FSDPStrategy(reshard_after_forward=False)) == MemoryLayout(3, keep_gathered=True)
-    assert layout_of(FSDPStrategy("SHARD_GRAD_OP", reshard_after_forward=True)) == MemoryLayout(3)
+    assert layout_of(FSDPStrategy("HYBRID_SHARD", device_mesh=(4, 2))) == StatePartitioning(
+        3, by_machine=True, shards=2
+    )
+    assert layout_of(FSDPStrategy(reshard_after_forward=False)) == StatePartitioning(3, keep_gathered=True)
+    assert layout_of(FSDPStrategy("SHARD_GRAD_OP", reshard_after_forward=True)) == StatePartitioning(3)
 
     class Own(Strategy):
         shards_state = True
 
-    assert (layout_of(Strategy()), layout_of(Own())) == (MemoryLayout(), MemoryLayout(3))
+    assert (layout_of(Strategy()), layout_of(Own())) == (StatePartitioning(), StatePartitioning(3))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_options_of_an_optimizer_count() -> None:
 
 def test_every_part_is_sharded_as_the_strategy_shards_it() -> None:
     rows = table(8000, 8, "bf16-mixed")
-    parts = {label: (m.weights, m.gradients, m.masters, m.optimizer) for label, m in rows.items()}
+    parts = {label: (m.weights, m.gradients, m.master_weights, m.optimizer) for label, m in rows.items()}
     step = 4
     assert parts["ddp"] == (32000, 32000, 0, 64000 + step)
     assert parts["fsdp"] == (4000, 4000, 0, 8000 + step)
@@ -166,17 +168,17 @@ def test_what_is_offloaded_counts_on_the_host() -> None:
     assert offloaded.host == kept.device - 100
     zero = rows["deepspeed_stage_2_offload"]
     assert zero.device == zero.weights + zero.gradients
-    assert zero.host == zero.masters + zero.optimizer + 4000
+    assert zero.host == zero.master_weights + zero.optimizer + 4000
 
 
 def test_frozen_weights_have_no_gradient_and_idle_ones_no_state() -> None:
     weights = [Weight(100, 10), Weight(1000, 10, trainable=False, optimized=False), Weight(10, 10, optimized=False)]
-    memory = estimate_memory(MemoryLayout(), ModelSize(weights), Setup(1, DtypeSizes(4, 4)))
+    memory = estimate_memory(StatePartitioning(), ModelSize(weights), Setup(1, DtypeSizes(4, 4)))
     assert (memory.weights, memory.gradients, memory.optimizer) == (4440, 440, 804)
 
 
 def test_rows_that_do_not_divide_are_filled_up() -> None:
-    memory = estimate_memory(MemoryLayout(3), ModelSize([Weight(15, 3)]), Setup(2, DtypeSizes(4, 4)))
+    memory = estimate_memory(StatePartitioning(3), ModelSize([Weight(15, 3)]), Setup(2, DtypeSizes(4, 4)))
     assert memory.weights == 4 * 2 * 5
 
 
@@ -188,5 +190,5 @@ def test_a_window_keeps_full_gradients_with_fsdp() -> None:
 
 
 def test_deepspeed_has_no_float64() -> None:
-    assert supports_precision(MemoryLayout(3), "64-true")
-    assert not supports_precision(MemoryLayout(3, master_weights=True), "64-true")
+    assert supports_precision(StatePartitioning(3), "64-true")
+    assert not supports_precision(StatePartitioning(3, master_weights=True), "64-true")

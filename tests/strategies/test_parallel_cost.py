@@ -19,7 +19,7 @@ from trainer import Callback, Trainer, TrainModule
 from trainer.model.memory import number_sizes
 from trainer.model.parallel_cost import (
     Architecture,
-    ParallelLayout,
+    Layout,
     Work,
     collectives,
     process_memory,
@@ -38,7 +38,7 @@ GPT = Architecture(
 class Run:
     """A layout on real processes, and what it trains."""
 
-    layout: ParallelLayout
+    layout: Layout
     model: Architecture = LLAMA
     window: int = 2
     checkpointing: bool = False
@@ -85,31 +85,31 @@ class Run:
 
 
 TWO = {
-    "FSDP x2": Run(ParallelLayout(shards=2)),
-    "FSDP x2, communicating always": Run(ParallelLayout(shards=2), accumulate_unsharded=False),
-    "TP x2": Run(ParallelLayout(tensor=2)),
-    "TP x2, checkpointing": Run(ParallelLayout(tensor=2), checkpointing=True),
-    "TP x2, GPT": Run(ParallelLayout(tensor=2), GPT),
-    "CP x2, heads": Run(ParallelLayout(context=2)),
-    "CP x2, checkpointing": Run(ParallelLayout(context=2), checkpointing=True),
-    "CP x2, keys": Run(ParallelLayout(context=2), keys=True),
-    "PP x2": Run(ParallelLayout(pipeline=2), window=3),
-    "PP x2, tied": Run(ParallelLayout(pipeline=2), GPT, window=3),
-    "PP x2, checkpointing": Run(ParallelLayout(pipeline=2), window=3, checkpointing=True),
-    "FSDP x2, bf16-mixed": Run(ParallelLayout(shards=2), precision="bf16-mixed"),
-    "FSDP x2, bf16-true": Run(ParallelLayout(shards=2), precision="bf16-true"),
-    "TP x2, bf16-mixed": Run(ParallelLayout(tensor=2), precision="bf16-mixed"),
-    "CP x2, bf16-mixed": Run(ParallelLayout(context=2), precision="bf16-mixed"),
-    "PP x2, bf16-mixed": Run(ParallelLayout(pipeline=2), window=3, precision="bf16-mixed"),
-    "FSDP x2, bf16-mixed, checkpointing": Run(ParallelLayout(shards=2), precision="bf16-mixed", checkpointing=True),
+    "FSDP x2": Run(Layout(shards=2)),
+    "FSDP x2, communicating always": Run(Layout(shards=2), accumulate_unsharded=False),
+    "TP x2": Run(Layout(tensor=2)),
+    "TP x2, checkpointing": Run(Layout(tensor=2), checkpointing=True),
+    "TP x2, GPT": Run(Layout(tensor=2), GPT),
+    "CP x2, heads": Run(Layout(context=2)),
+    "CP x2, checkpointing": Run(Layout(context=2), checkpointing=True),
+    "CP x2, keys": Run(Layout(context=2), keys=True),
+    "PP x2": Run(Layout(pipeline=2), window=3),
+    "PP x2, tied": Run(Layout(pipeline=2), GPT, window=3),
+    "PP x2, checkpointing": Run(Layout(pipeline=2), window=3, checkpointing=True),
+    "FSDP x2, bf16-mixed": Run(Layout(shards=2), precision="bf16-mixed"),
+    "FSDP x2, bf16-true": Run(Layout(shards=2), precision="bf16-true"),
+    "TP x2, bf16-mixed": Run(Layout(tensor=2), precision="bf16-mixed"),
+    "CP x2, bf16-mixed": Run(Layout(context=2), precision="bf16-mixed"),
+    "PP x2, bf16-mixed": Run(Layout(pipeline=2), window=3, precision="bf16-mixed"),
+    "FSDP x2, bf16-mixed, checkpointing": Run(Layout(shards=2), precision="bf16-mixed", checkpointing=True),
 }
 FOUR = {
-    "HYBRID 2x2": Run(ParallelLayout(shards=2, replicas=2)),
-    "TP 2 x FSDP 2": Run(ParallelLayout(shards=2, tensor=2)),
-    "CP 2 x TP 2": Run(ParallelLayout(context=2, tensor=2)),
-    "PP 2 x FSDP 2": Run(ParallelLayout(shards=2, pipeline=2), window=3),
-    "PP 2 x TP 2": Run(ParallelLayout(pipeline=2, tensor=2), window=3),
-    "PP 2 x CP 2": Run(ParallelLayout(pipeline=2, context=2), window=3),
+    "HYBRID 2x2": Run(Layout(shards=2, replicas=2)),
+    "TP 2 x FSDP 2": Run(Layout(shards=2, tensor=2)),
+    "CP 2 x TP 2": Run(Layout(context=2, tensor=2)),
+    "PP 2 x FSDP 2": Run(Layout(shards=2, pipeline=2), window=3),
+    "PP 2 x TP 2": Run(Layout(pipeline=2, tensor=2), window=3),
+    "PP 2 x CP 2": Run(Layout(pipeline=2, context=2), window=3),
 }
 RUNS = {**TWO, **FOUR}
 
@@ -207,7 +207,7 @@ def test_memory_is_within_15_percent(name: str, found: dict[str, list[Any]]) -> 
 @pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name].layout.readers == 1 and "bf16" not in name])
 def test_the_second_step_has_the_losses_of_one_process(name: str, found: dict[str, list[Any]]) -> None:
     run = RUNS[name]
-    alone = Measure(replace(run, layout=ParallelLayout()))
+    alone = Measure(replace(run, layout=Layout()))
     alone.run.trainer(alone).fit(*module_and_data(run))
     for number, *_, losses in found[name]:
         if number == run.layout.pipeline - 1:

@@ -192,15 +192,15 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
     if options.rdzv_backend != "c10d":
         problems.append(f"--rdzv-backend {options.rdzv_backend}: it is always c10d here, leave it out.")
     counts = re.fullmatch(r"(?:(\d{1,9}):)?(\d{1,9})", options.nnodes)
-    least, most = (int(counts[1] or counts[2]), int(counts[2])) if counts else (1, 1)
-    if counts is None or not 1 <= least <= most:
+    minimum, maximum = (int(counts[1] or counts[2]), int(counts[2])) if counts else (1, 1)
+    if counts is None or not 1 <= minimum <= maximum:
         problems.append(f"--nnodes {options.nnodes}: give a number of machines from 1, or MIN:MAX.")
-    if options.standalone and most > 1:
+    if options.standalone and maximum > 1:
         problems.append(
             f"--standalone is one machine, --nnodes {options.nnodes} are several: leave one of the two out."
         )
     host, _, port = (options.rdzv or "").rpartition(":") if ":" in (options.rdzv or "") else (options.rdzv, "", "29500")
-    if most > 1 and not options.rdzv:
+    if maximum > 1 and not options.rdzv:
         problems.append(
             f"--nnodes {options.nnodes} machines have to meet: give --rdzv HOST:PORT, the name of one of them and a "
             "free port of it, the same on all."
@@ -208,8 +208,8 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
     elif options.rdzv and not (0 < (whole_number(port) or 0) < 65536 and host):
         problems.append(f"--rdzv {options.rdzv}: give HOST:PORT, such as node1:29500.")
     node_rank = None if options.node_rank is None else whole_number(options.node_rank)
-    if options.node_rank is not None and (node_rank is None or node_rank >= most):
-        problems.append(f"--node-rank {options.node_rank}: give a number from 0 to {most - 1} (--nnodes {most}).")
+    if options.node_rank is not None and (node_rank is None or node_rank >= maximum):
+        problems.append(f"--node-rank {options.node_rank}: give a number from 0 to {maximum - 1} (--nnodes {maximum}).")
     conf = {}
     for entry in filter(None, options.rdzv_conf.split(",")):
         key, _, value = entry.partition("=")
@@ -219,9 +219,9 @@ def _machines(options: argparse.Namespace, environ: Mapping[str, str]) -> Machin
         else:
             conf[key] = seconds
     raise_problems(problems, "the options")
-    if most == 1:
+    if maximum == 1:
         return None
-    return Machines(least, most, host.strip("[]"), int(port), node_rank, options.rdzv_id, conf)
+    return Machines(minimum, maximum, host.strip("[]"), int(port), node_rank, options.rdzv_id, conf)
 
 
 def _number_of_processes(given: str | None) -> int:

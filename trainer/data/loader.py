@@ -67,10 +67,10 @@ class BatchLoader(ABC):
         self.label = label
         """Its name in messages."""
         self.limit = _batches(limit, num_global_batches, label)
-        self.length: int | None = _least(num_local_batches, self.limit)
+        self.length: int | None = _minimum(num_local_batches, self.limit)
         """Batches per epoch on this process, after the limit and without padding in evaluation; None if unknown. An
         iterable's own `__len__` is believed; with an integer limit and nothing known, the limit."""
-        self.max_length: int | None = _least(num_global_batches, self.limit)
+        self.max_length: int | None = _minimum(num_global_batches, self.limit)
         """The largest `length` of all processes. In training all have the same."""
         self.samples_per_epoch: int | None = None
         """Samples per epoch over all processes, after the limit; None if unknown."""
@@ -234,7 +234,7 @@ def _batches(limit: int | float | None, length: int | None, label: str) -> int |
     return batches
 
 
-def _least(length: int | None, limit: int | None) -> int | None:
+def _minimum(length: int | None, limit: int | None) -> int | None:
     if length is None or limit is None:
         return limit if length is None else length
     return min(length, limit)

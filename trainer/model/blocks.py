@@ -15,7 +15,7 @@ from trainer.arguments import PositiveInt, failed_function
 from trainer.errors import ConfigError, did_you_mean, first_of, raise_problems
 
 BlockPolicy = str | type | PositiveInt | Collection[str | type] | Callable[[str, nn.Module], bool]
-"""The choice of blocks: `"auto"`, class names or classes, a minimum number of parameters, or a function of a
+"""The choice of blocks: `"auto"`, class names or classes, a least number of parameters, or a function of a
 submodule's name and the submodule."""
 
 LISTS = (nn.ModuleList, nn.Sequential)
@@ -144,13 +144,13 @@ def _elements(parameter: nn.Parameter) -> int:
 # -- by size -----------------------------------------------------------------------------------------------------------
 
 
-def _by_size(module: nn.Module, least: int, taken: Collection[nn.Module] = ()) -> dict[str, nn.Module]:
-    """Return submodules with at least `least` parameters that are in no `taken` module and no block below."""
+def _by_size(module: nn.Module, minimum: int, taken: Collection[nn.Module] = ()) -> dict[str, nn.Module]:
+    """Return submodules with at least `minimum` parameters that are in no `taken` module and no block below."""
     covered = {id(parameter) for block in taken for parameter in block.parameters()}
     found = {}
     for name, child in _submodules(module):
         rest = {id(p): _elements(p) for p in child.parameters() if id(p) not in covered}
-        if sum(rest.values()) >= least:
+        if sum(rest.values()) >= minimum:
             found[name] = child
             covered |= rest.keys()
     return found
@@ -224,7 +224,7 @@ def _auto(module: nn.Module) -> dict[str, nn.Module]:
     declared = _not_to_be_split(module)
     stacks = _stacks(module, declared, _repeated)
     if not declared and not stacks:
-        stacks = _stacks(module, [], partial(_repeated_attributes, least=2))
+        stacks = _stacks(module, [], partial(_repeated_attributes, minimum=2))
     stacks += _stacks(module, declared + [block for stack in stacks for block in stack], _plain_members)
     by_kind: Counter[type] = Counter()
     for stack in stacks:
@@ -237,8 +237,8 @@ def _auto(module: nn.Module) -> dict[str, nn.Module]:
     total = _size(module)
     if sum(map(_size, chosen)) * 2 < total:
         own = [sum(map(_elements, child.parameters(recurse=False))) for _, child in _submodules(module)]
-        least = max(1, min(total // MIN_BLOCK_FRACTION, max(own, default=1)))
-        large = [block for block in _by_size(module, least, chosen).values() if not _tied(block, owners)]
+        minimum = max(1, min(total // MIN_BLOCK_FRACTION, max(own, default=1)))
+        large = [block for block in _by_size(module, minimum, chosen).values() if not _tied(block, owners)]
         # A parent of a block is no block.
         around = _around(module, chosen + large)
         chosen += [block for block in large if id(block) not in around]
@@ -277,7 +277,7 @@ def _stacks(
 
 def _repeated(module: nn.Module) -> list[list[nn.Module]]:
     """Return groups of list members, or of at least three attributes: two are likely towers with their own blocks."""
-    return _composite_members(module) if isinstance(module, LISTS) else _repeated_attributes(module, least=3)
+    return _composite_members(module) if isinstance(module, LISTS) else _repeated_attributes(module, minimum=3)
 
 
 def _composite_members(module: nn.Module) -> list[list[nn.Module]]:
@@ -285,8 +285,8 @@ def _composite_members(module: nn.Module) -> list[list[nn.Module]]:
 
     In a ModuleList one member is enough, because a list is meant to repeat. Lists of blocks are no blocks.
     """
-    least = 1 if isinstance(module, nn.ModuleList) else 2
-    groups = [group for group in _by_kind(module) if len(group) >= least and _is_composite(group[0])]
+    minimum = 1 if isinstance(module, nn.ModuleList) else 2
+    groups = [group for group in _by_kind(module) if len(group) >= minimum and _is_composite(group[0])]
     return [g for g in groups if not (isinstance(g[0], LISTS) and any(map(_composite_members, g)))]
 
 
@@ -297,10 +297,10 @@ def _plain_members(module: nn.Module) -> list[list[nn.Module]]:
     return [group for group in _by_kind(module) if len(group) > 1 and not _is_composite(group[0])]
 
 
-def _repeated_attributes(module: nn.Module, least: int) -> list[list[nn.Module]]:
+def _repeated_attributes(module: nn.Module, minimum: int) -> list[list[nn.Module]]:
     """Return the groups of attributes of one class that have children: `self.block1`, `self.block2`."""
     groups = _by_kind(module)
-    return [g for g in groups if len(g) >= least and _is_composite(g[0]) and not isinstance(g[0], LISTS)]
+    return [g for g in groups if len(g) >= minimum and _is_composite(g[0]) and not isinstance(g[0], LISTS)]
 
 
 def _is_composite(module: nn.Module) -> bool:

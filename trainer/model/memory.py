@@ -33,7 +33,7 @@ class Weight:
     optimized: bool = True
     """True if an optimizer updates the weight."""
     shards: int | None = None
-    """Processes over which the weight is sharded; None: those of the layout."""
+    """Processes over which the weight is sharded; None: those of the partitioning."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Setup:
     processes: int
     numbers: DtypeSizes
     per_machine: int | None = None
-    """Processes on each machine, over which the hybrid layout shards; None: all processes are on one machine."""
+    """Processes on each machine, over which HYBRID_SHARD shards; None: all processes are on one machine."""
     window: int = 1
     """Micro-batches of a step."""
     bucket: int = 500_000_000
@@ -94,7 +94,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class MemoryLayout:
+class StatePartitioning:
     """The states that a strategy shards over the processes, and those that it offloads to the host."""
 
     stage: int = 0
@@ -128,7 +128,7 @@ class Memory:
     weights: int
     """Parameters and buffers."""
     gradients: int
-    masters: int
+    master_weights: int
     """float32 copies of low-precision weights."""
     optimizer: int
     temporary: int = 0
@@ -141,11 +141,11 @@ class Memory:
     @property
     def device(self) -> int:
         """Bytes on the device between backward and step, without temporary memory."""
-        names = {"weights", "gradients", "masters", "optimizer"} - set(self.offloaded)
+        names = {"weights", "gradients", "master_weights", "optimizer"} - set(self.offloaded)
         return sum(getattr(self, name) for name in names)
 
 
-def estimate_memory(layout: MemoryLayout, size: ModelSize, setup: Setup) -> Memory:
+def estimate_memory(partitioning: StatePartitioning, size: ModelSize, setup: Setup) -> Memory:
     """Return the memory of the process with the largest shards, when all gradients are allocated.
 
     Exact for torch's strategies, except for temporary memory. DeepSpeed's optimizer states are float32, and so are the
@@ -153,41 +153,45 @@ def estimate_memory(layout: MemoryLayout, size: ModelSize, setup: Setup) -> Memo
     """
     trainable = [weight for weight in size.weights if weight.trainable]
     optimized = [weight for weight in trainable if weight.optimized]
-    number = min(setup.numbers.computed, 4) if layout.master_weights else setup.numbers.stored
-    updated = _elements(optimized, layout, setup, 1)
+    number = min(setup.numbers.computed, 4) if partitioning.master_weights else setup.numbers.stored
+    updated = _elements(optimized, partitioning, setup, 1)
     memory = Memory(
-        weights=number * _elements(size.weights, layout, setup, 3) + size.buffers,
-        gradients=number * _elements(trainable, layout, setup, 2),
-        masters=4 * updated if layout.master_weights else 0,
-        optimizer=round((4 if layout.master_weights else number) * size.states.per_element * updated)
-        + size.states.per_tensor * (min(len(optimized), 1) if layout.master_weights else len(optimized)),
+        weights=number * _elements(size.weights, partitioning, setup, 3) + size.buffers,
+        gradients=number * _elements(trainable, partitioning, setup, 2),
+        master_weights=4 * updated if partitioning.master_weights else 0,
+        optimizer=round((4 if partitioning.master_weights else number) * size.states.per_element * updated)
+        + size.states.per_tensor * (min(len(optimized), 1) if partitioning.master_weights else len(optimized)),
     )
-    if layout.master_weights:
-        memory.temporary = _zero_temporary(layout, size, setup, 4 * updated)
+    if partitioning.master_weights:
+        memory.temporary = _zero_temporary(partitioning, size, setup, 4 * updated)
     else:
-        memory.temporary = _torch_temporary(layout, size, setup, trainable)
-    if layout.offload_optimizer:
+        memory.temporary = _torch_temporary(partitioning, size, setup, trainable)
+    if partitioning.offload_optimizer:
         # ZeRO's optimizer step on the host reads the gradients there, in float32.
-        memory.offloaded += ["masters", "optimizer"] if layout.master_weights else ["gradients", "optimizer"]
-        memory.host += memory.optimizer + (memory.masters + 4 * updated if layout.master_weights else memory.gradients)
-    if layout.offload_weights:
+        if partitioning.master_weights:
+            memory.offloaded += ["master_weights", "optimizer"]
+            memory.host += memory.optimizer + memory.master_weights + 4 * updated
+        else:
+            memory.offloaded += ["gradients", "optimizer"]
+            memory.host += memory.optimizer + memory.gradients
+    if partitioning.offload_weights:
         memory.offloaded.append("weights")
         memory.host += memory.weights - size.buffers
         memory.temporary += size.buffers
     return memory
 
 
-def supports_precision(layout: MemoryLayout, precision: str) -> bool:
-    """Return False for a precision that the layout does not support: DeepSpeed has no float64."""
-    return not (layout.master_weights and precision == "64-true")
+def supports_precision(partitioning: StatePartitioning, precision: str) -> bool:
+    """Return False for a precision that the partitioning does not support: DeepSpeed has no float64."""
+    return not (partitioning.master_weights and precision == "64-true")
 
 
-def _elements(weights: Iterable[Weight], layout: MemoryLayout, setup: Setup, sharded_from: int) -> int:
+def _elements(weights: Iterable[Weight], partitioning: StatePartitioning, setup: Setup, sharded_from: int) -> int:
     """Return the elements of these weights on one process, padded, if they are sharded from this stage on."""
-    if layout.stage < sharded_from:
+    if partitioning.stage < sharded_from:
         return sum(weight.elements for weight in weights)
-    parts = layout.shards or (layout.by_machine and setup.per_machine) or setup.processes
-    if layout.master_weights:
+    parts = partitioning.shards or (partitioning.by_machine and setup.per_machine) or setup.processes
+    if partitioning.master_weights:
         # DeepSpeed flattens the parameters and shards the flat buffer.
         return math.ceil(sum(weight.elements for weight in weights) / parts)
     return sum(
@@ -196,23 +200,23 @@ def _elements(weights: Iterable[Weight], layout: MemoryLayout, setup: Setup, sha
     )
 
 
-def _torch_temporary(layout: MemoryLayout, size: ModelSize, setup: Setup, trainable: list[Weight]) -> int:
+def _torch_temporary(partitioning: StatePartitioning, size: ModelSize, setup: Setup, trainable: list[Weight]) -> int:
     numbers, full = setup.numbers, sum(weight.elements for weight in size.weights)
-    if layout.stage < 3:
+    if partitioning.stage < 3:
         # Autocast's copies of the weights, which live until the end of the backward.
         return numbers.computed * full if numbers.computed != numbers.stored else 0
     # The current block, the next block (prefetched), and the gradient of the previous block.
-    gathered = numbers.computed * (full if layout.keep_gathered else size.outside_blocks + 3 * size.block)
+    gathered = numbers.computed * (full if partitioning.keep_gathered else size.outside_blocks + 3 * size.block)
     # FSDP keeps full gradients until the last micro-batch, unless `accumulate_unsharded=False`.
     in_window = max(numbers.stored, 4) * sum(weight.elements for weight in trainable) if setup.window > 1 else 0
     return gathered + in_window
 
 
-def _zero_temporary(layout: MemoryLayout, size: ModelSize, setup: Setup, gradients: int) -> int:
+def _zero_temporary(partitioning: StatePartitioning, size: ModelSize, setup: Setup, gradients: int) -> int:
     """`gradients`: bytes of the shard's gradients in float32, as the optimizer's step reads them."""
     number = min(setup.numbers.computed, 4)
-    bucket, in_step = number * setup.bucket, 0 if layout.offload_optimizer else gradients
-    if layout.stage < 3:
+    bucket, in_step = number * setup.bucket, 0 if partitioning.offload_optimizer else gradients
+    if partitioning.stage < 3:
         return max(in_step, bucket)
     small = sum(weight.elements for weight in size.weights if weight.elements <= PERSISTENT)
     return number * (small + 2 * size.block) + bucket + min(in_step, 4 * SUB_GROUP)
@@ -224,8 +228,8 @@ def zero_table(elements: int, processes: int) -> list[Memory]:
     Per parameter: 2 for a weight, 2 for its gradient, 4 for its master copy, 8 for the optimizer's states.
     """
     size = ModelSize([Weight(elements, elements)], OptimizerStates("Adam", 2))
-    stages = [MemoryLayout(stage, master_weights=True) for stage in range(4)]
-    return [estimate_memory(layout, size, Setup(processes, DtypeSizes(4, 2))) for layout in stages]
+    stages = [StatePartitioning(stage, master_weights=True) for stage in range(4)]
+    return [estimate_memory(partitioning, size, Setup(processes, DtypeSizes(4, 2))) for partitioning in stages]
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class ParallelLayout:
+class Layout:
     """Numbers of processes along each dimension of the mesh; their product is the number of processes."""
 
     shards: int = 1
@@ -220,7 +220,7 @@ def bubble(stages: int, window: int) -> float:
     return (stages - 1) / (window + stages - 1)
 
 
-def _elements(model: Architecture, layout: ParallelLayout, stage: Stage) -> tuple[int, int]:
+def _elements(model: Architecture, layout: Layout, stage: Stage) -> tuple[int, int]:
     """Return the elements of a block, and of what is around the blocks, that a process has without sharding."""
     block = model.sharded // layout.tensor + model.full
     tables = int(stage.first) + int(stage.last and not (model.tied and stage.first))
@@ -230,7 +230,7 @@ def _elements(model: Architecture, layout: ParallelLayout, stage: Stage) -> tupl
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def process_memory(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> ProcessMemory:
+def process_memory(model: Architecture, layout: Layout, work: Work, stage: Stage) -> ProcessMemory:
     """Return the memory of a process of a stage at the largest moment of a step; the rounding of shards is left out."""
     block, around = _elements(model, layout, stage)
     numbers, own = work.numbers, -(-(stage.blocks * block + around) // layout.sharing)
@@ -252,7 +252,7 @@ def process_memory(model: Architecture, layout: ParallelLayout, work: Work, stag
     )
 
 
-def _kept_activations(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> int:
+def _kept_activations(model: Architecture, layout: Layout, work: Work, stage: Stage) -> int:
     """Return the bytes that the forwards of all micro-batches in flight keep for their backwards."""
     computed = work.numbers.computed
     in_flight = min(work.window, layout.pipeline - stage.number)
@@ -265,7 +265,7 @@ def _kept_activations(model: Architecture, layout: ParallelLayout, work: Work, s
     return in_flight * (blocks + head + sent)
 
 
-def _kept_of_block(model: Architecture, layout: ParallelLayout, work: Work) -> int:
+def _kept_of_block(model: Architecture, layout: Layout, work: Work) -> int:
     """Return the bytes that a block keeps: the inputs of layers, of norms, of the attention and of the MLP."""
     numbers, queries = work.numbers, model.heads * model.head_dim
     keys, mask = _exchanged_keys(model, layout, work) * model.head_dim, 0
@@ -294,7 +294,7 @@ def _norm_bytes(work: Work) -> int:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def collectives(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> list[Collective]:
+def collectives(model: Architecture, layout: Layout, work: Work, stage: Stage) -> list[Collective]:
     """Return the collectives and messages of a process of a stage in one step."""
     found = [
         *_of_shards(model, layout, work, stage),
@@ -306,7 +306,7 @@ def collectives(model: Architecture, layout: ParallelLayout, work: Work, stage: 
     return [one for one in found if one.count and one.processes > 1]
 
 
-def _of_shards(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> Iterator[Collective]:
+def _of_shards(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     sharing, window = layout.sharing, work.window
     reduced = 1 if work.accumulate_unsharded else window
     block, around = (-(-elements // sharing) * sharing for elements in _elements(model, layout, stage))
@@ -321,7 +321,7 @@ def _of_shards(model: Architecture, layout: ParallelLayout, work: Work, stage: S
         yield Collective("replicas", "all_reduce", units * reduced, gradients // sharing, layout.replicas)
 
 
-def _of_tensor(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> Iterator[Collective]:
+def _of_tensor(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     window, number, parts = work.window, work.numbers.computed, layout.tensor
     hidden = number * work.tokens * model.hidden
     # Forward: sums after attention and MLP, of which recomputation needs the first; backward: sums of the gradients
@@ -334,7 +334,7 @@ def _of_tensor(model: Architecture, layout: ParallelLayout, work: Work, stage: S
     yield Collective("tensor", "all_gather", int(stage.last) * window, logits, parts)
 
 
-def _of_context(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> Iterator[Collective]:
+def _of_context(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     parts, forwards = layout.context, 2 if work.checkpointing else 1
     number = work.numbers.computed * work.tokens * model.head_dim // layout.tensor
     of_blocks = stage.blocks * work.window
@@ -351,17 +351,17 @@ def _of_context(model: Architecture, layout: ParallelLayout, work: Work, stage: 
     yield Collective("context", "all_gather", (int(stage.first) + int(stage.last)) * work.window, hidden, parts)
 
 
-def _by_heads(model: Architecture, layout: ParallelLayout, work: Work) -> bool:
+def _by_heads(model: Architecture, layout: Layout, work: Work) -> bool:
     return not work.keys and model.heads // layout.tensor % layout.context == 0
 
 
-def _exchanged_keys(model: Architecture, layout: ParallelLayout, work: Work) -> int:
+def _exchanged_keys(model: Architecture, layout: Layout, work: Work) -> int:
     """Return the heads of keys that are exchanged, on all tensor processes: repeated where they cannot be split."""
     repeated = _by_heads(model, layout, work) and model.kv_heads // layout.tensor % layout.context
     return model.heads if repeated else model.kv_heads
 
 
-def _of_stages(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> Iterator[Collective]:
+def _of_stages(model: Architecture, layout: Layout, work: Work, stage: Stage) -> Iterator[Collective]:
     # Outputs to the next stage, gradients to the one before, each after a header.
     messages = (int(not stage.first) + int(not stage.last)) * work.window
     hidden = work.numbers.computed * work.tokens // layout.context * model.hidden
@@ -372,7 +372,7 @@ def _of_stages(model: Architecture, layout: ParallelLayout, work: Work, stage: S
         yield Collective("stages", "all_reduce", 1, table, 2)
 
 
-def _of_norm(layout: ParallelLayout, work: Work) -> Iterator[Collective]:
+def _of_norm(layout: Layout, work: Work) -> Iterator[Collective]:
     """Squares of norms are summed for weights that are split in the same way: by rows, by columns, or not."""
     by_plan = 2 if layout.tensor > 1 else 0
     for count, processes in (
@@ -386,7 +386,7 @@ def _of_norm(layout: ParallelLayout, work: Work) -> Iterator[Collective]:
 # -- computing ---------------------------------------------------------------------------------------------------------
 
 
-def step_flops(model: Architecture, layout: ParallelLayout, work: Work, stage: Stage) -> float:
+def step_flops(model: Architecture, layout: Layout, work: Work, stage: Stage) -> float:
     """Return the floating-point operations of a process in one step: a forward and twice as much for the backward.
 
     What is around the blocks is computed by each process of a sequence; causal attention needs half of the scores.

@@ -34,8 +34,8 @@ def export(options: argparse.Namespace) -> int:
         ConfigError: the output exists, or cannot be written in the form that the options ask for.
     """
     out = local_path(options.out)
-    most = _bytes(options.max_shard_size or (HF_SHARD_SIZE if options.hf else None))
-    if most is None and out.is_dir():
+    max_size = _bytes(options.max_shard_size or (HF_SHARD_SIZE if options.hf else None))
+    if max_size is None and out.is_dir():
         raise ConfigError(
             f"{out} is a folder: give the name of a file, such as {out / 'model.safetensors'}, or --max-shard-size 5GB "
             "and the name of a new folder."
@@ -44,7 +44,7 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
     if out.exists() and not options.force:
         raise ConfigError(f"{out} exists: give another name, or --force to replace it.")
-    if most is not None and out.exists() and not (out / INDEX_FILE).is_file():
+    if max_size is not None and out.exists() and not (out / INDEX_FILE).is_file():
         raise ConfigError(f"{out} exists and has no {INDEX_FILE}, so --force does not replace it: give another name.")
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
@@ -59,10 +59,10 @@ def export(options: argparse.Namespace) -> int:
         for name, weight in weights.items()
         if not is_native(weight.dtype)
     ]
-    if most is None:
+    if max_size is None:
         written = _write_file(out, weights)
     else:
-        written = _write_folder(out, weights, most, {} if model is None else _configs(model, weights))
+        written = _write_folder(out, weights, max_size, {} if model is None else _configs(model, weights))
     for note in notes:
         print(f"note: {plain(note)}", file=sys.stderr)
     print(f"{out}: {len(weights)} tensors, {size(written)}, of {plain(str(path))}")
@@ -176,19 +176,19 @@ def _write_file(out: Path, weights: Mapping[str, StoredTensor]) -> int:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}. Nothing was changed.") from error
 
 
-def _write_folder(out: Path, weights: Mapping[str, StoredTensor], most: int, more: Mapping[str, Any]) -> int:
-    """Write files of at most `most` bytes of weights (one tensor may be larger) and their index; return their size.
+def _write_folder(out: Path, weights: Mapping[str, StoredTensor], max_size: int, more: Mapping[str, Any]) -> int:
+    """Write files of at most `max_size` bytes of weights (one tensor may be larger) and their index; return their size.
 
     Args:
         more: data for further JSON files, by their names.
     """
     shards: list[dict[str, StoredTensor]] = [{}]
-    room = most
+    room = max_size
     for name, weight in weights.items():
         needed = size_of(weight.dtype, weight.shape)
         if needed > room and shards[-1]:
             shards.append({})
-            room = most
+            room = max_size
         shards[-1][name] = weight
         room -= needed
     total, weight_map = 0, {}

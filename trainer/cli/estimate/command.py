@@ -17,9 +17,9 @@ from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.memory import (
     Memory,
-    MemoryLayout,
     ModelSize,
     Setup,
+    StatePartitioning,
     Weight,
     activations,
     estimate_memory,
@@ -153,7 +153,7 @@ def _complete(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
 
 def _layouts(
     given: argparse.Namespace, configuration: Configuration | None
-) -> tuple[dict[str, MemoryLayout], str | None]:
+) -> tuple[dict[str, StatePartitioning], str | None]:
     """Return the layouts to print by label, and the label of the configuration's strategy."""
     from trainer.cli.estimate.layouts import layout_of, strategy_rows
     from trainer.config.check import instantiate
@@ -175,7 +175,7 @@ def _layouts(
 
 
 def _memory(
-    layout: MemoryLayout,
+    layout: StatePartitioning,
     estimate_input: EstimateInput,
     setup: Setup,
     configuration: Configuration | None,

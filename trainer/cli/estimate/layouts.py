@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
-from trainer.model.memory import MemoryLayout
+from trainer.model.memory import StatePartitioning
 from trainer.strategy import Strategy, available_strategies
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -20,7 +20,7 @@ DIVISIONS = ("tensor", "context", "pipeline", "expert")
 """Ways to divide one model over processes: the attributes of a strategy's `layout`."""
 
 
-def layout_of(strategy: Strategy) -> MemoryLayout:
+def layout_of(strategy: Strategy) -> StatePartitioning:
     """Return what a strategy shards and offloads, by its attributes of the names below.
 
     By default nothing is offloaded, and everything is sharded if the state is, or if there is a choice of blocks.
@@ -31,7 +31,7 @@ def layout_of(strategy: Strategy) -> MemoryLayout:
     reshard, cpu_offload = options.get("reshard_after_forward"), bool(options.get("cpu_offload"))
     parts = options.get("layout")
     divided = {} if parts is None else {name: getattr(parts, name) for name in DIVISIONS}
-    return MemoryLayout(
+    return StatePartitioning(
         stage=options.get("stage", 3 if shards else 0),
         master_weights="master_weights" in options,
         by_machine=sharding == "HYBRID_SHARD",
@@ -44,9 +44,9 @@ def layout_of(strategy: Strategy) -> MemoryLayout:
     )
 
 
-def strategy_rows() -> dict[str, MemoryLayout]:
+def strategy_rows() -> dict[str, StatePartitioning]:
     """Return the layouts of all strategies; the label of a layout names every strategy that has it."""
-    names: dict[MemoryLayout, list[str]] = {}
+    names: dict[StatePartitioning, list[str]] = {}
     for name, kind in sorted(available_strategies().items()):
         for options in ({}, *VARIANTS):
             if options.keys() <= signature(kind).parameters.keys():

@@ -11,9 +11,9 @@ from trainer.model.memory import Memory, ModelSize, Transformer, zero_table
 
 NEEDED = ("layers", "hidden", "sequence", "batch")
 """Options that an estimate of a transformer's activations needs."""
-COLUMNS = ("weights", "gradients", "masters", "optimizer", "device", "temporary", "host")
+COLUMNS = ("weights", "gradients", "master_weights", "optimizer", "device", "temporary", "host")
 LEGEND = """\
-weights: parameters and buffers. masters: float32 copies of weights in low precision.
+weights: parameters and buffers. master weights: float32 copies of weights in low precision.
 device: the sum in the memory of the device once the gradients exist, without the figures in brackets.
 host: the memory of the host for each process; it holds the figures in brackets.
 ~more: an estimate of what is needed in addition at times: gathered weights, copies in low precision, buckets."""
@@ -78,7 +78,7 @@ def report(
 def _table(title: str, rows: dict[str, Memory], configured: str | None) -> list[str]:
     bytes_of = {label: {name: getattr(memory, name) for name in COLUMNS} for label, memory in rows.items()}
     unit, size = _unit(max((value for row in bytes_of.values() for value in row.values()), default=0))
-    cells = [[title, *("~more" if name == "temporary" else name for name in COLUMNS)]]
+    cells = [[title, *("~more" if name == "temporary" else name.replace("_", " ") for name in COLUMNS)]]
     for label, row in bytes_of.items():
         texts = {name: f"{value / size:,.2f}" for name, value in row.items()}
         texts |= {name: f"({texts[name]})" for name in rows[label].offloaded}
@@ -119,8 +119,8 @@ def zero_report(elements: int, processes: int) -> str:
         "weights (16 bit)": [memory.weights for memory in table],
         "gradients (16 bit)": [memory.gradients for memory in table],
         "optimizer (float32)": [memory.optimizer for memory in table],
-        "without master weights": [memory.device - memory.masters for memory in table],
-        "master weights (float32)": [memory.masters for memory in table],
+        "without master weights": [memory.device - memory.master_weights for memory in table],
+        "master weights (float32)": [memory.master_weights for memory in table],
         "all": [memory.device for memory in table],
     }
     lines.append(" " * 26 + "".join(f"{label:>10}" for label in ("No ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")))

@@ -10,8 +10,8 @@ from trainer.cli.estimate.module import build_without_memory
 from trainer.config.load import Configuration
 from trainer.distributed.fake_process_group import fake_process_group
 from trainer.model.blocks import find_blocks
-from trainer.model.memory import Memory, MemoryLayout, ModelSize, Setup, Transformer, Weight, estimate_memory
-from trainer.model.parallel_cost import Architecture, ParallelLayout, Work, process_memory, stages_of
+from trainer.model.memory import Memory, ModelSize, Setup, StatePartitioning, Transformer, Weight, estimate_memory
+from trainer.model.parallel_cost import Architecture, Layout, Work, process_memory, stages_of
 from trainer.precision import Precision
 from trainer.strategy import Strategy
 
@@ -37,7 +37,7 @@ class StageMemory:
 def largest_stage(
     configuration: Configuration,
     strategy: Strategy,
-    layout: MemoryLayout,
+    layout: StatePartitioning,
     size: ModelSize,
     setup: Setup,
     model: Transformer | None,
@@ -91,7 +91,7 @@ def _part(parameter: Any, weight: Weight) -> Weight:
     return replace(weight, elements=elements, rows=rows, shards=shards)
 
 
-def _activations(model: Transformer, layout: MemoryLayout, setup: Setup, stage: int) -> int:
+def _activations(model: Transformer, layout: StatePartitioning, setup: Setup, stage: int) -> int:
     """Return the bytes that a stage keeps, by the formulas of `trainer plan`, for an MLP four times as wide."""
     architecture = Architecture(
         layers=max(model.layers, layout.pipeline),
@@ -104,6 +104,6 @@ def _activations(model: Transformer, layout: MemoryLayout, setup: Setup, stage: 
         gated=False,
     )
     work = Work(model.sequence, model.batch, setup.window, setup.numbers, model.checkpointing)
-    parts = ParallelLayout(context=layout.context, tensor=layout.tensor, pipeline=layout.pipeline)
+    parts = Layout(context=layout.context, tensor=layout.tensor, pipeline=layout.pipeline)
     memory = process_memory(architecture, parts, work, stages_of(architecture, layout.pipeline)[stage])
     return memory.activations + memory.temporary

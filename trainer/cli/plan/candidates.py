@@ -9,7 +9,7 @@ from trainer.model.memory import DtypeSizes
 from trainer.model.parallel_cost import (
     Architecture,
     Collective,
-    ParallelLayout,
+    Layout,
     ProcessMemory,
     Stage,
     Work,
@@ -54,7 +54,7 @@ class GlobalBatch:
 class Candidate:
     """A layout with the best choices for it, and what a step costs on the process that needs most."""
 
-    layout: ParallelLayout
+    layout: Layout
     work: Work
     memory: ProcessMemory
     stage: int
@@ -75,7 +75,7 @@ class Candidate:
 class Excluded:
     """A layout that is not possible, and why."""
 
-    layout: ParallelLayout
+    layout: Layout
     reason: str
     needed: int = 0
     """Bytes of a GPU that it needs, if there is too little memory."""
@@ -94,29 +94,29 @@ def rank(model: Architecture, cluster: Cluster, batch: GlobalBatch) -> tuple[lis
         if fits:
             fitting.append(min(fits, key=lambda one: (one.seconds, one.memory.total)))
         else:
-            least = min(tried, key=lambda one: one.memory.total)
-            excluded.append(Excluded(layout, _too_much(least, cluster), least.memory.total))
+            smallest = min(tried, key=lambda one: one.memory.total)
+            excluded.append(Excluded(layout, _too_much(smallest, cluster), smallest.memory.total))
     return sorted(fitting, key=lambda one: (one.seconds, one.memory.total)), excluded
 
 
-def layouts(cluster: Cluster) -> Iterator[ParallelLayout]:
+def layouts(cluster: Cluster) -> Iterator[Layout]:
     """Yield every division of the GPUs; weights sharded over all readers or, with replicas, over those of a machine."""
     for tensor in _divisors(cluster.gpus):
         for context in _divisors(cluster.gpus // tensor):
             for pipeline in _divisors(cluster.gpus // tensor // context):
                 readers = cluster.gpus // (tensor * context * pipeline)
                 sizes = {"context": context, "tensor": tensor, "pipeline": pipeline}
-                yield ParallelLayout(shards=readers, **sizes)
+                yield Layout(shards=readers, **sizes)
                 here, rest = divmod(cluster.per_machine, tensor * context)
                 if not rest and 1 < here < readers and readers % here == 0:
-                    yield ParallelLayout(shards=here, replicas=readers // here, **sizes)
+                    yield Layout(shards=here, replicas=readers // here, **sizes)
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layout: ParallelLayout) -> str:
+def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layout: Layout) -> str:
     """Return why a layout cannot be, whatever the memory; else ""."""
     divided = {"heads": model.heads, "heads of keys": model.kv_heads, "outputs of the MLP": model.intermediate}
     uneven = [f"{size} {what}" for what, size in divided.items() if size % layout.tensor]
@@ -133,7 +133,7 @@ def _impossible(model: Architecture, cluster: Cluster, batch: GlobalBatch, layou
     return ""
 
 
-def _works(layout: ParallelLayout, batch: GlobalBatch) -> Iterator[Work]:
+def _works(layout: Layout, batch: GlobalBatch) -> Iterator[Work]:
     """Yield the choices of micro-batches, activation checkpointing, and when gradients are reduced."""
     samples = batch.samples // layout.readers
     for micro_batch in (size for size in _divisors(samples) if size <= LARGEST_MICRO_BATCH):
@@ -143,8 +143,8 @@ def _works(layout: ParallelLayout, batch: GlobalBatch) -> Iterator[Work]:
                 yield Work(batch.sequence, micro_batch, window, batch.numbers, checkpointing, unsharded)
 
 
-def _too_much(least: Candidate, cluster: Cluster) -> str:
-    memory = least.memory
+def _too_much(smallest: Candidate, cluster: Cluster) -> str:
+    memory = smallest.memory
     states = memory.parameters + memory.gradients + memory.optimizer
     parts = {
         "weights, gradients and optimizer": states,
@@ -158,7 +158,7 @@ def _too_much(least: Candidate, cluster: Cluster) -> str:
 # -- the cost of one ---------------------------------------------------------------------------------------------------
 
 
-def _candidate(model: Architecture, cluster: Cluster, layout: ParallelLayout, work: Work) -> Candidate:
+def _candidate(model: Architecture, cluster: Cluster, layout: Layout, work: Work) -> Candidate:
     stages = stages_of(model, layout.pipeline)
     memories = [process_memory(model, layout, work, stage) for stage in stages]
     largest = max(stages, key=lambda stage: memories[stage.number].total)
@@ -185,7 +185,7 @@ def _sent(several: list[Collective]) -> dict[str, float]:
     return found
 
 
-def _spent(model: Architecture, cluster: Cluster, layout: ParallelLayout, work: Work, stage: Stage) -> dict[str, float]:
+def _spent(model: Architecture, cluster: Cluster, layout: Layout, work: Work, stage: Stage) -> dict[str, float]:
     """Return the seconds of a stage: only the collectives of shards and replicas run beside the computing."""
     even = _even_share(model, layout, work) / cluster.flops
     once = step_flops(model, layout, Work(**{**vars(work), "checkpointing": False}), stage) / cluster.flops
@@ -205,14 +205,14 @@ def _spent(model: Architecture, cluster: Cluster, layout: ParallelLayout, work: 
     return {**spent, "sharding": max(0.0, beside - sum(spent.values()))}
 
 
-def _even_share(model: Architecture, layout: ParallelLayout, work: Work) -> float:
+def _even_share(model: Architecture, layout: Layout, work: Work) -> float:
     """Return the operations of a process if all did the same, and each thing once."""
     once = Work(**{**vars(work), "checkpointing": False})
-    whole = step_flops(model, ParallelLayout(), once, Stage(0, model.layers, first=True, last=True))
+    whole = step_flops(model, Layout(), once, Stage(0, model.layers, first=True, last=True))
     return whole / (layout.context * layout.tensor * layout.pipeline)
 
 
-def _crosses(layout: ParallelLayout, cluster: Cluster, along: str) -> bool:
+def _crosses(layout: Layout, cluster: Cluster, along: str) -> bool:
     """Whether the processes along a dimension are on several machines; neighbours along "tensor" are next ranks."""
     reach = {
         "tensor": layout.tensor,

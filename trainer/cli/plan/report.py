@@ -9,7 +9,7 @@ from trainer.cli.columns import in_columns
 from trainer.cli.plan.architecture import describe
 from trainer.cli.plan.candidates import Candidate, Cluster, Excluded, GlobalBatch
 from trainer.errors import first_of
-from trainer.model.parallel_cost import Architecture, ParallelLayout
+from trainer.model.parallel_cost import Architecture, Layout
 
 SPENT = {
     "recomputing": "forwards again",
@@ -28,7 +28,7 @@ NEAREST = 5
 """Layouts without enough memory that are printed."""
 
 
-def name_of(layout: ParallelLayout) -> str:
+def name_of(layout: Layout) -> str:
     """Return a layout in words, the dimensions in the order of the mesh."""
     shards = f"FSDP {layout.shards}" if layout.replicas == 1 else f"HYBRID {layout.replicas} x {layout.shards}"
     sizes = (("PP", layout.pipeline), ("CP", layout.context), ("TP", layout.tensor))
