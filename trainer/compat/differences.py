@@ -64,7 +64,7 @@ _STEPS = (
     ),
     Difference(
         "accumulation schedule",
-        "`accumulate_grad_batches=4` beside a `GradientAccumulationScheduler` is refused",
+        "`accumulate_grad_batches=4` together with a `GradientAccumulationScheduler` is refused",
         "applies until the first epoch of the schedule, with a warning; refused if the schedule names epoch 0",
     ),
     Difference(
@@ -361,7 +361,7 @@ _CHECKPOINTS = (
     ),
     Difference(
         "max_time and Timer",
-        "`Trainer(max_time=...)` is ignored beside a `Timer`",
+        "`Trainer(max_time=...)` is ignored with a `Timer`",
         "both hold: the shorter time ends the run",
     ),
     Difference("time of the sanity check", '`Timer` counts the sanity check as "validate"', "does not"),

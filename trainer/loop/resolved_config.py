@@ -195,7 +195,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
     compilation = read_compile(settings.compile)
     if compilation is not None:
         problems += check_toolchain(compilation, device_type)
-    # Also beside a Timer of the user, which may only measure: the shorter time ends the run.
+    # Also with a Timer of the user, which may only measure: the shorter time ends the run.
     limit: dict[str, Any] = {"duration": settings.max_seconds}
     time_limit = callback_named("Timer")(**limit) if settings.max_seconds is not None else None
     callbacks, loggers = _callbacks(settings, time_limit, problems)

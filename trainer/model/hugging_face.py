@@ -1,4 +1,4 @@
-"""The configs of Hugging Face models in a module, which `from_pretrained` needs beside their weights."""
+"""The configs of Hugging Face models in a module, which `from_pretrained` needs in addition to their weights."""
 
 from __future__ import annotations
 

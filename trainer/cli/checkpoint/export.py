@@ -91,7 +91,7 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the prefix of a Hugging Face model's names in a checkpoint, and what was saved of it beside its weights.
+    """Return the prefix of a Hugging Face model's names in a checkpoint, and what was saved with its weights.
 
     Raises:
         ConfigError: there is none, or there are several and `prefix` names none of them.
@@ -111,7 +111,7 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
 
 
 def _configs(model: Mapping[str, Any], weights: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Return the contents of the JSON files beside the weights of a Hugging Face model."""
+    """Return the contents of the JSON files next to the weights of a Hugging Face model."""
     dtypes = [weight.dtype for weight in weights.values() if weight.dtype.is_floating_point]
     main = str(max(dtypes, key=dtypes.count, default=torch.float32)).removeprefix("torch.")
     configs = {"config.json": {**model["config"], "dtype": main}}

@@ -191,8 +191,8 @@ def from_accelerate(report: MigrationReport, given: Mapping[str, Any]) -> None:
     file, shown = report.given.get("deepspeed_config.deepspeed_config_file"), ""
     if kind == "DEEPSPEED" and not is_off(file):
         named = local_path(str(file))
-        beside = report.source.parent / named
-        path = beside if beside.is_file() or not named.is_file() else named
+        next_to = report.source.parent / named
+        path = next_to if next_to.is_file() or not named.is_file() else named
         shown = f"{path.name}: "
         from_deepspeed(report, read_plain(path)[0], shown)
         report.decided = {**report.draft.settings, **{f"strategy.{k}": v for k, v in report.draft.arguments.items()}}

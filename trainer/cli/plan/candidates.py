@@ -186,7 +186,7 @@ def _sent(several: list[Collective]) -> dict[str, float]:
 
 
 def _spent(model: Architecture, cluster: Cluster, layout: Layout, work: Work, stage: Stage) -> dict[str, float]:
-    """Return the seconds of a stage: only the collectives of shards and replicas run beside the computing."""
+    """Return the seconds of a stage: only the collectives of shards and replicas overlap with the computing."""
     even = _even_share(model, layout, work) / cluster.flops
     once = step_flops(model, layout, Work(**{**vars(work), "checkpointing": False}), stage) / cluster.flops
     computing = step_flops(model, layout, work, stage) / cluster.flops
@@ -195,14 +195,14 @@ def _spent(model: Architecture, cluster: Cluster, layout: Layout, work: Work, st
         speed = cluster.network if _crosses(layout, cluster, one.along) else cluster.link
         sending[one.along] = sending.get(one.along, 0.0) + one.sent / speed + one.count * LATENCY
     in_turn = {name: sending.get(name, 0.0) for name in ("tensor", "context", "stages", "norm")}
-    beside = sending.get("shards", 0.0) + sending.get("replicas", 0.0)
+    overlapped = sending.get("shards", 0.0) + sending.get("replicas", 0.0)
     spent = {
         "computing": min(even, once),
         "uneven stages": max(0.0, once - even),
         "recomputing": computing - once,
         **in_turn,
     }
-    return {**spent, "sharding": max(0.0, beside - sum(spent.values()))}
+    return {**spent, "sharding": max(0.0, overlapped - sum(spent.values()))}
 
 
 def _even_share(model: Architecture, layout: Layout, work: Work) -> float:
