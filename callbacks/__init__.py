@@ -15,6 +15,7 @@ from trainer.callback import Logger as Logger
 from trainer.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger as CSVLogger
 from trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from trainer.callbacks.grad_norm_monitor import GradNormMonitor as GradNormMonitor
 from trainer.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
 from trainer.callbacks.lambda_callback import LambdaCallback as LambdaCallback
 from trainer.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -306,8 +307,13 @@ class Strategy:
             parameter.grad.mul_(factor)
 
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
-        """Clip gradients of `optimizer` by their global norm (`"norm"`; return the norm), or by `"value"`."""
+        """Clip gradients of `optimizer` by their global norm (`"norm"`; return the norm), or by `"value"`.
+
+        An infinite norm clips nothing: the norm is only measured. None: it is known after the step only.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "norm" and value == math.inf:
+            return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if algorithm == "norm":
             return nn.utils.clip_grad_norm_(parameters, value)
         nn.utils.clip_grad_value_(parameters, value)
@@ -439,6 +445,39 @@ def full_state_dict(strategy: Strategy, everywhere: bool) -> dict[str, torch.Ten
                     extent.view_in(full).copy_(part.view(extent.count, extent.length))
         state[name] = known[id(value)]
     return state if wanted else {}
+
+
+class OwnParameter(NamedTuple):
+    """A parameter as one process holds it."""
+
+    name: str
+    local: torch.Tensor
+    """The values, or of a sharded parameter this process's elements; the memory that the optimizer changes."""
+    is_shard: bool
+    counts: bool
+    """False for a copy of elements that count on another process."""
+
+
+def own_parameters(strategy: Strategy) -> list[OwnParameter]:
+    """Return the parameters that require a gradient, as this process holds them; master weights where there are any."""
+    state = strategy.module_state()
+    found = []
+    for name, parameter in strategy.module.named_parameters():
+        if parameter.requires_grad:
+            value = state[name]
+            is_shard = isinstance(value, Shard)
+            local = value.local if isinstance(value, Shard) else value
+            found.append(OwnParameter(name, local, is_shard, not isinstance(value, Shard) or value.extent.numel > 0))
+    return found
+
+
+def total_norm(strategy: Strategy, tensors: Sequence[OwnParameter]) -> torch.Tensor:
+    """Return the norm of all elements on all processes, a tensor on the device. Collective under sharding."""
+    replicated = nn.utils.get_total_norm([one.local for one in tensors if not one.is_shard]).to(strategy.device)
+    if not strategy.shards_state:
+        return replicated
+    shards = nn.utils.get_total_norm([one.local for one in tensors if one.is_shard and one.counts])
+    return (replicated.square() + strategy.processes.sum(shards.to(strategy.device).square())).sqrt()
 
 
 @contextmanager

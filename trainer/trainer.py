@@ -637,7 +637,17 @@ class Trainer:
             raise unknown_name_error("gradient_clip_algorithm", algorithm, ("norm", "value"))
         if not self.module.automatic_optimization:
             self.strategy.unscale(inner)
-        return self.strategy.clip_gradients(inner, value, algorithm)
+        norm = self.strategy.clip_gradients(inner, value, algorithm)
+        self.run.gradient_norms.remember(inner, norm)
+        return norm
+
+    def gradient_norm(self, optimizer: Optimizer) -> torch.Tensor | None:
+        """Return the global norm of an optimizer's gradients before clipping, on the device, under every strategy.
+
+        For `on_before_optimizer_step` and later hooks of the step. Measured if clipping has not found it; None in
+        `on_before_optimizer_step` under DeepSpeed, which knows it after the step. Collective under sharding.
+        """
+        return self.run.gradient_norms.of(optimizer)
 
     def manual_backward(self, loss: torch.Tensor) -> None:
         """Run backward in manual optimization; see `TrainModule.manual_backward`."""

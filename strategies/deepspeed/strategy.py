@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -343,9 +344,15 @@ class DeepSpeedStrategy(DistributedStrategy):
     def clip_gradients(self, optimizer: Optimizer, value: float, algorithm: str) -> torch.Tensor | None:
         """Do nothing, because the engine clips in its step, by the norm that it was given at the start.
 
+        With an infinite norm return that of the step before; None while a window is in progress. A step whose gradients
+        are not finite changes nothing, and has an infinite norm.
+
         Raises:
             ConfigError: `value` or `algorithm` differs from that at the start.
         """
+        if algorithm == "norm" and value == math.inf:
+            norm = None if self.begun else self.engine.get_global_grad_norm()
+            return None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
         if algorithm != "norm" or value != self.clip_norm:
             raise ConfigError(
                 f"strategy {self.name!r} clips by the norm {self.clip_norm}, as it was at the start, and cannot clip "

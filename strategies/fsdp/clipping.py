@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ def clip_by_norm(
 ) -> torch.Tensor:
     """Scale gradients so that their global norm is at most `max_norm`; return the norm before. Collective.
 
-    torch's `clip_grad_norm_` cannot add the norms of different meshes.
+    An infinite `max_norm` leaves them as they are. torch's `clip_grad_norm_` cannot add the norms of different meshes.
 
     Args:
         counted: the parameters whose gradients count here; None: all. A weight that two stages share counts once.
@@ -32,7 +33,7 @@ def clip_by_norm(
     if stages is not None:
         dist.all_reduce(total, group=stages)
     total = total.sqrt()
-    for group in by_mesh(parameters):
+    for group in by_mesh(parameters) if max_norm < math.inf else ():
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 

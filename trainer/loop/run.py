@@ -34,6 +34,7 @@ from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.loop.direct_backward import RefusingDirectBackward
+from trainer.loop.gradient_norms import GradientNorms
 from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.options import OptionsCheck
 from trainer.loop.progress import Progress
@@ -172,6 +173,7 @@ class Run:
         self._reported: set[str] = set()
         """Those of them that are monitored, and were reported."""
         self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
+        self.gradient_norms = GradientNorms(self.strategy, self.metrics)
         self.loaders = Loaders()
         self.skipping = SkippedBatches(module, self.strategy, self.progress)
 

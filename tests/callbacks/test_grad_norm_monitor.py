@@ -1,0 +1,140 @@
+"""GradNormMonitor logs the norms of one big batch under every strategy, with and without clipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.strategy_models import MLP
+from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
+from tests.helpers.toy import Toy, loader, quiet
+from tests.tiers import selected
+from trainer import Callback, Trainer, TrainModule
+from trainer.callbacks import GradNormMonitor
+
+NAMES = ("DDP x2", "FSDP x2", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2")
+KEYS = ("grad_norm", "weight_norm", "update_norm")
+
+
+class Frozen(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].bias.requires_grad_(False)
+
+
+class Record(Callback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        values = trainer.read_metrics()
+        self.rows.append({key: values[key] for key in KEYS})
+
+
+def _train(name: str, clip: float | None) -> list[dict[str, float]]:
+    record = Record()
+    trainer = WAYS[name].trainer(
+        max_steps=3, seed=1, log_every_n_steps=1, gradient_clip_val=clip, callbacks=[GradNormMonitor(), record]
+    )
+    trainer.fit(Frozen(), DataLoader(Frozen.data(24), batch_size=WAYS[name].micro_batch))
+    return record.rows
+
+
+def _both(name: str) -> dict[str, Any]:
+    return {"plain": _train(name, None), "clipped": _train(name, 0.01)}
+
+
+class _Manually(Callback):
+    """The same norms of a single device, from the plain parameters."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Any) -> None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        self.before = torch.cat([p.detach().flatten() for p in trained])
+        self.gradient = torch.cat([p.grad.flatten() for p in trained if p.grad is not None])
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        after = torch.cat([p.detach().flatten() for p in module.parameters() if p.requires_grad])
+        of = (self.gradient, after, after - self.before)
+        self.rows.append({key: float(one.norm()) for key, one in zip(KEYS, of, strict=True)})
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    rows = {}
+    for key, clip in (("plain", None), ("clipped", 0.01)):
+        manual = _Manually()
+        trainer = WAYS["single"].trainer(max_steps=3, seed=1, gradient_clip_val=clip, callbacks=[manual])
+        trainer.fit(Frozen(), DataLoader(Frozen.data(24), batch_size=8))
+        rows[key] = manual.rows
+    return rows
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_each(_both, selected(request, "name"))
+
+
+@pytest.mark.parametrize("name", ["single", *NAMES])
+def test_the_norms_are_those_of_one_big_batch(name: str, results: dict[str, list[Any]], expected: Any) -> None:
+    skip_if_missing(name)
+    for rank in results[name]:
+        for kind, rows in expected.items():
+            for ours, theirs in zip(rank[kind], rows, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-4), (kind, rank[kind])
+
+
+def test_clipping_is_not_measured_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda *args, **options: calls.append(args))
+    quiet(max_steps=3, gradient_clip_val=0.1, callbacks=[GradNormMonitor(weight_norm=False, update_norm=False)]).fit(
+        Toy(), loader()
+    )
+    assert calls == []
+
+
+class Two(Toy):
+    """Two optimizers, stepped by hand; one gradient is clipped before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.nn.Linear(4, 1)
+        self.automatic_optimization = False
+        self.norms: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.layer.parameters(), lr=0.1), torch.optim.SGD(self.other.parameters(), lr=0.1)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()
+        self.manual_backward(self._loss(batch) + self.other(batch[0]).square().mean())
+        norm = self.clip_gradients(first.optimizer, 1e-3, "norm")
+        assert norm is not None
+        theirs = torch.cat([p.grad.flatten() for p in self.other.parameters() if p.grad is not None]).norm()
+        self.norms = [float(norm), float(theirs)]
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_two_optimizers_by_hand() -> None:
+    module = Two()
+    trainer = quiet(max_steps=3, log_every_n_steps=1, callbacks=GradNormMonitor())
+    trainer.fit(module, loader())
+    first, second = module.norms
+    values = trainer.callback_metrics
+    assert float(values["grad_norm/SGD"]) == pytest.approx(first)
+    assert float(values["grad_norm/SGD-1"]) == pytest.approx(second)
+    assert float(values["grad_norm"]) == pytest.approx((first**2 + second**2) ** 0.5)
+
+
+def test_with_loss_scaling_the_norm_is_unscaled() -> None:
+    trainer = quiet(max_steps=8, precision="16-mixed", callbacks=GradNormMonitor())
+    trainer.fit(Toy(), loader())
+    assert trainer.strategy.scaler is not None
+    assert 0 < float(trainer.callback_metrics["grad_norm"]) < 100 < trainer.strategy.scaler.get_scale()

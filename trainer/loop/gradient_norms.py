@@ -1,0 +1,35 @@
+"""The norms of gradients before clipping: as clipping has found them, or measured where nothing clips by norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.metrics.metric_log import MetricLog
+from trainer.strategy import Strategy
+
+
+class GradientNorms:
+    """The norms of the window in progress, by optimizer. They are tensors on the device, which nothing reads here."""
+
+    def __init__(self, strategy: Strategy, metrics: MetricLog) -> None:
+        self._strategy, self._metrics = strategy, metrics
+        self._known: dict[int, tuple[int, torch.Tensor]] = {}
+        """By the `id` of an optimizer: the window, and the norm."""
+
+    def remember(self, optimizer: Optimizer, norm: torch.Tensor | None) -> None:
+        """Keep the norm that a strategy has found while it clipped, once per window: later ones are of what is left."""
+        if norm is not None and self._kept(optimizer) is None:
+            self._known[id(optimizer)] = (self._metrics.window, norm)
+
+    def of(self, optimizer: Optimizer) -> torch.Tensor | None:
+        """Return the norm of an optimizer's gradients in this window; None: known after the step only. Collective."""
+        if self._kept(optimizer) is None:
+            self.remember(optimizer, self._strategy.clip_gradients(optimizer, math.inf, "norm"))
+        return self._kept(optimizer)
+
+    def _kept(self, optimizer: Optimizer) -> torch.Tensor | None:
+        window, norm = self._known.get(id(optimizer), (-1, None))
+        return norm if window == self._metrics.window else None
