@@ -6,7 +6,7 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +27,7 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import RENAMED, did_you_mean, raise_problems, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
+from trainer.model.full_parameters import Block, places_of
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import load_weights, move_module
 from trainer.module import TrainModule
@@ -107,6 +108,8 @@ class Strategy:
     """The arguments that the constructor was given, by name; equal on all processes."""
     _plain_forward: bool = False
     """True if the precision's context of a forward does nothing, so that it can be left out."""
+    _blocks: tuple[Block, ...] = ()
+    """The blocks of `full_parameters` in progress."""
     _keeps_wrapper: bool = False
     """True if a module stays wrapped after the run, for later runs with the same strategy."""
 
@@ -360,6 +363,16 @@ class Strategy:
     def release_gathered(self) -> None:
         """Free what forwards without a backward have gathered; hooks that follow see and change the parameters."""
 
+    def full_parameters(
+        self, module: nn.Module, write: bool, on_rank_zero: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context with full parameters in a part of the module; see `Trainer.full_parameters`. Collective.
+
+        Args:
+            on_rank_zero: gathered parameters are on rank 0 only, in CPU memory. Not with `write`.
+        """
+        return _full_in_place(self, module, write)
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
@@ -425,15 +438,22 @@ def synchronize_buffers(strategy: Strategy) -> None:
     strategy.processes.broadcast_over_readers([buffer for buffer in strategy.module.buffers() if buffer.numel()])
 
 
-def full_state_dict(strategy: Strategy, everywhere: bool) -> dict[str, torch.Tensor]:
+def full_state_dict(
+    strategy: Strategy, everywhere: bool, names: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
     """Return the full weights and buffers in CPU memory; see `Trainer.full_state_dict`. Collective.
 
     Tensors are gathered one at a time, so that only the result takes memory.
+
+    Args:
+        names: of the tensors to return; None: all.
     """
     wanted = everywhere or strategy.processes.is_global_zero
     state: dict[str, torch.Tensor] = {}
     known: dict[int, torch.Tensor] = {}
     for name, value in strategy.module_state().items():
+        if names is not None and name not in names:
+            continue
         if not isinstance(value, Shard):
             state[name] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             continue
@@ -478,6 +498,23 @@ def total_norm(strategy: Strategy, tensors: Sequence[OwnParameter]) -> torch.Ten
         return replicated
     shards = nn.utils.get_total_norm([one.local for one in tensors if one.is_shard and one.counts])
     return (replicated.square() + strategy.processes.sum(shards.to(strategy.device).square())).sqrt()
+
+
+@contextmanager
+def _full_in_place(strategy: Strategy, module: nn.Module, write: bool) -> Iterator[None]:
+    """Do what `Strategy.full_parameters` says with parameters that are full on each process."""
+    places = places_of(module, strategy.module)
+    block, outer = Block(places, write, keep=True), strategy._blocks
+    strategy._blocks = (*outer, block)
+    try:
+        with block.checked():
+            yield
+    finally:
+        strategy._blocks = outer
+    if write:
+        strategy.processes.broadcast([*module.parameters(), *(b for b in module.buffers() if b.numel())])
+        for one in outer:
+            one.take(places)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import Never
 
@@ -300,6 +301,32 @@ class Trainer:
         run = self._begun("full_state_dict")
         run.check_all_ranks_call("full_state_dict")
         return full_state_dict(run.strategy, everywhere)
+
+    def full_parameters(self, module: nn.Module, write: bool = False) -> AbstractContextManager[None]:
+        """Return a context in which the parameters of a module are full tensors, under every strategy. Collective.
+
+        `with trainer.full_parameters(self.net, write=True):` in a hook, or after the run, on all processes; blocks may
+        be nested. With a strategy that shards, each process holds a full copy of these parameters (of master weights
+        in their dtype) on its device within the block; give a submodule to hold fewer.
+
+        Args:
+            module: the module of the run, or one of its submodules. It may be called in the block.
+            write: afterwards the parameters and buffers of all processes have rank 0's values, also in master weights.
+                In the block no gradients are recorded; an error in it undoes the changes. False: only read them.
+
+        Raises:
+            ConfigError: nothing has run yet, `module` is no part of the run's, a process does not call this, or a
+                parameter was changed without `write`, or replaced.
+        """
+        if not isinstance(module, nn.Module) or not isinstance(write, bool):
+            raise ConfigError(
+                f"full_parameters({shown(module)}, write={shown(write)}): give a module, such as self.net, and write="
+                "True or False."
+            )
+        run = self._begun("full_parameters")
+        names = [name for name, child in run.module.named_modules() if child is module]
+        run.check_all_ranks_call(f"full_parameters of {(names or ['?'])[0] or 'the module'}, write={write}")
+        return run.strategy.full_parameters(module, write)
 
     def describe(self) -> str:
         """Print and return a description of the run: the choices and their reasons, and the loop with its callbacks."""

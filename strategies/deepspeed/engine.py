@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainer.errors import MissingPackageError
 
@@ -122,6 +123,12 @@ def stop_gathering(steps: nn.Module) -> None:
     for module in steps.modules():
         if hasattr(module._parameters, "_in_forward"):
             module._parameters._in_forward = False
+
+
+def hooks_of(engine: Any) -> list[RemovableHandle]:
+    """Return the handles of the hooks by which stage 3 gathers the parameters of submodules."""
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # without an optimizer it is that itself
+    return [*offload.forward_hooks, *offload.backward_hooks]
 
 
 def end_engine(engine: Any, stage: int) -> None:

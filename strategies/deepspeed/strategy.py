@@ -23,7 +23,6 @@ from trainer.errors import ConfigError, install_command, raise_problems
 from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import InitDevice, build_context
 from trainer.model.parameter_tables import ParameterTables, describe_changes
-from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.strategies.deepspeed.config import (
@@ -40,6 +39,7 @@ from trainer.strategies.deepspeed.engine import (
     LossScale,
     cpu_adam_of,
     end_engine,
+    hooks_of,
     import_deepspeed,
     in_full_precision,
     local_rank_env,
@@ -68,6 +68,7 @@ from trainer.strategies.deepspeed.problems import (
     optimizer_problems,
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
+from trainer.strategies.full_parameters import SwappedParameters, without_hooks
 from trainer.strategy import StepConfig
 
 log = logging.getLogger("trainer")
@@ -218,6 +219,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
         self.teardown()
+        self._full = SwappedParameters(self, self._computing_full)
         former = self.master_weights if vars(self).get("module") is module else None
         self.master_weights = None
         super().setup_module(module, for_training, activation_checkpointing)
@@ -225,8 +227,6 @@ class DeepSpeedStrategy(DistributedStrategy):
             # Rounding them a second time would lose what the former run has in its master weights.
             former.restore_full_parameters()
         cast_parameters(module, torch.float32 if for_training else self.precision.weights)
-        if self.stage == 3:
-            guard_save_pretrained(module, self.name)
         if for_training:
             expose_shapes(module)
         elif self.stage == 3:
@@ -381,6 +381,15 @@ class DeepSpeedStrategy(DistributedStrategy):
             "weights (load_from_checkpoint); or use strategy 'ddp' or 'fsdp'."
         )
 
+    def full_parameters(
+        self, module: nn.Module, write: bool, on_rank_zero: bool = False
+    ) -> AbstractContextManager[None]:
+        return self._full.block(module, write, on_rank_zero)
+
+    def _computing_full(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Have a part of the module compute with full parameters, without the engine's hooks."""
+        return without_hooks(hooks_of(self.engine) if self.engine is not None and self.stage == 3 else [])
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
@@ -390,7 +399,9 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
         load_weights(self.module, self.master_weights, state, strict)
-        if self.engine is None:
+        if self.engine is None:  # after a run
+            if self.master_weights is not None and self.stage < 3:
+                self.master_weights.restore_full_parameters()
             return
         if self.master_weights is not None:
             self.master_weights.refresh()

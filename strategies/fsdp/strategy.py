@@ -23,7 +23,6 @@ from trainer.model.activation_checkpointing import enable_activation_checkpointi
 from trainer.model.blocks import BlockPolicy, describe_blocks, exclude_tied_weights, find_blocks, main_stack
 from trainer.model.init_device import InitDevice, build_context, initial_values, named_tensors
 from trainer.model.parallel_cost import bubble
-from trainer.model.weights import guard_save_pretrained
 from trainer.module import TrainModule
 from trainer.optimizers import copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
@@ -31,6 +30,7 @@ from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
+from trainer.strategies.full_parameters import SwappedParameters, without_hooks
 from trainer.strategy import StepConfig, wrapping_problems
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class FSDPStrategy(DistributedStrategy):
     ) -> None:
         from trainer.strategies.fsdp.dtensors import set_values
 
-        self.module = module
+        self.module, self._full = module, SwappedParameters(self, self._computing_full)
         if module._wrapper is not None:
             if activation_checkpointing is not None:
                 enable_activation_checkpointing(module, activation_checkpointing)
@@ -287,7 +287,6 @@ class FSDPStrategy(DistributedStrategy):
         # Not as a submodule: the module's own keys stay as they are.
         module.__dict__["_wrapper"] = self.wrapped
         self._allocate(module)
-        guard_save_pretrained(module, self.name)
         tensors = named_tensors(module)
         for name, value in values:
             if self.pipeline is None or name not in self.pipeline.elsewhere:
@@ -599,6 +598,31 @@ class FSDPStrategy(DistributedStrategy):
                 "(on_validation_epoch_end)."
             )
         reshard_all(self.wrapped)
+
+    def full_parameters(
+        self, module: nn.Module, write: bool, on_rank_zero: bool = False
+    ) -> AbstractContextManager[None]:
+        return self._full.block(module, write, on_rank_zero)
+
+    @contextmanager
+    def _computing_full(self, module: nn.Module) -> Iterator[None]:
+        """Have the blocks of a part of the module compute with their full parameters, and gather nothing."""
+        inside = {id(child) for child in module.modules()}
+        states = [unit._get_fsdp_state() for unit in self._units if id(unit) in inside]
+        handles = [(state._pre_forward_hook_handle, state._post_forward_hook_handle) for state in states]
+        refusal = [module.register_forward_pre_hook(self._refuse_call)] if self.layout else []
+        try:
+            with without_hooks([handle for both in handles for handle in both]):
+                yield
+        finally:
+            for handle in refusal:
+                handle.remove()
+
+    def _refuse_call(self, module: nn.Module, inputs: Any) -> None:
+        raise ConfigError(
+            f"{type(module).__name__} cannot be called within full_parameters, because its layers are split over "
+            f"processes ({self.layout}): read and change its parameters there, and call it in a step method."
+        )
 
     @property
     def _steps_by_hand(self) -> bool:

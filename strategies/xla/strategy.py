@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from trainer.model.blocks import BlockPolicy, find_blocks
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.module import TrainModule
 from trainer.precision import NULL_CONTEXT, Precision
+from trainer.strategies.full_parameters import SwappedParameters
 from trainer.strategies.xla.patches import advance_seed, barrier_after_backward, recompute, unbiased_running_variance
 from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
 from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties
@@ -150,7 +151,7 @@ class XlaStrategy(Strategy):
     def setup_module(
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
-        self.module = module
+        self.module, self._full = module, SwappedParameters(self, _as_it_is)
         refuse_meta_tensors(module)
         if activation_checkpointing is not None:
             self._recompute(module, activation_checkpointing)
@@ -254,6 +255,11 @@ class XlaStrategy(Strategy):
 
         torch_xla.sync()
 
+    def full_parameters(
+        self, module: nn.Module, write: bool, on_rank_zero: bool = False
+    ) -> AbstractContextManager[None]:
+        return self._full.block(module, write, on_rank_zero)
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def module_state(self) -> dict[str, torch.Tensor | Shard]:
@@ -339,6 +345,11 @@ class XlaFsdpStrategy(XlaStrategy):
         if id(optimizer) not in self._state_sharded:
             self._place_state(optimizer)
             self._state_sharded.add(id(optimizer))
+
+
+def _as_it_is(module: nn.Module) -> AbstractContextManager[None]:
+    """Return the context in which a module computes with full parameters, as it does with XLA's."""
+    return nullcontext()
 
 
 def _import_quietly() -> None:

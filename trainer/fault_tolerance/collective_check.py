@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.deadlock import DeadlockWatch
+from trainer.fault_tolerance.ended_processes import has_ended
 from trainer.fault_tolerance.failure import first_failure
 
 _GRACE_S = 1.0
@@ -109,6 +110,30 @@ class CollectiveCheck:
 
     def _key(self, name: int | str) -> str:
         return f"collective/{self._calls}/{name}"
+
+
+def wait_after_run(store: Any, rank: int, world_size: int, call: str) -> None:
+    """Return when all processes have come to `call`, a collective of a run that has ended.
+
+    Raises:
+        ConfigError: another process makes another call, or has come to the end of the program.
+    """
+    number = store.add(f"after run/{rank}", 1)
+    store.set(f"after run/{number}/{rank}", call)
+    others = [other for other in range(world_size) if other != rank]
+    pause = 0.001
+    for other in others:
+        while not store.check([f"after run/{number}/{other}"]):
+            if has_ended(store, other):
+                raise ConfigError(
+                    f"rank {rank} calls {call}, and rank {other} has come to the end of the program without it. All "
+                    "processes have to call it: take it out of `if trainer.is_global_zero` and `if rank == 0`."
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        theirs = store.get(f"after run/{number}/{other}").decode()
+        if theirs != call:
+            raise ConfigError(_difference(call, other, theirs).replace("rank 0 calls", f"rank {rank} calls", 1))
 
 
 def _difference(call: str, rank: int, other: str) -> str:

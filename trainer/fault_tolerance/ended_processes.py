@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError, format_ranks
 from trainer.fault_tolerance.deadlock import SAME_CALLS
@@ -18,6 +18,11 @@ def record_end(store: Store, rank: int) -> None:
     """Record that this program has come to its end without an error; before its connections are closed."""
     if not hasattr(sys, "last_value"):  # which Python sets when an error ends the program
         store.set(_key(rank), "1")
+
+
+def has_ended(store: Any, rank: int) -> bool:
+    """Whether the program of another process has come to its end without an error."""
+    return bool(store.check([_key(rank)]))
 
 
 def explain_lost_connection(

@@ -28,7 +28,7 @@ from trainer.checkpoint.storage import StoragePath
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import BatchLoader, Loaders
 from trainer.errors import ConfigError, did_you_mean
-from trainer.fault_tolerance.collective_check import CollectiveCheck
+from trainer.fault_tolerance.collective_check import CollectiveCheck, wait_after_run
 from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
@@ -608,9 +608,15 @@ class Run:
 
         The message names the function that called the method, because another process may call it elsewhere.
         """
+        processes = self.strategy.processes
+        if self.collective_check is None and processes.store is None:
+            return
+        caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
+        call = f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})"
         if self.collective_check is not None:
-            caller = sys._getframe(2).f_code  # traceback.extract_stack reads the source lines, too: 67 us
-            self.collective_check.wait_for_all(f"{what} (in {Path(caller.co_filename).name}, {caller.co_name})")
+            self.collective_check.wait_for_all(call)
+        elif processes.store is not None:
+            wait_after_run(processes.store, processes.rank, processes.world_size, call)
 
     def wait_for_all(self, what: str) -> None:
         """Wait until all processes call this with the same words; raise ConfigError if they do not."""

@@ -36,6 +36,7 @@ from trainer.loop.run_directory import (
     find_checkpoint,
     locked_folders,
 )
+from trainer.loop.save_pretrained import gather_to_save
 from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_exit
 from trainer.loop.training_state import (
     check_storable,
@@ -216,6 +217,7 @@ def build_module(
         run.hooks.on_load_checkpoint(checkpoint)
     disable_activation_checkpointing(module)
     strategy.setup_module(module, training, run.settings.activation_checkpointing if training else None)
+    gather_to_save(run)
     if run.config.compilation is not None:
         trained = (lambda: run.progress.step) if training else None
         cleanup.callback(start_compiling(module, run.config.compilation, trained))

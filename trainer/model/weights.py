@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -102,20 +101,3 @@ def move_module(module: nn.Module, device: torch.device) -> None:
         module.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
-
-
-def guard_save_pretrained(module: nn.Module, strategy: str) -> None:
-    """Have Hugging Face's `save_pretrained` of the submodules refuse to write shards; for a strategy that shards."""
-    for child in module.modules():
-        if callable(getattr(child, "save_pretrained", None)):
-            child.__dict__["save_pretrained"] = partial(_save_gathered, child, strategy)
-
-
-def _save_gathered(model: Any, strategy: str, *args: Any, state_dict: Any = None, **options: Any) -> Any:
-    if state_dict is None:
-        raise ConfigError(
-            f"{type(model).__name__}.save_pretrained would write the shards of strategy {strategy!r}, which cannot be "
-            "read. Gather the weights on all processes, state = trainer.full_state_dict(), and then, if "
-            "trainer.is_global_zero, give them, by the model's own names: save_pretrained(folder, state_dict=...)."
-        )
-    return type(model).save_pretrained(model, *args, state_dict=state_dict, **options)

@@ -1,0 +1,130 @@
+"""Put full parameters in the place of those that a strategy shards, within blocks of code outside of a forward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from trainer.errors import ConfigError
+from trainer.model.full_parameters import Block, Place, places_of
+from trainer.strategy import Strategy, full_state_dict
+
+
+class _Swap(NamedTuple):
+    place: Place
+    kept: nn.Parameter
+    full: nn.Parameter
+
+    def swap_in(self) -> None:
+        self.place.hold(self.full)
+
+    def swap_out(self) -> None:
+        self.place.hold(self.kept)
+
+
+class SwappedParameters:
+    """The full parameters that stand in a module in the place of its shards, for blocks that may be nested.
+
+    Args:
+        strategy: shards the module.
+        computing: returns the context in which a submodule may be called with its full parameters.
+    """
+
+    def __init__(self, strategy: Strategy, computing: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        self._strategy, self._computing = strategy, computing
+        self._swaps: list[_Swap] = []
+        """Of all blocks in progress."""
+
+    @contextmanager
+    def block(self, module: nn.Module, write: bool, on_rank_zero: bool) -> Iterator[None]:
+        """Do what `Strategy.full_parameters` says."""
+        strategy = self._strategy
+        places = places_of(module, strategy.module)
+        _refuse_within_a_step(strategy)
+        if not self._swaps:
+            strategy.release_gathered()
+        swaps = self._gather(places, on_rank_zero)
+        if on_rank_zero and not strategy.processes.is_global_zero:
+            yield
+            return
+        outer, outer_blocks = self._swaps, strategy._blocks
+        self._swaps = [*outer, *swaps]
+        for swap in swaps:
+            swap.swap_in()
+        block = Block(places, write, keep=bool(outer))
+        strategy._blocks = (*outer_blocks, block)
+        try:
+            with block.checked(), self._computing(module):
+                yield
+            if write:
+                self._write(module, places)
+                for one in outer_blocks:
+                    one.take(places)
+        finally:
+            for swap in swaps:
+                swap.swap_out()
+            self._swaps, strategy._blocks = outer, outer_blocks
+
+    def _gather(self, places: list[Place], on_rank_zero: bool) -> list[_Swap]:
+        """Return the full parameters for those places that hold a strategy's own. Collective."""
+        strategy, full = self._strategy, {id(swap.full) for swap in self._swaps}
+        ours = [place for place in places if id(place.parameter) not in full]
+        values = full_state_dict(strategy, not on_rank_zero, {place.name for place in ours})
+        device = torch.device("cpu") if on_rank_zero else strategy.device
+        made: dict[int, nn.Parameter] = {}
+        swaps = []
+        for place in ours if values or not on_rank_zero else ():
+            kept = place.parameter
+            if id(kept) not in made:
+                made[id(kept)] = nn.Parameter(values[place.name].to(device), requires_grad=kept.requires_grad)
+            swaps.append(_Swap(place, kept, made[id(kept)]))
+        return swaps
+
+    def _write(self, module: nn.Module, places: list[Place]) -> None:
+        """Set the strategy's parameters to rank 0's full ones. Collective."""
+        strategy = self._strategy
+        full: dict[str, torch.Tensor] = {}
+        for place in places:
+            place.parameter.data = full[place.name] = place.parameter.data.contiguous()
+        distinct = {id(tensor): tensor for tensor in full.values()}
+        strategy.processes.broadcast([*distinct.values(), *(b for b in module.buffers() if b.numel())])
+        for swap in self._swaps:
+            swap.swap_out()
+        strategy.load_module_state(full, strict=False)
+        for swap in self._swaps:
+            swap.swap_in()
+
+
+def _refuse_within_a_step(strategy: Strategy) -> None:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "call_step" and frame.f_locals.get("self") is strategy:
+            raise ConfigError(
+                f"full_parameters within a step method: strategy {strategy.name!r} gathers the parameters of a layer "
+                "where it is computed, and cannot give them there. Use it in a hook, such as on_train_batch_end; for a "
+                "term of the loss compute with a layer's outputs, or give the optimizer weight_decay."
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+@contextmanager
+def without_hooks(handles: list[RemovableHandle]) -> Iterator[None]:
+    """Leave out hooks of modules within the block; afterwards they are called in the same order as before."""
+    tables = {id(table): table for handle in handles if (table := handle.hooks_dict_ref()) is not None}
+    before = {key: dict(table) for key, table in tables.items()}
+    for handle in handles:
+        if (table := handle.hooks_dict_ref()) is not None:
+            table.pop(handle.id, None)
+    try:
+        yield
+    finally:
+        for key, table in tables.items():
+            added = {number: hook for number, hook in table.items() if number not in before[key]}
+            table.clear()
+            table.update({**before[key], **added})

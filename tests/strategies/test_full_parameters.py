@@ -1,0 +1,189 @@
+"""`trainer.full_parameters` and `save_pretrained` in hooks read and write full weights under every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.helpers.hf_models import HFModule, data
+from tests.helpers.processes import run_python
+from tests.helpers.strategy_models import MLP
+from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
+from tests.helpers.toy import Toy, loader, quiet
+from tests.tiers import selected
+from trainer import Callback, ConfigError, Trainer, TrainModule
+
+pytestmark = pytest.mark.timeout(600)
+
+NAMES = (SINGLE, "DDP x2", "FSDP x2", "FSDP x2, SHARD_GRAD_OP", "FSDP 2x2", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2")
+SAVING = (*NAMES, "TP x2", "PP x2")
+STEPS, CHANGED_AT = 4, 2
+
+
+class Hooks(Callback):
+    """Read, write, nest and fail within blocks, and compute with a layer."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step != CHANGED_AT:
+            return
+        layers: Any = module.layers
+        with trainer.full_parameters(module):
+            self.found["norm"] = sum(float(p.detach().square().sum()) for p in module.parameters())
+            self.found["outputs"] = module(torch.ones(1, 6, device=module.device)).tolist()
+        with suppress(ZeroDivisionError), trainer.full_parameters(layers, write=True):
+            layers[2].weight.zero_()
+            raise ZeroDivisionError
+        with trainer.full_parameters(module):
+            with trainer.full_parameters(layers[2], write=True):
+                layers[2].weight.mul_(0.5 if trainer.is_global_zero else 7)
+                layers[2].bias.data.copy_(torch.linspace(0, 1, 16))
+            self.found["inside"] = layers[2].weight.detach().clone()
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        with trainer.full_parameters(module):
+            self.found["end"] = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
+
+
+def train(way: str, precision: str) -> Any:
+    torch.manual_seed(5)
+    module, hooks = MLP(), Hooks()
+    trainer = WAYS[way].trainer(max_steps=STEPS, callbacks=[hooks], log_every_n_steps=1, seed=3, precision=precision)
+    trainer.fit(module, DataLoader(MLP.data(64), WAYS[way].micro_batch))
+    with trainer.full_parameters(module, write=True):  # after the run
+        for parameter in module.parameters():
+            parameter.add_(1)
+    after = trainer.full_state_dict(everywhere=True)
+    for name, value in hooks.found["end"].items():
+        torch.testing.assert_close(after[name], value.float() + 1)
+    return hooks.found
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest) -> Any:
+    return run_each(train, {SINGLE: None, **dict.fromkeys(selected(request, "way"))}, "32-true")
+
+
+@pytest.mark.parametrize("way", NAMES)
+def test_what_is_read_and_written_is_that_of_one_process(way: str, runs: Any) -> None:
+    skip_if_missing(way)
+    expected = runs[SINGLE][0]
+    for found in runs[way]:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class Saves(Callback):
+    """Save the model in a hook, on all processes and then on one of them only."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.refusal = folder, ""
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        net: Any = module.net
+        net.save_pretrained(self.folder)
+        if trainer.is_global_zero:
+            try:
+                net.save_pretrained(self.folder + "-one")
+            except ConfigError as error:
+                self.refusal = str(error)
+        trainer.strategy.processes.barrier()
+
+
+def save(way: str, model: str, folder: str) -> Any:
+    module, saves = HFModule(model), Saves(f"{folder}/{way}")
+    trainer = WAYS[way].trainer(max_steps=2, callbacks=[saves], log_every_n_steps=1, seed=3)
+    trainer.fit(module, DataLoader(data(model), WAYS[way].micro_batch))
+    module.net.save_pretrained(f"{folder}/{way}-after")
+    return saves.refusal, trainer.full_state_dict(everywhere=True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    pytest.importorskip("transformers", reason='needs transformers: pip install "exact-trainer[dev]"')
+    folder = str(tmp_path_factory.mktemp("saved"))
+    return folder, run_each(save, selected(request, "saving"), "Llama, tied", folder)
+
+
+@pytest.mark.parametrize("saving", SAVING)
+def test_save_pretrained_on_all_processes_writes_full_weights(saving: str, saved: Any) -> None:
+    import transformers
+
+    skip_if_missing(saving)
+    folder, results = saved
+    _, expected = results[saving][0]
+    for written in (f"{folder}/{saving}", f"{folder}/{saving}-after"):
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(written, output_loading_info=True)
+        assert not any(told.values()), told
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, expected[f"net.{name}"], rtol=0, atol=0)
+    if WAYS[saving].processes > 1:
+        assert "LlamaForCausalLM.save_pretrained" in results[saving][0][0]
+        assert "rank 1 has gone on without" in results[saving][0][0]
+
+
+def one_process(wrong: Callable[[Trainer, Any], Any]) -> None:
+    """Train a step, and do something wrong in a hook."""
+
+    class Wrong(Callback):
+        def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+            wrong(trainer, module)
+
+    quiet(max_steps=1, callbacks=[Wrong()]).fit(Toy(), loader())
+
+
+def replace(trainer: Trainer, module: Any) -> None:
+    with trainer.full_parameters(module, write=True):
+        module.layer.weight = nn.Parameter(torch.zeros(1, 4))
+
+
+def change(trainer: Trainer, module: Any) -> None:
+    with trainer.full_parameters(module.layer):
+        module.layer.weight.data.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda trainer, module: trainer.full_parameters(module.layer.weight), "give a module, such as self.net"),
+        (lambda trainer, module: trainer.full_parameters(module, write="yes"), "give a module, such as self.net"),
+        (lambda trainer, module: trainer.full_parameters(nn.Linear(2, 2)).__enter__(), "Linear that is no part of Toy"),
+        (replace, "layer.weight was replaced within full_parameters"),
+        (change, r"layer.weight changed within full_parameters\(write=False\)"),
+    ],
+)
+def test_a_wrong_use_is_refused_in_words(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        one_process(wrong)
+
+
+def test_before_a_run_there_is_nothing_to_gather() -> None:
+    with pytest.raises(ConfigError, match="nothing has run yet"):
+        quiet().full_parameters(Toy())
+
+
+def after_the_run(strategy: str) -> None:
+    """Gather on one process only, after the run, where the other one comes to the end of its program."""
+    trainer = quiet(strategy=strategy, devices=2, max_steps=1)
+    module = Toy()
+    trainer.fit(module, loader())
+    if trainer.is_global_zero:
+        with pytest.raises(ConfigError, match="rank 1 has come to the end of the program without it"):
+            trainer.full_parameters(module)
+
+
+def test_one_process_alone_after_the_run_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.strategies.test_full_parameters import after_the_run\n"
+        "if __name__ == '__main__':\n    after_the_run('fsdp')\n"
+    )
+    run_python(script, cwd=tmp_path).check()
