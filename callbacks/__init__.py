@@ -30,6 +30,8 @@ from trainer.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
 from trainer.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
 from trainer.callbacks.timer import Timer as Timer
 from trainer.callbacks.torch_profiler import TorchProfiler as TorchProfiler
+from trainer.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+from trainer.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 CALLBACKS: dict[str, type[Callback]] = {
     name: kind

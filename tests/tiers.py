@@ -68,6 +68,8 @@ SLOW = (
 LONG: dict[str, tuple[str, ...]] = {
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "callbacks/test_grad_norm_monitor.py::test_the_norms_are_those_of_one_big_batch": ("single", "FSDP x2"),
+    "callbacks/test_weight_averaging.py::test_every_strategy_averages_alike": ("single", "FSDP x2"),
+    "callbacks/test_weight_averaging.py::test_a_single_process_goes_on_with_any_checkpoint": ("FSDP x2",),
     "checkpoint/test_pretrained.py::test_no_process_of_zero_3_holds_more_than_its_shard_and_two_tensors": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_run_has_the_same_bits": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_sharded_run_has_the_same_bits": (),

@@ -141,6 +141,15 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
 
+    def problems(self, config: Any, module: TrainModule, stage: str) -> list[str]:
+        """Return the problems of a run with this callback, as sentences that name the fix. No process is started yet.
+
+        Args:
+            config: the `ResolvedConfig`: strategy, settings and all callbacks.
+            module: the argument of `fit` and the like, before `configure_model`.
+        """
+        return []
+
     def print_text(self, text: str, file: TextIO | None = None) -> bool:
         """Print for `trainer.print` on rank 0 and return True if this callback draws on the terminal; else False."""
         return False

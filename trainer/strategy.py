@@ -383,7 +383,7 @@ class Strategy:
         return {**self.module.state_dict()}
 
     def load_module_state(self, state: Mapping[str, Loadable], strict: bool = True) -> None:
-        """Load what `module_state` of any strategy returned.
+        """Load what `module_state` of any strategy returned, as full tensors; or of this one, as this process's shards.
 
         Raises:
             CheckpointError: names or shapes differ from the module's.

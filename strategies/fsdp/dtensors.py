@@ -97,10 +97,17 @@ def as_shards(value: Any, writes: Callable[[DTensor], bool], known: dict[int, Sh
     return value
 
 
-def set_values(tensor: torch.Tensor, value: Loadable) -> None:
-    """Set a tensor from a full one, of which only this process's shard is read if the tensor is distributed."""
-    if isinstance(tensor, DTensor):
-        local: torch.Tensor = tensor.to_local().detach()
+def set_values(tensor: torch.Tensor, value: Loadable | Shard) -> None:
+    """Set a tensor from a full one, of which only this process's shard is read if the tensor is distributed.
+
+    Or from such a shard, as `shard_of` returns it.
+    """
+    local: torch.Tensor
+    if isinstance(value, Shard):
+        local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+        local.copy_(value.local)
+    elif isinstance(tensor, DTensor):
+        local = tensor.to_local().detach()
         local.copy_(read_slice(value, local_slice(tensor)).view(local.shape))
     else:
         tensor.copy_(materialize(value))
@@ -159,7 +166,7 @@ def load_sharded(
         target = own.get(name)
         if name in elsewhere:
             continue
-        if isinstance(target, DTensor):
+        if isinstance(target, DTensor) or (isinstance(value, Shard) and isinstance(target, torch.Tensor)):
             set_values(target, value)
         elif name in own:
             rest[name] = materialize(value) if isinstance(target, torch.Tensor) else value

@@ -95,6 +95,7 @@ def check_call(
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
+    problems += [problem for one in config.callbacks for problem in one.problems(config, module, stage)]
     if not isinstance(ckpt_path, (str, Path, type(None))):
         problems.append(f"ckpt_path={shown(ckpt_path)}: give 'last', 'best' or the path of a checkpoint folder.")
     elif ckpt_path == "":

@@ -157,6 +157,7 @@ KINDS: dict[str, Any] = {
     "measured?": {str: {"value": NUMBER, "step": Integer(-1), "kind": ("step", "interim", "epoch", "validation")}},
     "scheduler_values?": [(Integer(-1), None)],
     "postponed_stop?": (str, None),
+    "average?": dict,
     "callbacks": {str: dict},
     "data": dict,
     "hyperparameters": {str: dict},
@@ -177,7 +178,7 @@ KINDS: dict[str, Any] = {
 PER_PROCESS = ("rng", "loader", "metrics", "reader_of")
 """Entries that are lists with one item per process."""
 
-SHARDED_KEYS = ("model", "optimizers")
+SHARDED_KEYS = ("model", "average", "optimizers")
 """Entries whose tensors may be sharded, because they may not fit into the memory of one process."""
 
 # -- reading, in running order -----------------------------------------------------------------------------------------

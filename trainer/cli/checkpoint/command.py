@@ -98,6 +98,11 @@ def _parser() -> CommandParser:
     of["export"].add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="convert floating weights; default: as they are"
     )
+    of["export"].add_argument(
+        "--ema",
+        action="store_true",
+        help="write the average of the weights that EMAWeightAveraging or the like has kept",
+    )
     of["export"].add_argument("--prefix", help="only weights whose names begin so, named without it")
     of["export"].add_argument(
         "--rename",

@@ -50,7 +50,7 @@ def export(options: argparse.Namespace) -> int:
     state = open_checkpoint(path, None, verify=True)
     prefix, model = _hugging_face_model(state, options.prefix) if options.hf else (options.prefix or "", None)
     expand_tied = options.expand_tied or (model is not None and not model["tied"])
-    weights, notes = _weights(state.get("model"), prefix, expand_tied)
+    weights, notes = _weights(_averaged(state) if options.ema else state.get("model"), prefix, expand_tied)
     weights = _renamed(weights, options.rename)
     if options.dtype is not None:
         weights = {name: Converted(weight, getattr(torch, options.dtype)) for name, weight in weights.items()}
@@ -67,6 +67,21 @@ def export(options: argparse.Namespace) -> int:
         print(f"note: {plain(note)}", file=sys.stderr)
     print(f"{out}: {len(weights)} tensors, {size(written)}, of {plain(str(path))}")
     return 0
+
+
+def _averaged(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights with their average, where they have one, in their place.
+
+    Raises:
+        ConfigError: the checkpoint has no average.
+    """
+    model, average = state.get("model"), state.get("average")
+    if not isinstance(model, dict) or not isinstance(average, dict):
+        raise ConfigError(
+            "--ema: the checkpoint has no average of the weights: it was written without EMAWeightAveraging or the "
+            "like, or before the first update. Leave --ema out for the weights themselves."
+        )
+    return {**model, **average}
 
 
 class Converted(StoredTensor):

@@ -1,0 +1,221 @@
+"""WeightAveraging and EMAWeightAveraging: validate, test and predict with an average of the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+
+from trainer.arguments import Limit, NonNegativeInt, PositiveInt
+from trainer.callback import Callback
+from trainer.checkpoint.schema import Integer, require
+from trainer.errors import ConfigError, did_you_mean, shown
+from trainer.loop.averaged_weights import AveragedWeights, Update, each, equal_weights, exponential, together
+
+if TYPE_CHECKING:
+    from trainer.loop.resolved_config import ResolvedConfig
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+OPTIONS = ("device", "use_buffers", "avg_fn", "multi_avg_fn")
+
+
+class WeightAveraging(Callback):
+    """Average the weights, by default with equal weights after every step, and use the average in evaluation.
+
+    The average takes the place of the weights during each validation, and for good at the end of `fit`. Checkpoints
+    hold both: `test`, `validate` and `predict` with this callback and a `ckpt_path` use the average, as does `trainer
+    checkpoint export --ema`; a resumed `fit` goes on with both. Under sharding each process averages its own
+    shards. Only what trains is averaged. Before the first update, evaluations use the weights as they are.
+
+    Override `should_update` to choose the steps or epochs after which the average is updated.
+
+    Args:
+        device: where the average is kept; None: where the weights are. "cpu" saves memory of an accelerator, and copies
+            the weights in each update.
+        use_buffers: average floating buffers too; False: those of the training are used. Integers are copied.
+        avg_fn, multi_avg_fn: another average, as of `torch.optim.swa_utils.AveragedModel`; called with shards, so that
+            it has to treat each element alike.
+    """
+
+    agree_on: ClassVar[tuple[str, ...] | None] = ("use_buffers",)
+
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+        unknown = [name for name in kwargs if name not in ("avg_fn", "multi_avg_fn")]
+        if unknown:
+            raise ConfigError(
+                f"{type(self).__name__} has no option {unknown[0]!r}.{did_you_mean(unknown[0], OPTIONS)} Options: "
+                f"{', '.join(OPTIONS)}."
+            )
+        self.device = None if device is None else torch.device(device)
+        self.use_buffers = use_buffers
+        self.latest_update_step = 0
+        """The last step after which the average was updated."""
+        self.latest_update_epoch = -1
+        self._change = _update_of(type(self).__name__, kwargs.get("avg_fn"), kwargs.get("multi_avg_fn"))
+        self._weights: AveragedWeights | None = None
+        self._stored: Any = None
+        self._count = 0
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return True to update the average after this step or epoch; both are counted from 0.
+
+        Called after each step with `step_idx`, and after each epoch with `epoch_idx`.
+        """
+        return step_idx is not None
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        several = [one for one in config.callbacks if hasattr(one, "should_update")]
+        problems = []
+        if len(several) > 1 and several[0] is self:
+            problems.append(
+                f"{len(several)} callbacks average the weights, and one average takes their place: give one."
+            )
+        if config.device_type in ("xla", "tpu"):
+            problems.append(
+                f"{type(self).__name__} does not run on XLA devices: average the checkpoints afterwards, or train on "
+                "another device."
+            )
+        return problems
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.latest_update_step, self.latest_update_epoch, self._count = 0, -1, 0
+        self._weights = self._stored = None
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._weights = AveragedWeights(trainer.strategy, self.use_buffers, self.device)
+        if self._stored is not None:
+            self._weights.load(self._stored, self._count)
+            self._stored = None
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._averaged.forget_places()
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.global_step > self.latest_update_step and self.should_update(step_idx=trainer.global_step - 1):
+            self._averaged.update(self._change)
+            self.latest_update_step = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.current_epoch > self.latest_update_epoch and self.should_update(epoch_idx=trainer.current_epoch):
+            self._averaged.update(self._change)
+            self.latest_update_epoch = trainer.current_epoch
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._averaged.swap_in()
+
+    @property
+    def _averaged(self) -> AveragedWeights:
+        assert self._weights is not None
+        return self._weights
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._weights is not None:
+            self._weights.swap_in()
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._weights is not None:
+            self._weights.swap_out()
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        # Sharded weights need the other processes, which may be anywhere.
+        if self._weights is not None and not trainer.strategy.shards_state:
+            self._weights.swap_out()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        count = self._count if self._weights is None else self._weights.count
+        return {
+            "updates": count,
+            "latest_update_step": self.latest_update_step,
+            "latest_update_epoch": self.latest_update_epoch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kinds = {"updates": Integer(), "latest_update_step": Integer(), "latest_update_epoch": Integer(-1)}
+        require(state, kinds, type(self).__name__)
+        self._count = state["updates"]
+        self.latest_update_step, self.latest_update_epoch = state["latest_update_step"], state["latest_update_epoch"]
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if self._weights is not None:
+            self._weights.save(checkpoint)
+
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        average = checkpoint.get("average")
+        if trainer.stage == "fit":
+            self._stored = average
+        elif average is not None:
+            checkpoint["model"] = {**checkpoint["model"], **average}
+        continues = trainer.stage == "fit" and self.state_key in checkpoint["callbacks"]
+        if average is None and not continues and trainer.is_global_zero:
+            log.warning("%s: the checkpoint holds no average, so its weights are used as they are", type(self).__name__)
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Average the weights exponentially: after each update `average = decay * average + (1 - decay) * weights`.
+
+    Args:
+        device, use_buffers: see `WeightAveraging`.
+        decay: the part of the average that an update keeps.
+        update_every_n_steps: steps from one update to the next.
+        update_starting_at_step: the first step, counted from 0, after which the average is updated; None: the first.
+        update_starting_at_epoch: the epoch, counted from 0, at whose end and at those of later ones the average is
+            updated too; None: at none.
+    """
+
+    agree_on = ("use_buffers", "decay", "update_every_n_steps", "update_starting_at_step", "update_starting_at_epoch")
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: Annotated[float, Limit("from", 0), Limit("up to", 1)] = 0.999,
+        update_every_n_steps: PositiveInt = 1,
+        update_starting_at_step: NonNegativeInt | None = None,
+        update_starting_at_epoch: NonNegativeInt | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(device, use_buffers, **kwargs)
+        if kwargs:
+            raise ConfigError(
+                "EMAWeightAveraging has its own average: give avg_fn and multi_avg_fn to WeightAveraging."
+            )
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+        self._change = exponential(decay)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None:
+            return step_idx >= (self.update_starting_at_step or 0) and step_idx % self.update_every_n_steps == 0
+        begins = self.update_starting_at_epoch
+        return epoch_idx is not None and begins is not None and epoch_idx >= begins
+
+
+def _update_of(name: str, avg_fn: Callable[..., Any] | None, multi_avg_fn: Callable[..., Any] | None) -> Update:
+    """Return the update of the averages by the user's function, if there is one.
+
+    Raises:
+        ConfigError: there are two, or one is no function.
+    """
+    if avg_fn is not None and multi_avg_fn is not None:
+        raise ConfigError(f"{name} got avg_fn and multi_avg_fn, which do the same: give one of them.")
+    for argument, value in (("avg_fn", avg_fn), ("multi_avg_fn", multi_avg_fn)):
+        if value is not None and not callable(value):
+            raise ConfigError(
+                f"{name}: {argument}={shown(value)} is no function: give one as torch.optim.swa_utils has."
+            )
+    if multi_avg_fn is not None:
+        return together(multi_avg_fn)
+    return equal_weights if avg_fn is None else each(avg_fn)

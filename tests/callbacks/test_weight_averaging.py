@@ -1,0 +1,258 @@
+"""WeightAveraging averages as torch does, under every strategy, and its checkpoints go everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from tests.helpers.compare import assert_same_bits
+from tests.helpers.strategy_models import MLP
+from tests.helpers.strategy_runs import WAYS, run_each, skip_if_missing
+from tests.helpers.toy import Toy, loader, quiet
+from tests.tiers import selected
+from trainer import Callback, ConfigError, Trainer, TrainModule, seed_everything
+from trainer.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from trainer.checkpoint.format import read_checkpoint
+from trainer.cli.main import main
+
+NAMES = ("single", "DDP x2", "FSDP x2", "FSDP 2x2", "ZeRO-1 x2", "ZeRO-2 x2", "ZeRO-3 x2")
+DECAY = 0.8
+
+
+class Normed(Toy):
+    def __init__(self) -> None:
+        seed_everything(7)
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layer(self.norm(batch[0])), batch[1])
+
+
+class ByHand(Callback):
+    """torch's own average, and the validation loss with it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.losses: list[float] = []
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.average = AveragedModel(nn.ModuleDict(dict(module.named_children())), use_buffers=True, **self.options)
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.average.update_parameters(nn.ModuleDict(dict(module.named_children())))
+
+
+def _checkpoints(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=folder, save_top_k=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "theirs"),
+    [
+        ({}, {}),
+        ({"avg_fn": get_ema_avg_fn(DECAY)}, {"avg_fn": get_ema_avg_fn(DECAY)}),
+        ({"multi_avg_fn": get_ema_multi_avg_fn(DECAY)}, {"avg_fn": get_ema_avg_fn(DECAY)}),
+        ({"decay": DECAY}, {"avg_fn": get_ema_avg_fn(DECAY)}),
+    ],
+)
+def test_the_average_is_torchs(options: dict[str, Any], theirs: dict[str, Any]) -> None:
+    module, by_hand = Normed(), ByHand(**theirs)
+    kind = EMAWeightAveraging if "decay" in options else WeightAveraging
+    quiet(max_epochs=2, callbacks=[kind(**options), by_hand]).fit(module, loader())
+    expected = by_hand.average.module.state_dict()
+    for name, value in module.state_dict().items():
+        if "num_batches" not in name:  # torch averages this count, too
+            torch.testing.assert_close(value, expected[name])
+
+
+class Values(Callback):
+    """The layer's weight at each validation and at each save."""
+
+    def __init__(self) -> None:
+        self.validated: list[torch.Tensor] = []
+        self.trained: list[torch.Tensor] = []
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.validated.append(module.layer.weight.detach().clone())
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.trained.append(module.layer.weight.detach().clone())
+
+
+def test_validation_sees_the_average_and_training_does_not(tmp_path: Path) -> None:
+    values = Values()
+    plain = Values()
+    callbacks = [EMAWeightAveraging(decay=DECAY), values, _checkpoints(tmp_path)]
+    trainer = quiet(max_epochs=2, enable_checkpointing=True, callbacks=callbacks)
+    trainer.fit(Normed(), loader(), loader(2))
+    quiet(max_epochs=2, callbacks=[plain]).fit(Normed(), loader(), loader(2))
+    assert_same_bits(values.trained, plain.trained)
+    saved = [read_checkpoint(tmp_path / f"epoch={e}-step={8 * e + 8}") for e in range(2)]
+    assert_same_bits([one["model"]["layer.weight"] for one in saved], plain.trained)
+    assert_same_bits([one["average"]["layer.weight"] for one in saved], values.validated)
+    assert not torch.equal(values.validated[-1], values.trained[-1])
+
+
+def test_a_save_while_the_average_is_in_place_keeps_both(tmp_path: Path) -> None:
+    module = Normed()
+    trainer = quiet(max_epochs=1, callbacks=[EMAWeightAveraging(decay=DECAY)])
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "after")
+    state = read_checkpoint(tmp_path / "after")
+    assert torch.equal(state["average"]["layer.weight"], module.layer.weight)
+    assert not torch.equal(state["model"]["layer.weight"], module.layer.weight)
+
+
+@pytest.mark.parametrize("options", [{}, {"update_starting_at_step": 10, "update_every_n_steps": 3, "device": "cpu"}])
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path, options: dict[str, Any]) -> None:
+    runs = {}
+    for name, epochs in (("whole", (3,)), ("broken", (1, 2, 3))):
+        for number in epochs:
+            module = Normed()
+            callbacks = [EMAWeightAveraging(decay=DECAY, **options), _checkpoints(tmp_path / name)]
+            trainer = quiet(max_epochs=number, enable_checkpointing=True, callbacks=callbacks)
+            trainer.fit(module, loader(), loader(2), ckpt_path="last")
+        runs[name] = (module.state_dict(), read_checkpoint(tmp_path / name / "epoch=2-step=24"))
+    assert_same_bits(runs["broken"][0], runs["whole"][0])
+    for key in ("model", "average", "callback_metrics"):
+        assert_same_bits(runs["broken"][1][key], runs["whole"][1][key], key)
+
+
+def test_bf16_weights_have_a_float32_average(tmp_path: Path) -> None:
+    results = []
+    for epochs in ((2,), (1, 2)):
+        folder = tmp_path / str(len(epochs))
+        for number in epochs:
+            module = Normed()
+            callbacks = [EMAWeightAveraging(), _checkpoints(folder)]
+            trainer = quiet(max_epochs=number, precision="bf16-true", enable_checkpointing=True, callbacks=callbacks)
+            trainer.fit(module, loader(), ckpt_path="last")
+        state = read_checkpoint(folder / "epoch=1-step=16")
+        assert state["average"]["layer.weight"].dtype == torch.float32
+        assert state["model"]["layer.weight"].dtype == torch.bfloat16
+        results.append([state["average"], module.state_dict()])
+    assert_same_bits(results[1], results[0])
+
+
+def test_test_and_export_of_a_new_process(tmp_path: Path) -> None:
+    trainer = quiet(max_epochs=1, enable_checkpointing=True, callbacks=[EMAWeightAveraging(), _checkpoints(tmp_path)])
+    trained = Normed()
+    trainer.fit(trained, loader())
+    path = tmp_path / "epoch=0-step=8"
+    module = Normed()
+    quiet(callbacks=[EMAWeightAveraging()]).test(module, loader(2), ckpt_path=path)
+    assert_same_bits(module.state_dict(), trained.state_dict())
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "ema.safetensors"), "--ema"]) == 0
+    assert_same_bits(load_file(tmp_path / "ema.safetensors"), dict(trained.state_dict()))
+    plain = Normed()
+    quiet().test(plain, loader(2), ckpt_path=path)
+    assert not torch.equal(plain.layer.weight, trained.layer.weight)
+
+
+def test_what_trains_later_is_averaged_from_then_on() -> None:
+    class Unfreeze(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+            module.norm.requires_grad_(trainer.current_epoch > 0)
+
+    module = Normed()
+    module.norm.requires_grad_(False)
+    average = EMAWeightAveraging(decay=DECAY)
+    quiet(max_epochs=2, callbacks=[Unfreeze(), average]).fit(module, loader())
+    assert not torch.equal(module.norm.weight, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 1.5}, r"decay=1.5"),
+        ({"decays": 0.9}, r"has no option 'decays'. Did you mean 'decay'|no option"),
+        ({"avg_fn": get_ema_avg_fn()}, r"give avg_fn and multi_avg_fn to WeightAveraging"),
+        ({"update_every_n_steps": 0}, r"update_every_n_steps=0"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EMAWeightAveraging(**options)
+
+
+def test_two_averages_are_refused_before_the_start() -> None:
+    trainer = quiet(callbacks=[EMAWeightAveraging(), WeightAveraging()])
+    with pytest.raises(ConfigError, match="2 callbacks average the weights"):
+        trainer.fit(Normed(), loader())
+
+
+def test_export_says_that_there_is_no_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet(max_steps=1)
+    trainer.fit(Normed(), loader())
+    trainer.save_checkpoint(tmp_path / "plain")
+    assert main(["checkpoint", "export", str(tmp_path / "plain"), str(tmp_path / "x.safetensors"), "--ema"]) != 0
+    assert "no average of the weights" in capsys.readouterr().err
+
+
+# -- every strategy ----------------------------------------------------------------------------------------------------
+
+
+def _train(name: str, folder: str) -> dict[str, Any]:
+    """Train in two pieces, then test the checkpoint; return the averages and what validations gave."""
+    way, results = WAYS[name], {}
+    path = Path(folder) / name.replace(" ", "-")
+    for epochs in (1, 2):
+        seed_everything(1)
+        module = MLP()
+        trainer = way.trainer(
+            max_epochs=epochs,
+            seed=1,
+            enable_checkpointing=True,
+            callbacks=[EMAWeightAveraging(decay=DECAY), ModelCheckpoint(dirpath=path, save_top_k=-1)],
+        )
+        data = DataLoader(MLP.data(24), batch_size=way.micro_batch)
+        trainer.fit(module, data, data, ckpt_path="last")
+        results[f"val_loss {epochs}"] = float(trainer.callback_metrics["val_loss"])
+    results["weights"] = {key: value.numpy().tolist() for key, value in trainer.full_state_dict(True).items()}
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("averages")
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[Any]]:
+    return run_each(_train, dict.fromkeys(["single", *selected(request, "name")]), str(folder))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_strategy_averages_alike(name: str, results: dict[str, list[Any]], folder: Path) -> None:
+    skip_if_missing(name)
+    expected = results["single"][0]
+    for rank in results[name]:
+        assert rank["val_loss 1"] == pytest.approx(expected["val_loss 1"], rel=1e-4)
+        assert rank["val_loss 2"] == pytest.approx(expected["val_loss 2"], rel=1e-4)
+        for key, value in expected["weights"].items():
+            torch.testing.assert_close(torch.tensor(rank["weights"][key]), torch.tensor(value), rtol=1e-4, atol=1e-5)
+    saved = read_checkpoint(folder / name.replace(" ", "-") / "epoch=1-step=6")
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(saved["average"][key], torch.tensor(value), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_single_process_goes_on_with_any_checkpoint(name: str, results: dict[str, list[Any]], folder: Path) -> None:
+    skip_if_missing(name)
+    trainer = WAYS["single"].trainer(max_epochs=3, seed=1, callbacks=[EMAWeightAveraging(decay=DECAY)])
+    module = MLP()
+    path = folder / name.replace(" ", "-") / "epoch=1-step=6"
+    trainer.fit(module, DataLoader(MLP.data(24), batch_size=8), ckpt_path=path)
+    other = MLP()
+    again = WAYS["single"].trainer(max_epochs=3, seed=1, callbacks=[EMAWeightAveraging(decay=DECAY)])
+    again.fit(other, DataLoader(MLP.data(24), batch_size=8), ckpt_path=folder / "single" / "epoch=1-step=6")
+    for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
