@@ -12,13 +12,16 @@ if __name__ != "trainer.callbacks":
 
 from trainer.callback import Callback as Callback
 from trainer.callback import Logger as Logger
+from trainer.callback import Tracker as Tracker
 from trainer.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger as CSVLogger
 from trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from trainer.callbacks.grad_norm_monitor import GradNormMonitor as GradNormMonitor
 from trainer.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
+from trainer.callbacks.jsonl_logger import JSONLLogger as JSONLLogger
 from trainer.callbacks.lambda_callback import LambdaCallback as LambdaCallback
 from trainer.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+from trainer.callbacks.mlflow_logger import MLFlowLogger as MLFlowLogger
 from trainer.callbacks.model_summary import ModelSummary as ModelSummary
 from trainer.callbacks.prediction_writer import PredictionWriter as PredictionWriter
 from trainer.callbacks.prediction_writer import read_predictions as read_predictions
@@ -30,13 +33,14 @@ from trainer.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
 from trainer.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
 from trainer.callbacks.timer import Timer as Timer
 from trainer.callbacks.torch_profiler import TorchProfiler as TorchProfiler
+from trainer.callbacks.wandb_logger import WandbLogger as WandbLogger
 from trainer.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
 from trainer.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 CALLBACKS: dict[str, type[Callback]] = {
     name: kind
     for name, kind in list(globals().items())
-    if isinstance(kind, type) and issubclass(kind, Callback) and kind not in (Callback, Logger)
+    if isinstance(kind, type) and issubclass(kind, Callback) and kind not in (Callback, Logger, Tracker)
 }
 """Every callback and logger by the name of its class. All are imported with the first `Trainer`, so they import heavy
 packages inside the functions that need them."""

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from trainer.callback import Logger
 from trainer.checkpoint.disk import without_links
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError, MissingPackageError
+from trainer.metrics.media import Histogram, Images, Media, Table, Text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -64,7 +65,8 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """torch's `SummaryWriter`, for images, histograms and the like. Only on rank 0: ask `trainer.is_global_zero`.
+        """torch's `SummaryWriter`, for what `log_image` and the like do not do. Only on rank 0: ask
+        `trainer.is_global_zero`.
 
         From the first use on, scalars go through it too, because TensorBoard reads one growing file of a run.
 
@@ -134,6 +136,13 @@ class TensorBoardLogger(Logger):
         if self._newest.get("step") != step:
             self._newest = {"step": step, "values": {}}
         self._newest["values"].update(metrics)
+
+    def log_media(self, key: str, media: Media, step: int) -> None:
+        for summary in _summaries(key, media):
+            if self._writer is not None:
+                self._writer._get_file_writer().add_summary(summary, step)
+            else:
+                self._opened().add(step=step, summary=summary)
 
     def flush(self) -> None:
         self._flushed_at = time.monotonic()
@@ -249,6 +258,23 @@ def _write_hyperparameters(file: _EventFile, hyperparameters: dict[str, Any]) ->
     # `SummaryWriter.add_hparams` would make a folder of its own, which shows as a second run.
     for summary in (nested, *hparams(_flat(hyperparameters), {})):
         file.add(step=0, summary=summary)
+
+
+def _summaries(key: str, media: Media) -> Iterator[Any]:
+    """Yield TensorBoard's summaries of a value; several pictures have numbers after their name."""
+    from torch.utils.tensorboard.summary import histogram, image, text
+
+    if isinstance(media, Images):
+        for number, array in enumerate(media.arrays):
+            yield image(f"{key}/{number}" if len(media.arrays) > 1 else key, array, dataformats="HWC")
+        if media.captions is not None:
+            yield text(f"{key}/captions", "\n".join(f"- {caption}" for caption in media.captions))
+    elif isinstance(media, Text):
+        yield text(key, media.text)
+    elif isinstance(media, Histogram):
+        yield histogram(key, media.values, media.bins)
+    elif isinstance(media, Table):
+        yield text(key, media.markdown())
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -88,24 +88,41 @@ With manual optimization a window is one batch, and between `on_train_batch_star
 from __future__ import annotations
 
 import inspect
+import logging
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 
 from trainer.arguments import check_constructor
-from trainer.errors import did_you_mean, raise_problems, unknown_name_error
+from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.distributed.environment import detect_environment
+from trainer.errors import ConfigError, did_you_mean, raise_problems, unknown_name_error
+from trainer.metrics.background_calls import BackgroundCalls
+from trainer.metrics.media import (
+    Media,
+    as_histogram,
+    as_images,
+    as_table,
+    as_text,
+    close_figure,
+    figure_images,
+)
 from trainer.profiling import Phase, during, unheard
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from trainer.module import TrainModule
     from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
 
 
 class Callback:
@@ -222,11 +239,19 @@ class Callback:
 
 
 class Logger(Callback):
-    """A callback that receives the metrics. Its methods are called on rank 0 only.
+    """A callback that receives the metrics. `log_hyperparameters`, `log_metrics`, `log_media` and `flush` are called
+    on rank 0 only.
 
     A logger writes into `trainer.run_dir` between `setup` and `teardown`, and continues its files after a resume: rows
     after the resumed step are dropped, so that there is one row per step.
     """
+
+    _trainer: Trainer | None = None
+    _told_media = False
+
+    def attach(self, trainer: Trainer) -> None:
+        """Remember the trainer of the run, for the step and the rank of `log_image` and the like."""
+        self._trainer = trainer
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
@@ -236,6 +261,278 @@ class Logger(Callback):
 
     def flush(self) -> None:
         """Write all logged values to the files. Called before each checkpoint and at the end."""
+
+    def log_media(self, key: str, media: Media, step: int) -> None:
+        """Record `Images`, a `Text`, a `Histogram` or a `Table` of `trainer.metrics.media`; a logger that can overrides
+        this."""
+        if not self._told_media:
+            self._told_media = True
+            what = f"{type(media).__name__.lower()} such as {key!r}"
+            log.info("%s shows no %s: left out. (Logged once.)", type(self).__name__, what)
+
+    # -- images and the like: the same call for every logger, on any rank ----------------------------------------------
+
+    def log_image(
+        self,
+        key: str,
+        images: Any,
+        step: int | None = None,
+        caption: str | Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Log a picture or a list of pictures; `media.as_images` has their forms. Ranks other than 0 do nothing.
+
+        Args:
+            key: the name of the pictures.
+            step: default: the number of completed steps.
+            caption: one for all pictures, or a list with one for each.
+            options: lists with an entry for each picture, for Weights & Biases (`masks`, `boxes`).
+
+        Raises:
+            ConfigError: a picture has a shape that no picture has, or the lists have other lengths.
+        """
+        self._log_media(key, step, as_images, images, caption, options)
+
+    def log_text(
+        self,
+        key: str,
+        text: str | Sequence[str] | None = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        """Log a text, which may have Markdown; or, with `columns` and `data`, a table of texts as `log_table` does."""
+        if isinstance(data, int) and dataframe is None and step is None:
+            data, step = None, data  # log_text("note", "all is well", 5)
+        if columns is not None or data is not None or dataframe is not None:
+            columns = columns if columns is not None or text is None else list(text)
+            self.log_table(key, columns, data, dataframe, step)
+        else:
+            self._log_media(key, step, as_text, text)
+
+    def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
+        """Log the distribution of the finite numbers of a tensor, an array or a list."""
+        self._log_media(key, step, as_histogram, values, bins)
+
+    def log_figure(self, key: str, figure: Any, step: int | None = None, close: bool = True) -> None:
+        """Log a figure of matplotlib as a picture, and close it."""
+        self._log_media(key, step, figure_images, figure)
+        if close:
+            close_figure(figure)
+
+    def log_table(
+        self,
+        key: str,
+        columns: Sequence[str] | None = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Log a table: `columns` and `data`, a list of rows; or a pandas data frame."""
+        self._log_media(key, step, as_table, columns, data, dataframe)
+
+    def _log_media(self, key: str, step: int | None, make: Callable[..., Media], *args: Any) -> None:
+        if not isinstance(key, str) or not key:
+            raise ConfigError(f"{type(self).__name__} got the name {key!r}: give a text, such as 'val/samples'.")
+        trainer = self._trainer
+        if trainer is not None and not trainer.is_global_zero:
+            return
+        if step is None:
+            step = 0 if trainer is None else trainer.global_step
+        elif type(step) is not int or step < 0:
+            raise ConfigError(f"{key!r}: step={step!r}: give the number of completed steps, an integer from 0.")
+        self.log_media(key, make(*args), step)
+
+
+class Tracker(Logger):
+    """A logger whose values go to the client of a tracker: a service, or a store that others read.
+
+    A subclass defines `open`, `send_metrics`, and what else its tracker has. `open` is called before the first step, so
+    that a mistake ends the run there; all `send_` methods are called by a thread of their own, in order, so that
+    a slow client delays no step, and what they raise is logged and ends no training. A resumed run goes on with the
+    same run of the tracker, and sends again what was logged before its checkpoint and not sent when the process ended.
+    """
+
+    prefix: str = ""
+    """Put before the name of each value, with a "-"."""
+    log_model: bool | Literal["all"] = False
+    """Send checkpoints: the best and the last one at the end of training (True), or each as it is written ("all")."""
+    given_run_id: str | None = None
+    """The run that the user wants to go on with, also in a second `fit`; None: a new one for each, unless resumed."""
+    seconds_at_end: float = 60.0
+    """Longest wait at the end of a stage for calls that are not done; 10 seconds after an error."""
+
+    _client: Any = None
+    _calls: BackgroundCalls | None = None
+    _has_fit = _has_failed = False
+    _resumed_run: str | None = None
+    _resumed_unsent: tuple[Any, ...] = ()
+
+    # -- for a subclass to define --------------------------------------------------------------------------------------
+
+    def open(self, run_id: str | None) -> Any:
+        """Begin a run of the tracker, or go on with `run_id`; return the object that users get as `experiment`."""
+        raise NotImplementedError
+
+    def opened_run_id(self) -> str | None:
+        """Return the name by which `open` goes on with the open run, for checkpoints."""
+        return None
+
+    def check(self) -> None:
+        """Raise an error if the client is not installed, or does not take the arguments. Called before the run."""
+
+    def send_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        """Send the run's hyperparameters (data only, possibly nested)."""
+
+    def send_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Send values at `step`, the number of completed steps."""
+        raise NotImplementedError
+
+    def send_media(self, key: str, media: Media, step: int) -> None:
+        """Send `Images`, a `Text`, a `Histogram` or a `Table` of `trainer.metrics.media`."""
+        super().log_media(key, media, step)
+
+    def send_checkpoint(self, folder: Path, name: str, aliases: list[str]) -> None:
+        """Send the files of a checkpoint, which stay as they are until this returns."""
+
+    def finish(self, failed: bool) -> None:
+        """Tell the tracker that a stage has ended. Called in the training thread, after the last call is done."""
+
+    def close(self) -> None:
+        """Let go of the open run, because another one follows."""
+
+    # -- the run of the tracker ----------------------------------------------------------------------------------------
+
+    @property
+    def experiment(self) -> Any:
+        """The client's own object, for what it can do beyond this class. On ranks other than 0 its calls do nothing."""
+        rank = detect_environment().rank if self._trainer is None else self._trainer.rank
+        return self._opened() if rank == 0 else DummyExperiment()
+
+    @property
+    def version(self) -> str | None:
+        """The id of the tracker's run; None: there is none yet."""
+        return self.given_run_id if self._client is None else self.opened_run_id()
+
+    def _opened(self) -> Any:
+        if self._client is None:
+            self._client = self.open(self._resumed_run or self.given_run_id)
+            self._calls = BackgroundCalls(type(self).__name__)
+        return self._client
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_client": None, "_calls": None, "_trainer": None}
+
+    def _leave_run(self) -> None:
+        if self._client is not None:
+            self.close()
+        self._client, self._resumed_run = None, None
+
+    def _call(self, function: Callable[..., object], *args: Any, keep: Any = None) -> None:
+        self._opened()
+        assert self._calls is not None
+        self._calls.call(function, *args, keep=keep)
+
+    # -- state: the run, and what was not sent -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._client is None or self._calls is None:
+            return {}
+        return {"run": self.opened_run_id(), "unsent": self._calls.unfinished()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        values = {"step": Integer(), "values": {str: NUMBER}}
+        require(state, {"run?": (str, None), "unsent?": [values]}, type(self).__name__)
+        fits = self._trainer is not None and self._trainer.stage == "fit"
+        run, open_run = state.get("run"), None if self._client is None else self.opened_run_id()
+        if run is None or self.given_run_id not in (None, run) or run == open_run or (open_run and not fits):
+            return
+        if open_run is not None:
+            log.info("%s: going on with run %s of the checkpoint, instead of %s", type(self).__name__, run, open_run)
+            self._leave_run()
+        self._resumed_run = run
+        self._resumed_unsent = tuple(state.get("unsent", ())) if fits else ()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._trainer = trainer
+        self._has_failed, self._resumed_unsent = False, ()
+        if stage == "fit":
+            shutil.rmtree(trainer.run_dir / ".sending", ignore_errors=True)  # of a process that was killed
+            if self._has_fit and self.given_run_id is None:
+                self._leave_run()
+            self._has_fit = True
+        if trainer.is_global_zero:
+            self.check()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        for one in self._resumed_unsent if trainer.is_global_zero else ():
+            self._call(self.send_metrics, one["values"], one["step"], keep=one)
+        self._resumed_unsent = ()
+
+    def on_checkpoint_saved(self, trainer: Trainer, module: TrainModule, path: str) -> None:
+        if self.log_model == "all":
+            self._send_checkpoint(trainer, path)
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.log_model is True and trainer.is_global_zero:
+            written = [p for c in trainer.checkpoint_callbacks for p in (c.last_model_path, c.best_model_path) if p]
+            for path in dict.fromkeys(written):
+                self._send_checkpoint(trainer, path)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._has_failed = True
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._calls is not None:
+            self._calls.wait(min(10.0, self.seconds_at_end) if self._has_failed else self.seconds_at_end)
+            self.finish(self._has_failed)
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        self._call(self.send_hyperparameters, hyperparameters)
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if self.prefix:
+            metrics = {f"{self.prefix}-{name}": value for name, value in metrics.items()}
+        self._call(self.send_metrics, metrics, step, keep={"step": step, "values": dict(metrics)})
+
+    def log_media(self, key: str, media: Media, step: int) -> None:
+        self._call(self.send_media, f"{self.prefix}-{key}" if self.prefix else key, media, step)
+
+    def _send_checkpoint(self, trainer: Trainer, path: str) -> None:
+        """Have the files sent, of a copy that retention does not delete and that takes no space."""
+        folder = Path(path)
+        if not folder.is_dir():
+            log.warning("%s: %s is not a folder of this machine, and is not sent.", type(self).__name__, path)
+            return
+        best = any(path == one.best_model_path for one in trainer.checkpoint_callbacks)
+        copy = linked_copy(folder, trainer.run_dir / ".sending")
+        self._call(self._send_and_delete, copy, folder.name, ["latest", "best"] if best else ["latest"])
+
+    def _send_and_delete(self, copy: Path, name: str, aliases: list[str]) -> None:
+        try:
+            self.send_checkpoint(copy, name, aliases)
+        finally:
+            shutil.rmtree(copy, ignore_errors=True)
+            with suppress(OSError):
+                copy.parent.rmdir()
+
+
+def linked_copy(folder: Path, parent: Path) -> Path:
+    """Return a new folder in `parent` with hard links to the files of a folder, or copies where there are no links."""
+    parent.mkdir(exist_ok=True)
+    copy = Path(tempfile.mkdtemp(dir=parent))
+
+    def link_or_copy(one: str, other: str) -> None:
+        try:
+            os.link(one, other)
+        except OSError:
+            shutil.copy2(one, other)
+
+    shutil.copytree(folder, copy, copy_function=link_or_copy, dirs_exist_ok=True)
+    return copy
 
 
 class AccumulationSchedule(Callback):
@@ -273,6 +570,8 @@ class DummyLogger(Logger):
         self.experiment = DummyExperiment()
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def log_media(self, *args: Any) -> None: ...
 
     def __getattr__(self, name: str) -> DummyExperiment:
         return getattr(DummyExperiment(), name)  # type: ignore[no-any-return]  # it has every attribute

@@ -79,10 +79,14 @@ def restoring(what: str) -> Iterator[None]:
 
 OPTIONAL_PACKAGES = {
     "deepspeed": "deepspeed>=0.19",
+    "matplotlib": "matplotlib>=3.8",
+    "mlflow": "mlflow>=2.14",
+    "optuna": "optuna>=4.0",
     "ray": "ray[train]>=2.51",
     "tensorboard": "tensorboard>=2.16",
     "torchao": "torchao>=0.18",
     "torchmetrics": "torchmetrics>=1.6.2",
+    "wandb": "wandb>=0.20",
 }
 """The optional packages as pip has to be given them. Messages name no extra of this package, because
 anybody could register a name that is not on the package index yet."""

@@ -358,6 +358,8 @@ class Trainer:
         run.module.attach(self)
         if run.datamodule is not None:
             run.datamodule.attach(self)
+        for logger in run.loggers:
+            logger.attach(self)
         return self
 
     def _start_training(self, run: Run) -> None:

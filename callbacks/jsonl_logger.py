@@ -1,0 +1,255 @@
+"""JSONLLogger: metrics, texts, tables and pictures in a file of JSON lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.arguments import NonNegativeFloat, local_path, make_folder
+from trainer.callback import Logger
+from trainer.checkpoint.disk import NotRegularError, flush_file, open_regular, reason, replace_file, without_links
+from trainer.checkpoint.schema import Integer, require
+from trainer.errors import ConfigError
+from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+
+class JSONLLogger(Logger):
+    """Write `metrics.jsonl`: a line `{"step": 50, "train_loss": 0.3}` each time that values are logged.
+
+    Hyperparameters are a line with `"hyperparameters"`. Texts, tables and histograms are lines with the key and
+    `"kind"`; a picture is a PNG file in `media/`, and its line has the path. A resumed run continues the file, without
+    the lines written after its checkpoint. Numbers keep all their digits; those that are not finite, which JSON lacks,
+    are the texts "NaN", "Infinity" and "-Infinity". When the file cannot be written (disk full), a warning says so
+    once, and the lines are kept in memory until it can be.
+
+    Args:
+        save_dir: folder of the file. Default: the run directory.
+        flush_seconds: longest time between two writes to the file, as long as values are logged.
+    """
+
+    def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
+        self.save_dir = None if save_dir is None else local_path(save_dir, "save_dir")
+        self.flush_seconds = flush_seconds
+        self._file: _LineFile | None = None
+        self._resumed: dict[str, Any] = {}
+        self._flushed_at = 0.0
+        self._before: list[dict[str, Any]] = []
+        """Records of the time before the file is opened, when the step of a resumed run is not known yet."""
+
+    @property
+    def path(self) -> Path | None:
+        """The path of `metrics.jsonl`; None before a run."""
+        if self.save_dir is not None:
+            return self.save_dir / "metrics.jsonl"
+        return None if self._trainer is None else self._trainer.run_dir / "metrics.jsonl"
+
+    def output_location(self) -> tuple[str, Path] | None:
+        return None if self.path is None else ("JSON lines:", self.path)
+
+    # -- state: the number of lines, by which a resumed run cuts the file ----------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._file is None else {"lines": self._file.lines}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        require(state, {"lines?": Integer()}, "JSONLLogger")
+        self._resumed = state
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._trainer = trainer
+        self._resumed = {}
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero:
+            self._open(continue_from=trainer.global_step)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.close()
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self.flush()
+
+    def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        self._before = [{"step": 0, "hyperparameters": hyperparameters}]
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if "step" in metrics:
+            raise ConfigError(
+                "JSONLLogger.log_metrics got a value 'step', the key of the step itself: give it as step=, or give the "
+                "value another name."
+            )
+        self._write({"step": step, **metrics})
+
+    def log_media(self, key: str, media: Media, step: int) -> None:
+        if isinstance(media, Images):
+            self._write({"step": step, "key": key, "kind": "images", **self._saved(key, media, step)})
+        elif isinstance(media, Text):
+            self._write({"step": step, "key": key, "kind": "text", "text": media.text})
+        elif isinstance(media, Histogram):
+            counts, edges = media.counts()
+            self._write({"step": step, "key": key, "kind": "histogram", "counts": counts, "edges": edges})
+        elif isinstance(media, Table):
+            self._write({"step": step, "key": key, "kind": "table", "columns": media.columns, "data": media.rows})
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._flushed_at = time.monotonic()
+            self._file.write(to_disk=True)
+
+    def close(self) -> None:
+        """Write the pending lines, and close the file."""
+        if self._file is not None:
+            self.flush()
+            self._file.report_loss()
+            self._file = None
+
+    # -- the file ------------------------------------------------------------------------------------------------------
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            self._open(continue_from=None)
+        assert self._file is not None
+        self._file.put(record)
+        if time.monotonic() - self._flushed_at > self.flush_seconds:
+            self._flushed_at = time.monotonic()
+            self._file.write()
+
+    def _saved(self, key: str, media: Images, step: int) -> dict[str, Any]:
+        """Write the pictures as files; return their paths, relative to the folder of the log, and captions."""
+        assert self.path is not None
+        folder = self.path.parent / "media"
+        make_folder(folder, "JSONLLogger(save_dir=...)")
+        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in key)
+        paths = [f"media/{name}-{step}-{number}.png" for number in range(len(media.arrays))]
+        for path, array in zip(paths, media.arrays, strict=True):
+            try:
+                replace_file(self.path.parent / path, png(array))
+            except OSError as error:
+                log.warning("cannot write %s (%s).", path, error)
+        return {"paths": paths, **({} if media.captions is None else {"captions": media.captions})}
+
+    def _open(self, continue_from: int | None) -> None:
+        """Open the file, or the existing one of a resumed run; `continue_from`: the step of its checkpoint."""
+        path = self.path
+        assert path is not None
+        make_folder(path.parent, "JSONLLogger(save_dir=...)")
+        try:
+            lines = _read(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({reason(error)}), and would be overwritten: try again, or move it away."
+            ) from error
+        if continue_from is not None:
+            before = self._resumed.get("lines")
+            if before is None:
+                lines = [line for line in lines if continue_from and _step_of(line) <= continue_from]
+            else:
+                lines = lines[:before]
+        self._file = _LineFile(path, lines)
+        self._flushed_at = time.monotonic()
+        if not lines:
+            for record in self._before:
+                self._file.put(record)
+        self._before = []
+
+
+class _LineFile:
+    """A file to which lines are appended. Those that cannot be written are kept in memory."""
+
+    def __init__(self, path: Path, kept: list[bytes]) -> None:
+        self.path = path
+        self.lines = len(kept)
+        """Lines on disk and in memory."""
+        self._end = sum(map(len, kept))
+        self._pending: list[bytes] = []
+        self._rewritten: list[bytes] | None = None
+        """All lines before the pending ones, if the file does not have them as they are."""
+        self._failed = False
+        try:
+            if path.stat().st_size == self._end and not path.is_symlink():
+                return
+        except OSError:
+            pass
+        self._rewritten = kept
+        self.write()
+
+    def put(self, record: dict[str, Any]) -> None:
+        self._pending.append(json.dumps(_as_json(record), ensure_ascii=False, default=str).encode(errors="replace"))
+        self._pending[-1] += b"\n"
+        self.lines += 1
+
+    def write(self, to_disk: bool = False) -> None:
+        """Write the pending lines; `to_disk`: sync the file, so that it survives a power cut.
+
+        After an error the lines are kept, and the next call overwrites a partial write.
+        """
+        data = b"".join(self._pending)
+        try:
+            if self._rewritten is not None:
+                replace_file(self.path, b"".join(self._rewritten))
+                self._rewritten = None
+            with io.FileIO(self.path, "r+", opener=without_links) as file:
+                file.seek(self._end)
+                view = memoryview(data)
+                while view:
+                    view = view[file.write(view) :]
+                file.truncate()
+                if to_disk:
+                    flush_file(file.fileno(), self.path.parent)
+        except OSError as error:
+            if not self._failed:
+                log.warning("cannot write %s (%s); lines are kept in memory until it can be.", self.path, error)
+            self._failed = True
+            return
+        self._end += len(data)
+        self._pending.clear()
+        self._failed = False
+
+    def report_loss(self) -> None:
+        """Say so if lines were never written, and will not be."""
+        if self._failed:
+            log.error("%s could not be written until the end: the lines kept in memory are lost.", self.path)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value in which numbers that are not finite are texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(name): _as_json(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(one) for one in value]
+    return value
+
+
+def _read(path: Path) -> list[bytes]:
+    """Return the lines of a file, without one that was cut off; none if there is no such file."""
+    try:
+        with open_regular(path) as file:
+            return [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []
+    except NotRegularError:
+        log.warning("%s is a link, or not a regular file: replacing it.", path)
+        return []
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf

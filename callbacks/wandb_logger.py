@@ -1,0 +1,231 @@
+"""WandbLogger: a run of Weights & Biases."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import WeakSet
+
+from trainer.arguments import local_path, make_folder
+from trainer.callback import Tracker
+from trainer.errors import ConfigError, MissingPackageError, did_you_mean
+from trainer.metrics.media import Histogram, Images, Media, Table, Text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+STEP = "trainer/global_step"
+"""The x axis of all curves. Not wandb's own step, which drops what is logged at a smaller one."""
+
+
+class WandbLogger(Tracker):
+    """Send metrics, media, hyperparameters and checkpoints to Weights & Biases.
+
+    A resumed run goes on with the same run. The curves' x axis is `trainer/global_step`; steps that a resumed run
+    repeats have two equal rows, one point of a curve. Offline, each start writes a folder
+    `<save_dir>/wandb/offline-run-...-<id>`, and `wandb sync` makes one run of those with one id. The run stays open
+    after `fit`, for `test` and for calls of your own, until another `fit` begins or the process ends. A run that your
+    program has begun with `wandb.init` is used as it is.
+
+    Args:
+        name: shown name of the run; default: wandb makes one.
+        save_dir: folder in which wandb makes its folder `wandb`; default: the run directory.
+        version: id of a run to go on with, or for the new one.
+        offline: write to files only.
+        dir: the same as `save_dir`.
+        id: the same as `version`.
+        anonymous: log without an account; only versions of wandb that still have it.
+        project: default: the variable WANDB_PROJECT, else "trainer".
+        log_model: send checkpoints as artifacts, with the aliases "latest" and "best": at the end of training the best
+            and the last one (True), or each as it is written ("all").
+        experiment: an open run to use.
+        prefix: put before the name of each value, with a "-".
+        checkpoint_name: name of the artifacts; default: "model-" and the id of the run.
+        add_file_policy: "mutable" copies the files of a checkpoint before they are sent; "immutable" sends them as they
+            are, which takes no space, and copies them offline only.
+        kwargs: further arguments of `wandb.init`, such as `entity`, `group`, `tags`, `settings`.
+
+    Raises:
+        MissingPackageError: at the start of a run, when wandb is not installed.
+        ConfigError: `wandb.init` has no such argument, or two of the arguments contradict each other.
+    """
+
+    _all: ClassVar[WeakSet[WandbLogger]] = WeakSet()
+    """The loggers of this process, which tell their runs from one that the user's program has begun: wandb itself has
+    one state per process."""
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | Path | None = None,
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | Path | None = None,
+        id: str | None = None,
+        anonymous: bool | None = None,
+        project: str | None = None,
+        log_model: bool | Literal["all"] = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable",
+        **kwargs: Any,
+    ) -> None:
+        for one, other, words in ((version, id, "version and id"), (save_dir, dir, "save_dir and dir")):
+            if one is not None and other is not None and one != other:
+                raise ConfigError(f"WandbLogger: {words} mean the same, and have two values: give one of them.")
+        folders = {"save_dir": save_dir, "dir": dir}
+        self._save_dir = next((local_path(path, name) for name, path in folders.items() if path is not None), None)
+        self.given_run_id = id if id is not None else version
+        self.project = project
+        self.offline = offline
+        self.log_model = log_model
+        self.prefix = prefix
+        self.checkpoint_name = checkpoint_name
+        self.add_file_policy = add_file_policy
+        self._options = {"name": name, **({} if anonymous is None else {"anonymous": anonymous}), **kwargs}
+        self._given = experiment
+        self._owns_run = False
+
+    @property
+    def save_dir(self) -> Path | None:
+        """The folder in which wandb makes its own; None before a run, if it is the run directory."""
+        return self._save_dir or (None if self._trainer is None else self._trainer.run_dir)
+
+    @property
+    def name(self) -> str:
+        """The name of the project."""
+        return self.project or os.environ.get("WANDB_PROJECT") or "trainer"
+
+    def output_location(self) -> tuple[str, Path] | None:
+        return None if not self.offline or self.save_dir is None else ("W&B, offline:", self.save_dir / "wandb")
+
+    def check(self) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingPackageError("wandb", "WandbLogger") from error
+        known = list(inspect.signature(wandb.init).parameters)
+        for option in self._options:
+            if option not in known:
+                raise ConfigError(
+                    f"WandbLogger({option}=...): wandb.init has no such argument.{did_you_mean(option, known)}"
+                )
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def open(self, run_id: str | None) -> Any:
+        """Return the run: the given one, one that the program has begun, or a new or resumed one."""
+        self.check()
+        import wandb
+
+        self._all.add(self)
+        others = [one for one in self._all if one is not self and one._client is not None and one._owns_run]
+        active: Any = None if any(one._client is wandb.run for one in others) else wandb.run
+        run = self._given
+        if run is None and active is not None and run_id in (None, active.id):
+            run = active
+        if run is None:
+            run = self._begin(run_id, others)
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP, step_sync=True)
+        return run
+
+    def _begin(self, run_id: str | None, others: list[WandbLogger]) -> Any:
+        import wandb
+
+        for other in others:  # the run of a training that is over, as in a sweep
+            if other._trainer is None or other._trainer.stage is None:
+                other._leave_run()
+        folder = self.save_dir or Path()  # made absolute below: wandb's own process may have another working directory
+        make_folder(folder, "WandbLogger(save_dir=...)")
+        options = {"project": self.name, "dir": str(folder.resolve()), "resume": "allow", **self._options}
+        if run_id is not None:
+            options["id"] = run_id
+        if self.offline:
+            options["mode"] = "offline"
+        if wandb.run is not None or any(one._client is not None for one in others):
+            options.setdefault("reinit", "create_new")
+        begin: Any = wandb.init
+        try:
+            run = begin(**options)
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"WandbLogger cannot begin a run ({error}). Log in with `wandb login`, or give offline=True and send "
+                "it later with `wandb sync`."
+            ) from error
+        self._owns_run = True
+        return run
+
+    def _opened(self) -> Any:
+        if self._client is not None and getattr(self._client, "_is_finished", False):
+            # The program has called `wandb.finish()`, which several trainings in one process do.
+            self._resumed_run, self._client, self._owns_run = self.opened_run_id(), None, False
+        return super()._opened()
+
+    def opened_run_id(self) -> str | None:
+        return None if self._client is None else str(self._client.id)
+
+    def close(self) -> None:
+        """End the run, if this logger has begun it."""
+        if self._owns_run:
+            self._client.finish()
+            self._owns_run = False
+
+    # -- what is sent --------------------------------------------------------------------------------------------------
+
+    def send_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
+        # As in Lightning: those of module and data module side by side.
+        flat = {**hyperparameters.get("data", {}), **hyperparameters.get("module", {})}
+        others = {name: value for name, value in hyperparameters.items() if name not in ("data", "module")}
+        self._client.config.update({**flat, **others}, allow_val_change=True)
+
+    def send_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self._client.log({**metrics, STEP: step})
+
+    def send_media(self, key: str, media: Media, step: int) -> None:
+        import wandb
+
+        shown: Any
+        if isinstance(media, Images):
+            lists = {"caption": media.captions, **media.options}
+            options = [{name: of[i] for name, of in lists.items() if of is not None} for i in range(len(media.arrays))]
+            pictures = [array[..., 0] if array.shape[-1] == 1 else array for array in media.arrays]
+            shown = [wandb.Image(array, **one) for array, one in zip(pictures, options, strict=True)]
+        elif isinstance(media, Histogram):
+            counts: Any = media.counts()
+            shown = wandb.Histogram(np_histogram=counts)
+        elif isinstance(media, Text):
+            shown = wandb.Table(columns=["text"], data=[[media.text]])
+        elif isinstance(media, Table):
+            shown = wandb.Table(columns=[*media.columns], data=media.rows)
+        self._client.log({key: shown, STEP: step})
+
+    def send_checkpoint(self, folder: Path, name: str, aliases: list[str]) -> None:
+        import wandb
+
+        metadata = {"checkpoint": name}
+        artifact = wandb.Artifact(self.checkpoint_name or f"model-{self._client.id}", type="model", metadata=metadata)
+        copies = self._client.offline or self.add_file_policy == "mutable"
+        artifact.add_dir(str(folder), policy="mutable" if copies else "immutable")
+        logged = self._client.log_artifact(artifact, aliases=aliases)
+        if not copies:
+            logged.wait()  # this folder is deleted afterwards
+
+    # -- Lightning's methods -------------------------------------------------------------------------------------------
+
+    def watch(
+        self,
+        model: nn.Module,
+        log: Literal["gradients", "parameters", "all"] | None = "gradients",
+        log_freq: int = 100,
+        log_graph: bool = True,
+    ) -> None:
+        """Have wandb log the gradients and parameters of a module; it reads the device each time."""
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Return an artifact, and note that the run uses it."""
+        return self.experiment.use_artifact(artifact, type=artifact_type)

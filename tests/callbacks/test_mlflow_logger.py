@@ -1,0 +1,119 @@
+"""MLFlowLogger, with the real client: a store of files, and one in sqlite."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.test_tensorboard import Crash
+from tests.callbacks.test_wandb_logger import Draws, WithHyperparameters
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import ConfigError
+from trainer.callbacks import MLFlowLogger, ModelCheckpoint
+from trainer.errors import MissingPackageError
+
+pytest.importorskip("mlflow")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of MLflow's own use of SQLAlchemy and others
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+STORES = {"files": "file:./mlruns", "sqlite": "sqlite:///mlflow.db"}
+
+
+def train(store: str, crash_at: int | None = None, **options: Any) -> MLFlowLogger:
+    logger = MLFlowLogger("exp", tracking_uri=STORES[store], artifact_location="./artifacts", **options)
+    crash = [] if crash_at is None else [Crash(crash_at)]
+    trainer = quiet(
+        max_steps=8,
+        log_every_n_steps=1,
+        logger=logger,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(every_n_train_steps=4), Draws(), *crash],
+        default_root_dir="runs",
+    )
+    try:
+        trainer.fit(WithHyperparameters(), loader(4, shuffle=True), ckpt_path="last")
+    except RuntimeError:
+        assert crash_at is not None
+    return logger
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_resumed_run_is_the_same_run_with_each_step_once(store: str) -> None:
+    broken = train(store, crash_at=7, run_name="mine", tags={"of": 3})
+    client, run_id = broken.experiment, broken.run_id
+    assert client.get_run(run_id).info.status == "FAILED"
+    resumed = train(store, log_model=True)
+    assert resumed.run_id == run_id == resumed.version
+    run = client.get_run(run_id)
+    assert (run.info.status, run.info.run_name, run.data.tags["of"]) == ("FINISHED", "mine", "3")
+    assert run.data.params["lr"] == "0.5"
+    points = client.get_metric_history(run_id, "train_loss")
+    assert sorted(point.step for point in points) == list(range(1, 9))
+    assert len(client.search_runs([resumed.experiment_id])) == 1
+    last = run.data.tags["checkpoint.best"]
+    assert {file.path for file in client.list_artifacts(run_id, last)} >= {f"{last}/model.safetensors"}
+    files = [file.path for folder in ("samples", "note", "weights") for file in client.list_artifacts(run_id, folder)]
+    assert {"samples/step-8-1.png", "samples/step-8.json", "note/step-4.txt", "weights/step-8.json"} <= set(files)
+    assert client.list_artifacts(run_id, "table")
+
+
+def test_a_second_fit_is_another_run_and_a_test_adds() -> None:
+    logger = MLFlowLogger(save_dir="elsewhere", prefix="a")
+    trainer = quiet(max_epochs=1, log_every_n_steps=1, logger=logger)
+    seen = []
+    for _ in range(2):
+        trainer.fit(Toy(), loader(1))
+        trainer.test(Toy(), loader(1))
+        metrics = logger.experiment.get_run(logger.run_id).data.metrics
+        assert metrics.keys() == {"a-train_loss", "a-val_loss"}
+        seen.append(logger.version)
+    assert len(set(seen)) == 2
+    assert Path("elsewhere").is_dir()
+
+
+def test_odd_names_and_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    logger = MLFlowLogger(run_id=None)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            logger.log_metrics({"acc (top 5)": 1.0, "nan": math.nan}, step)
+    assert logger._calls is not None
+    assert logger._calls.wait(60)
+    assert caplog.text.count("MLflow does not take the name 'acc (top 5)': it is 'acc _top 5_' there") == 1
+    assert logger.experiment.get_run(logger.run_id).data.metrics["acc _top 5_"] == 1.0
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no such run": ({"run_id": "0" * 32}, "MLFlowLogger cannot use 'file:mlruns': .*does not exist"),
+    "no such store": ({"tracking_uri": "nothing://x"}, "MLFlowLogger cannot use 'nothing://x'"),
+    "log_model": ({"log_model": "best"}, "log_model='best'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_told_before_the_first_step(case: str) -> None:
+    options, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        quiet(max_steps=1, logger=MLFlowLogger(**options)).fit(Toy(), loader(1))
+
+
+def test_a_message_says_that_mlflow_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_import = builtins.__import__
+
+    def without_mlflow(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "mlflow":
+            raise ImportError(name)
+        return true_import(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "mlflow.tracking", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without_mlflow)
+    with pytest.raises(MissingPackageError, match=r"MLFlowLogger needs the package 'mlflow'.*pip install \"mlflow"):
+        quiet(max_steps=1, logger=MLFlowLogger()).fit(Toy(), loader(1))

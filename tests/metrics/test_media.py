@@ -1,0 +1,142 @@
+"""Pictures, texts, histograms and tables of any form arrive at the loggers in one, and other things are refused."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer import ConfigError, Logger
+from trainer.metrics.media import Histogram, Images, Media, Table, Text, as_images, png
+
+
+class Kept(Logger):
+    def __init__(self) -> None:
+        self.media: list[tuple[str, Media, int]] = []
+
+    def log_media(self, key: str, media: Media, step: int) -> None:
+        self.media.append((key, media, step))
+
+    @property
+    def last(self) -> Any:
+        return self.media[-1][1]
+
+
+def picture() -> torch.Tensor:
+    return torch.arange(2 * 3 * 3, dtype=torch.uint8).reshape(3, 2, 3)  # channels, height, width
+
+
+FORMS = {
+    "tensor": picture(),
+    "tensor from 0 to 1": picture() / 255,
+    "tensor in bfloat16": (picture() / 255).bfloat16(),
+    "array": picture().permute(1, 2, 0).numpy(),
+    "array from 0 to 1": picture().permute(1, 2, 0).numpy() / 255,
+    "batch": picture()[None],
+    "list": [picture()],
+    "strided": picture().permute(1, 2, 0).contiguous().permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_picture_of_any_form(form: str) -> None:
+    logger = Kept()
+    logger.log_image("a", FORMS[form], caption="one")
+    assert isinstance(logger.last, Images)
+    assert logger.last.captions == ["one"]
+    (array,) = logger.last.arrays
+    assert array.dtype == np.uint8
+    assert np.array_equal(array, picture().permute(1, 2, 0).numpy())
+
+
+def test_a_picture_of_pil_and_a_file(tmp_path: Path) -> None:
+    from PIL import Image
+
+    array = picture().permute(1, 2, 0).numpy()
+    Image.fromarray(array).save("x.png")
+    for image in (Image.open("x.png"), "x.png", tmp_path / "x.png"):
+        assert np.array_equal(as_images(image, None, {}).arrays[0], array)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_our_png_is_what_pil_reads(channels: int) -> None:
+    from PIL import Image
+
+    array = np.random.default_rng(0).integers(0, 255, (5, 7, channels), dtype=np.uint8)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(png(array)))), array.squeeze())
+
+
+def test_a_grey_picture_and_values_out_of_range() -> None:
+    array = as_images(torch.tensor([[-1.0, 0.5], [2.0, float("nan")]]), None, {}).arrays[0]
+    assert array[..., 0].tolist() == [[0, 128], [255, 0]]
+
+
+def test_the_tensor_may_change_afterwards() -> None:
+    logger, image, values = Kept(), picture(), torch.zeros(3)
+    logger.log_image("a", image)
+    image.zero_()
+    assert logger.last.arrays[0].any()
+    logger.log_histogram("b", values)
+    values.fill_(7)
+    assert not logger.last.values.any()
+
+
+def test_text_table_histogram_and_figure() -> None:
+    logger = Kept()
+    logger.log_text("a", "all is well", 5)
+    assert logger.media[-1] == ("a", Text("all is well"), 5)
+    logger.log_table("b", columns=["x", "y"], data=[[1, torch.tensor(2.0)], ["a|b", None]], step=6)
+    assert logger.media[-1] == ("b", Table(["x", "y"], [[1, 2.0], ["a|b", None]]), 6)
+    assert logger.last.markdown().splitlines() == ["| x | y |", "| --- | --- |", "| 1 | 2.0 |", "| a\\|b | None |"]
+    logger.log_text(key="c", columns=["x"], data=[["hello"]])  # as Lightning's WandbLogger takes it
+    assert logger.media[-1] == ("c", Table(["x"], [["hello"]]), 0)
+    logger.log_histogram("d", torch.tensor([[0.0, 1.0], [1.0, float("nan")]], requires_grad=True), bins=2)
+    assert isinstance(logger.last, Histogram)
+    assert logger.last.counts() == ([1, 2], [0.0, 0.5, 1.0])
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1), dpi=50)
+    logger.log_figure("e", figure)
+    assert logger.last.arrays[0].shape == (50, 50, 4)
+
+
+class Frame:
+    """What is used of a data frame of pandas."""
+
+    columns = ("x", "y")
+    values = np.array([[1, 2], [3, 4]])
+
+
+def test_a_data_frame() -> None:
+    logger = Kept()
+    logger.log_table("a", dataframe=Frame())
+    assert logger.last == Table(["x", "y"], [[1, 2], [3, 4]])
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "shape": (lambda log: log.log_image("a", torch.zeros(5, 4, 4)), r"shape \(5, 4, 4\): give a tensor of \(channels"),
+    "no picture": (lambda log: log.log_image("a", "missing.png"), "cannot read the picture 'missing.png'"),
+    "object": (lambda log: log.log_image("a", object()), "log_image got <object"),
+    "captions": (lambda log: log.log_image("a", picture(), caption=["a", "b"]), "1 images were given with caption="),
+    "options": (lambda log: log.log_image("a", picture(), masks=3), "masks=3: give a list with one for each"),
+    "text": (lambda log: log.log_text("a", 3), "log_text got 3: give a text"),
+    "no text": (lambda log: log.log_text("a"), "log_text got None: give a text"),
+    "row": (lambda log: log.log_table("a", ["x"], [[1], [1, 2]]), "row 1 has 2 cells, and there are 1 columns: x"),
+    "no table": (lambda log: log.log_table("a"), "either columns= and data=, a list of rows, or dataframe="),
+    "data": (lambda log: log.log_table("a", ["x"], "abc"), "data='abc'.: give a list of rows"),
+    "nothing finite": (lambda log: log.log_histogram("a", torch.full((3,), torch.nan)), "3 values, of which none"),
+    "empty": (lambda log: log.log_histogram("a", []), "0 values, of which none"),
+    "bins": (lambda log: log.log_histogram("a", [1.0], bins=0), "bins=0.: give an integer from 1"),
+    "figure": (lambda log: log.log_figure("a", picture()), "give a figure of matplotlib"),
+    "key": (lambda log: log.log_text("", "x"), "Kept got the name '': give a text"),
+    "step": (lambda log: log.log_text("a", "x", step=-1), "step=-1: give the number of completed steps"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_picture_and_the_like_is_refused(case: str) -> None:
+    call, message = WRONG[case]
+    with pytest.raises(ConfigError, match=message):
+        call(Kept())

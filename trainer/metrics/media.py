@@ -1,0 +1,246 @@
+"""Media: images, texts, histograms and tables in one form each, as loggers get them."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Images:
+    """Pictures as arrays of (height, width, channels), uint8, with 1, 3 or 4 channels."""
+
+    arrays: list[np.ndarray[Any, Any]]
+    captions: list[str] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options of the call, such as `masks=` of Weights & Biases: lists with an entry for each picture."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, in which Markdown is allowed."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """The finite ones of the values, in one dimension, float32 or float64; and the number of bins to show."""
+
+    values: np.ndarray[Any, Any]
+    bins: int = 64
+
+    def counts(self) -> tuple[list[int], list[float]]:
+        """Return the counts, and the edges, of which there is one more."""
+        import numpy as np
+
+        counts, edges = np.histogram(self.values.astype(np.float64), self.bins)
+        return counts.tolist(), edges.tolist()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, which JSON can hold, under the names of their columns."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
+
+
+Media = Images | Text | Histogram | Table
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def as_images(images: Any, caption: str | Sequence[str] | None, options: dict[str, Any]) -> Images:
+    """Return pictures in one form.
+
+    Args:
+        images: one picture or a list of them. A tensor is (channels, height, width) or (height, width), or a batch of
+            the former; an array is (height, width, channels) or (height, width), as in numpy's world. Numbers that are
+            not uint8 are from 0 to 1. A picture of PIL, or the path of a file, is taken as it is.
+        caption: one for all pictures, or a list with one for each.
+
+    Raises:
+        ConfigError: a picture has another shape, or there are more or fewer captions than pictures.
+    """
+    several = list(images) if isinstance(images, (list, tuple)) else [images]
+    arrays = [array for image in several for array in _arrays(image)]
+    captions = [caption] * len(arrays) if isinstance(caption, str) else None if caption is None else list(caption)
+    for name, values in {"caption": captions, **options}.items():
+        if values is not None and (not isinstance(values, (list, tuple)) or len(values) != len(arrays)):
+            raise ConfigError(
+                f"log_image: {len(arrays)} images were given with {name}={shown(values)}: "
+                "give a list with one for each."
+            )
+    return Images(arrays, captions, options)
+
+
+def _arrays(image: Any) -> list[np.ndarray[Any, Any]]:
+    import numpy as np
+
+    if isinstance(image, (str, Path)) or hasattr(image, "convert"):
+        return [_opened(image)]
+    if isinstance(image, torch.Tensor):
+        array = on_cpu(image, "log_image").numpy()
+        if array.ndim == 4:
+            return [picture for one in array for picture in [_bytes(np.moveaxis(one, 0, -1), image.shape)]]
+        return [_bytes(np.moveaxis(array, 0, -1) if array.ndim == 3 else array, image.shape)]
+    array = np.asarray(image)
+    if array.dtype.kind not in "biuf":
+        raise ConfigError(f"log_image got {shown(image)}: give a tensor, an array, a picture of PIL, or a path.")
+    return [_bytes(array, array.shape)]
+
+
+def _opened(image: Any) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    if isinstance(image, (str, Path)):
+        from PIL import Image
+
+        try:
+            image = Image.open(image)
+        except OSError as error:
+            raise ConfigError(f"log_image cannot read the picture {str(image)!r}: {error}.") from error
+    mode = image.mode if image.mode in ("L", "RGB", "RGBA") else "RGB"
+    array = np.asarray(image.convert(mode))
+    return array[..., None] if array.ndim == 2 else array
+
+
+def _bytes(array: np.ndarray[Any, Any], given: Any) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4) or 0 in array.shape:
+        raise ConfigError(
+            f"log_image got a picture of shape {tuple(given)}: give a tensor of (channels, height, width), an array of "
+            "(height, width, channels), with 1, 3 or 4 channels, or either of (height, width)."
+        )
+    if array.dtype == np.uint8:
+        return array.copy()
+    if np.issubdtype(array.dtype, np.integer):
+        return array.clip(0, 255).astype(np.uint8)
+    pixels: np.ndarray[Any, Any] = np.nan_to_num(array.astype(np.float32)).clip(0, 1) * 255
+    return pixels.round().astype(np.uint8)
+
+
+def as_text(text: Any) -> Text:
+    """Return a text; anything but a text is refused."""
+    if not isinstance(text, str):
+        raise ConfigError(f"log_text got {shown(text)}: give a text, or columns= and data= for a table of texts.")
+    return Text(text)
+
+
+def as_histogram(values: Any, bins: int) -> Histogram:
+    """Return the finite ones of a tensor's, an array's or a list's numbers, copied."""
+    import numpy as np
+
+    if type(bins) is not int or not 1 <= bins <= 10_000:
+        raise ConfigError(f"log_histogram(bins={shown(bins)}): give an integer from 1 to 10,000.")
+    if isinstance(values, torch.Tensor):
+        array = on_cpu(values, "log_histogram").numpy()
+    else:
+        array = np.asarray(values)
+        if array.dtype.kind not in "biuf":
+            raise ConfigError(f"log_histogram got {shown(values)}: give a tensor, an array or a list of numbers.")
+    array = array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32).reshape(-1)
+    finite = array[np.isfinite(array)]
+    if not finite.size:
+        raise ConfigError(f"log_histogram got {array.size} values, of which none is a finite number.")
+    return Histogram(finite, bins)
+
+
+def figure_images(figure: Any) -> Images:
+    """Return the picture of a figure of matplotlib."""
+    if not hasattr(figure, "savefig"):
+        raise ConfigError(f"log_figure got {shown(figure)}: give a figure of matplotlib, such as plt.figure() returns.")
+    from PIL import Image
+
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    file.seek(0)
+    return Images([_opened(Image.open(file))])
+
+
+def close_figure(figure: Any) -> None:
+    """Close a figure, if pyplot is there, which keeps every figure in memory until then."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        pyplot.close(figure)
+
+
+def as_table(columns: Any, data: Any, dataframe: Any) -> Table:
+    """Return a table of columns and rows, or of a data frame.
+
+    Raises:
+        ConfigError: there is neither data nor a data frame, or both; or a row has more or fewer cells than columns.
+    """
+    if (dataframe is None) == (data is None):
+        raise ConfigError("log_table takes either columns= and data=, a list of rows, or dataframe=.")
+    if dataframe is not None:
+        columns, data = list(dataframe.columns), dataframe.values.tolist()
+    if not isinstance(data, Iterable) or isinstance(data, (str, bytes, dict)):
+        raise ConfigError(f"log_table(data={shown(data)}): give a list of rows.")
+    rows = [list(row) if isinstance(row, (list, tuple)) or hasattr(row, "tolist") else [row] for row in data]
+    names = [str(i) for i in range(len(rows[0]) if rows else 0)] if columns is None else [str(c) for c in columns]
+    for number, row in enumerate(rows):
+        if len(row) != len(names):
+            raise ConfigError(
+                f"log_table: row {number} has {len(row)} cells, and there are {len(names)} columns: {', '.join(names)}."
+            )
+    return Table(names, [[_plain(cell) for cell in row] for row in rows])
+
+
+def _plain(cell: Any) -> Any:
+    """Return a cell as a number, a text or None; anything else as a text."""
+    if isinstance(cell, torch.Tensor) or hasattr(cell, "tolist"):
+        cell = cell.tolist()
+    return cell if cell is None or isinstance(cell, (bool, int, float, str)) else str(cell)
+
+
+def on_cpu(tensor: torch.Tensor, method: str) -> torch.Tensor:
+    """Return a copy in host memory, of a dtype that numpy has.
+
+    Raises:
+        ConfigError: the tensor is sharded: this process has only a part of it.
+    """
+    if hasattr(tensor, "full_tensor"):
+        raise ConfigError(
+            f"{method} got a sharded tensor, of which this process holds a part: gather it on all processes first, "
+            "with tensor.full_tensor(), or log a value of trainer.full_state_dict()."
+        )
+    copy = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
+    return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy
+
+
+def png(array: np.ndarray[Any, Any]) -> bytes:
+    """Return an array of `Images` as a PNG file."""
+    height, width, channels = array.shape
+    kind = {1: 0, 3: 2, 4: 6}[channels]
+    lines = b"".join(b"\0" + row.tobytes() for row in array)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
