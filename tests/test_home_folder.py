@@ -17,6 +17,7 @@ from trainer import ConfigError
 from trainer.arguments import local_path
 from trainer.callbacks import (
     CSVLogger,
+    JSONLLogger,
     LambdaCallback,
     ModelCheckpoint,
     PredictionWriter,
@@ -109,6 +110,7 @@ WRITERS: dict[str, tuple[Callable[[], object], str]] = {
     "default_root_dir as a Path": (lambda: fit(default_root_dir=Path("~/x")), "x/version_0"),
     "ModelCheckpoint": (lambda: fit(callbacks=ModelCheckpoint("~/x"), enable_checkpointing=True), "x/last.json"),
     "CSVLogger": (lambda: fit(logger=CSVLogger("~/x")), "x/metrics.csv"),
+    "JSONLLogger": (lambda: fit(logger=JSONLLogger("~/x")), "x/metrics.jsonl"),
     "TensorBoardLogger": (lambda: fit(logger=TensorBoardLogger("~/x")), "x"),
     "TorchProfiler": (lambda: fit(callbacks=TorchProfiler(dirpath="~/x", wait=0, warmup=1)), "x"),
     "PredictionWriter": (lambda: quiet(callbacks=PredictionWriter("~/x")).predict(Toy(), loader(1)), "x"),

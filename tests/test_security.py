@@ -98,9 +98,11 @@ def test_optional_packages_are_named_as_the_extras_have_them() -> None:
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {one for name in ("deepspeed", "fp8", "ray", "tensorboard", "metrics") for one in extras[name]} == set(
-        OPTIONAL_PACKAGES.values()
-    )
+    assert {
+        one
+        for name in ("deepspeed", "fp8", "ray", "tensorboard", "metrics", "wandb", "mlflow", "plots")
+        for one in extras[name]
+    } == set(OPTIONAL_PACKAGES.values())
 
 
 def test_no_message_or_page_advises_a_name_that_is_not_ours_on_the_index() -> None:

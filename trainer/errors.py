@@ -81,7 +81,6 @@ OPTIONAL_PACKAGES = {
     "deepspeed": "deepspeed>=0.19",
     "matplotlib": "matplotlib>=3.8",
     "mlflow": "mlflow>=2.14",
-    "optuna": "optuna>=4.0",
     "ray": "ray[train]>=2.51",
     "tensorboard": "tensorboard>=2.16",
     "torchao": "torchao>=0.18",

@@ -240,7 +240,7 @@ LIGHTNING_EQUIVALENTS = {
     "gradient_accumulation_plugin": "accumulate_grad_batches=",
     **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "compile="),
     **dict.fromkeys(("project_dir", "project_config"), "default_root_dir="),
-    "log_with": "logger=TensorBoardLogger() or CSVLogger() of trainer.callbacks",
+    "log_with": "logger=TensorBoardLogger(), WandbLogger(), MLFlowLogger() or CSVLogger() of trainer.callbacks",
     "split_batches": "a DataLoader with the batch_size of one process",
 }
 """Arguments of other trainers -> the equivalents here."""

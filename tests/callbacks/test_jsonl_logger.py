@@ -120,7 +120,7 @@ def test_a_full_disk_is_told_once_and_lines_are_kept(
 
 @pytest.mark.parametrize("options", [{"flush_seconds": -1}, {"save_dri": "x"}, {"save_dir": 3}])
 def test_wrong_arguments(options: Any) -> None:
-    with pytest.raises((ConfigError, TypeError), match="flush_seconds|save_dir"):
+    with pytest.raises((ConfigError, TypeError), match=r"flush_seconds|save_dir"):
         JSONLLogger(**options)
 
 

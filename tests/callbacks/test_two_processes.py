@@ -15,6 +15,7 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import (
     CSVLogger,
     EarlyStopping,
+    JSONLLogger,
     PredictionWriter,
     TensorBoardLogger,
     ThroughputMonitor,
@@ -54,7 +55,7 @@ def _one_of_two(folder: str) -> dict[str, Any]:
         **TWO,
         default_root_dir=folder,
         log_every_n_steps=2,
-        logger=[CSVLogger(), TensorBoardLogger()],
+        logger=[CSVLogger(), TensorBoardLogger(), JSONLLogger()],
         callbacks=[ThroughputMonitor(items_per_batch=10 * trainer.rank + 5)],
     )
     trainer.fit(Uneven(), loader(8))

@@ -25,7 +25,7 @@ from tests.checkpoint.conftest import reseal
 from tests.helpers.toy import loader
 from tests.tiers import Inputs
 from trainer import Callback, Trainer, TrainModule
-from trainer.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoardLogger, Timer
+from trainer.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint, TensorBoardLogger, Timer
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.shards import FlatSlice, Shard
@@ -107,7 +107,7 @@ class StopAfter(Callback):
 def run(kind: str, root: Path, steps: int) -> tuple[Trainer, Callable[..., None]]:
     """Return a trainer for some more steps, and its `fit`, which takes `ckpt_path`."""
     callbacks = [EarlyStopping("val_loss"), ModelCheckpoint(filename="{step}", monitor="val_loss", save_top_k=2)]
-    loggers = [CSVLogger(), TensorBoardLogger()]
+    loggers = [CSVLogger(), TensorBoardLogger(), JSONLLogger()]
     trainer = Trainer(
         callbacks=[*callbacks, Timer(), StopAfter(steps)],
         logger=loggers,

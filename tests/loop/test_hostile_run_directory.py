@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.saving import fit, steps
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError, Trainer
-from trainer.callbacks import CSVLogger, PredictionWriter, TensorBoardLogger, TorchProfiler
+from trainer.callbacks import CSVLogger, JSONLLogger, PredictionWriter, TensorBoardLogger, TorchProfiler
 from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.disk import WriteError
 from trainer.checkpoint.format import checkpoints_in
@@ -24,7 +24,15 @@ from trainer.fault_tolerance import flight_recorder
 from trainer.fault_tolerance.file_lock import NAME, FolderLock
 from trainer.strategies.deepspeed.config import write_config
 
-WRITTEN = ("config.yaml", "metrics.csv", "metrics.csv.part", "hparams.json", "hparams.json.part", "deepspeed.json")
+WRITTEN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "metrics.csv",
+    "metrics.csv.part",
+    "hparams.json",
+    "hparams.json.part",
+    "deepspeed.json",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +47,7 @@ def train(root: Path, steps_each: int = 6, **more: Any) -> Trainer:
         max_epochs=1,
         enable_checkpointing=True,
         callbacks=[steps()],
-        logger=[CSVLogger(), TensorBoardLogger()],
+        logger=[CSVLogger(), JSONLLogger(), TensorBoardLogger()],
         default_root_dir=root,
     )
     trainer._session.config_text = "seed: 3\n"
