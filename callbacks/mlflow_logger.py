@@ -74,7 +74,7 @@ class MLFlowLogger(Tracker):
         self.given_run_id = run_id
         self._run_id: str | None = None
         self._stored: dict[str, list[tuple[int, float]]] | None = None
-        """What the store has of a resumed run, by name, read when the name is logged first. None: a new run."""
+        """Values that the store has of a resumed run, by name, read when the name is logged first. None: a new run."""
         self._renamed: set[str] = set()
 
     @property

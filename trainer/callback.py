@@ -474,13 +474,13 @@ class Tracker(Logger):
 
     def on_checkpoint_saved(self, trainer: Trainer, module: TrainModule, path: str) -> None:
         if self.log_model == "all":
-            self._send_checkpoint(trainer, path)
+            self._send_checkpoint(path)
 
     def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self.log_model is True and trainer.is_global_zero:
             written = [p for c in trainer.checkpoint_callbacks for p in (c.last_model_path, c.best_model_path) if p]
             for path in dict.fromkeys(written):
-                self._send_checkpoint(trainer, path)
+                self._send_checkpoint(path)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         self._has_failed = True
@@ -501,8 +501,10 @@ class Tracker(Logger):
     def log_media(self, key: str, media: Media, step: int) -> None:
         self._call(self.send_media, f"{self.prefix}-{key}" if self.prefix else key, media, step)
 
-    def _send_checkpoint(self, trainer: Trainer, path: str) -> None:
+    def _send_checkpoint(self, path: str) -> None:
         """Have the files sent, of a copy that retention does not delete and that takes no space."""
+        trainer = self._trainer
+        assert trainer is not None
         folder = Path(path)
         if not folder.is_dir():
             log.warning("%s: %s is not a folder of this machine, and is not sent.", type(self).__name__, path)
