@@ -12,7 +12,11 @@ help:            ## what there is
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@# setuptools warns of folders in the working directory that are called like the package.
+	PYTHONWARNINGS=ignore::UserWarning $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@# Type checkers and editors of other projects look in folders on the path, and not through setuptools' import hook.
+	@$(BIN)/python -c 'import pathlib, sysconfig; \
+	    pathlib.Path(sysconfig.get_path("purelib"), "exact_trainer_types.pth").write_text(str(pathlib.Path("editable").absolute()))'
 	@touch .venv/ready
 
 demo: .venv/ready  ## train on handwritten digits, about half a minute

@@ -26,7 +26,7 @@ from benchmarks._report import surroundings
 
 ROOT = Path(__file__).resolve().parent.parent
 TIME_LIMIT_S = 570.0
-NEEDED = ("torch", "numpy", "safetensors", "tqdm", "yaml", "pydantic", "typing_extensions")
+NEEDED = ("torch", "numpy", "safetensors", "tqdm", "yaml", "pydantic")
 """Modules without which the trainer does not run."""
 OPTIONAL = ("pytest", "pytest_timeout", "xdist", "deepspeed", "tensorboard", "torchmetrics", "triton")
 """Modules whose tests and figures are left out where they are not installed."""

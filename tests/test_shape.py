@@ -198,7 +198,19 @@ def test_no_output_of_a_run_is_among_the_files_of_the_repository() -> None:
     if listed.returncode != 0:
         pytest.skip("no git repository")
     folders = {name.partition("/")[0] for name in listed.stdout.splitlines() if "/" in name}
-    assert folders <= {".ci", "benchmarks", "callbacks", "docs", "examples", "strategies", "tests", "trainer"}
+    known = {
+        ".ci",
+        ".github",
+        "benchmarks",
+        "callbacks",
+        "docs",
+        "editable",
+        "examples",
+        "strategies",
+        "tests",
+        "trainer",
+    }
+    assert folders <= known
 
 
 @pytest.mark.parametrize(

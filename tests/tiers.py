@@ -62,6 +62,7 @@ SLOW = (
     "test_contract.py",
     "test_docs.py",
     "test_gpu_report.py",
+    "test_package.py",
     "test_parity_processes.py",
     "test_precision_float8.py",
 )
@@ -82,10 +83,15 @@ LONG: dict[str, tuple[str, ...]] = {
     "checkpoint/test_quantized_state.py::test_a_resumed_run_has_the_same_bits": (),
     "checkpoint/test_quantized_state.py::test_a_resumed_sharded_run_has_the_same_bits": (),
     "cli/test_export_hugging_face.py::test_from_pretrained_reads_a_model_of_any_layout": ("single", "TP x2", "PP x2"),
+    "cli/test_init_command.py::test_the_commands_of_the_readme_work_in_the_copy": ("gan", "gpt"),
     "cli/test_launch_command.py::test_a_killed_worker_costs_one_interval_and_changes_no_bit": (),
     "data/test_worker_lifetime.py::test_persistent_workers_end_with_each_stage": ("plain", "stream"),
     "emulated/test_emulated_contract.py::test_a_break_at_any_step_changes_nothing": (),
     "examples/test_examples.py::test_*_learns": (),
+    "fault_tolerance/test_children.py::test_data_workers_outlive_signals_and_die_with_their_process": (
+        "fork-plain-*",
+        "fork-stream-*",
+    ),
     "fault_tolerance/test_children.py::test_what_user_code_starts_has_the_actions_and_masks_of_before_the_run": (),
     "fault_tolerance/test_collective_check.py::test_processes_that_wait_for_each_other_in_different_groups": (
         "deepspeed_stage_2",
@@ -136,6 +142,14 @@ LONG: dict[str, tuple[str, ...]] = {
     "strategies/test_model_parallel_in_three.py::*": (),
     "strategies/test_model_parallel_products.py::*": (),
     "strategies/test_parallel_cost.py::*": ("FSDP x2", "TP x2", "CP x2, heads", "PP x2"),
+    "strategies/test_strategy_parity.py::test_the_losses_are_those_of_a_hand_written_loop": (
+        "single-*",
+        "*2-gpt, tokens",
+        "*2-gpt, tied, in configure_model",
+        "*2-gpt, bf16-mixed",
+        "*, *-gpt, tied and frozen",
+        "*-mixture",
+    ),
     "strategies/test_resume_sharded.py::test_a_broken_run_ends_with_the_same_bits": ("fsdp", "deepspeed_stage_3"),
 }
 """Tests for `make test-long`, and the cases of them that stay in `make test`: one of each behaviour and strategy."""

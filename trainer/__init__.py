@@ -60,3 +60,6 @@ if not TYPE_CHECKING:  # with it, a type checker would accept every name
         from importlib import import_module
 
         return getattr(import_module(_HOMES[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

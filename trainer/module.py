@@ -6,12 +6,11 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import Never, Self
 
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint

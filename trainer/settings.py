@@ -402,8 +402,7 @@ def read_deadline(value: str | datetime) -> datetime:
         ValueError: `value` cannot be read.
     """
     if isinstance(value, str):
-        # Python 3.10 does not parse the Z.
-        value = datetime.fromisoformat(value[:-1] + "+00:00" if value.endswith(("Z", "z")) else value)
+        value = datetime.fromisoformat(value.replace("z", "Z"))  # which Python does not parse
     if not isinstance(value, datetime):
         raise ValueError(value)
     return value.astimezone()

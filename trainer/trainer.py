@@ -10,12 +10,11 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, Never, TextIO
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import Never
 
 from trainer.arguments import with_python_numbers
 from trainer.callback import Callback, CallbackList, Checkpoint, Logger, print_text

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -15,7 +15,7 @@ from trainer.settings import read_deadline
 
 
 def test_readings() -> None:
-    utc = datetime(2030, 5, 31, 16, 0, tzinfo=timezone.utc)
+    utc = datetime(2030, 5, 31, 16, 0, tzinfo=UTC)
     for text in ("2030-05-31T18:00+02:00", "2030-05-31T16:00Z", "2030-05-31 16:00:00+00:00"):
         assert read_deadline(text) == utc
     local = read_deadline("2030-05-31T18:00")

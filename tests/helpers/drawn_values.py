@@ -46,7 +46,7 @@ class Text(str):
     """A subclass of str."""
 
 
-class Choice(str, enum.Enum):
+class Choice(enum.StrEnum):
     """Names as members of an enumeration."""
 
     DDP = "ddp"

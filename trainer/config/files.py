@@ -6,7 +6,7 @@ import datetime
 import json
 import re
 import shlex
-import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,6 @@ import yaml
 from trainer.arguments import local_path
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Source
 from trainer.errors import did_you_mean
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 KINDS = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".toml": "TOML"}
 

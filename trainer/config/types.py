@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, Never, get_args, get_origin
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-from typing_extensions import Never
 
 from trainer.arguments import LISTS, MAPPINGS, PYTHON, TypeNames, describe_annotation, hints_of, options_of
 

@@ -1,0 +1,132 @@
+"""What is released: files, metadata, the names that consoles and other projects see, and private names of torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copy, copytree, ignore_patterns
+
+import pytest
+import yaml
+
+import trainer
+import trainer.callbacks
+import trainer.strategies
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("trainer", "strategies", "callbacks")
+PACKAGED = (*FOLDERS, "examples", "tests", "docs", "benchmarks")
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert set(trainer.__all__) <= set(dir(trainer))
+    assert {"ModelCheckpoint", "EarlyStopping"} <= set(dir(trainer.callbacks))
+    assert {"FSDPStrategy", "DDPStrategy"} <= set(dir(trainer.strategies))
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    from importlib.metadata import version
+
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == trainer.__version__
+    assert f"## {trainer.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+    assert version("exact-trainer") == trainer.__version__
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("build")
+    source = tmp_path_factory.mktemp("source")
+    unwanted = ignore_patterns("__pycache__", "runs")
+    for folder in PACKAGED:
+        copytree(ROOT / folder, source / folder, symlinks=True, ignore=unwanted)
+    for file in [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]:
+        copy(file, source)
+    for name in ("pyproject.toml", "LICENSE", "MANIFEST.in", "Makefile", "CITATION.cff", ".pre-commit-config.yaml"):
+        copy(ROOT / name, source)
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--sdist",
+        "--no-isolation",
+        "--outdir",
+        str(source / "dist"),
+        str(source),
+    ]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return next((source / "dist").glob("*.tar.gz"))
+
+
+def test_an_index_takes_the_sdist(sdist: Path) -> None:
+    pytest.importorskip("twine")
+    command = [sys.executable, "-m", "twine", "check", "--strict", str(sdist)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_tests_of_the_sdist_run(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = next(tmp_path.iterdir())
+    assert {"LICENSE", "CHANGELOG.md", "README.md"} <= {path.name for path in unpacked.iterdir()}
+    selection = ["tests/test_optimizers.py", "tests/test_seed.py", "tests/config"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *selection]
+    ran = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr
+
+
+def test_a_type_checker_of_another_project_finds_the_editable_install(tmp_path: Path) -> None:
+    if not [*Path(sys.prefix).glob("lib/python*/site-packages/exact_trainer_types.pth")]:
+        pytest.skip("the package was not installed by make")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from trainer import Trainer\nfrom trainer.callbacks import ModelCheckpoint\nTrainer(max_epoch=3)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache"), script.name]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    errors = re.findall("^script.py:(.*)", checked.stdout, re.MULTILINE)
+    assert errors == [
+        '3: error: Argument "max_epoch" to "Trainer" has incompatible type "int"; expected "Never"  [arg-type]'
+    ]
+
+
+# -- private names of torch ------------------------------------------------------------------------------------------
+
+
+def test_private_names_of_torch_are_those_of_the_list() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Private interfaces of torch")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(torch\.\S+)` \|", text, re.MULTILINE))
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    own = [path for path in files if not any(parent.is_symlink() for parent in path.parents)]
+    assert {name for path in own for name in private_names(ast.parse(path.read_text()))} == listed
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Yield names of torch up to the first part that begins with an underscore."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {alias.asname or "torch": alias.name if alias.asname else "torch" for alias in node.names}
+            imported = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            imported = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from filter(None, map(_private_part, imported))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            start, _, rest = ast.unparse(node).partition(".")
+            if name := _private_part(f"{known.get(start, '')}.{rest}"):
+                yield name
+
+
+def _private_part(name: str) -> str | None:
+    found = re.match(r"torch(\.[a-zA-Z]\w*)*?\._[a-zA-Z]\w*", name)
+    return found[0] if found else None
