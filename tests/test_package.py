@@ -129,4 +129,4 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 
 def _private_part(name: str) -> str | None:
     found = re.match(r"torch(\.[a-zA-Z]\w*)*?\._[a-zA-Z]\w*", name)
-    return found[0] if found else None
+    return re.sub(r"(torch\._foreach_)\w+", r"\1*", found[0]) if found else None
