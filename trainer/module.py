@@ -324,7 +324,7 @@ class TrainModule(OptionalMethods, nn.Module):
     def load_from_checkpoint(
         cls, path: str | Path, map_location: MapLocation = None, strict: bool | None = None, **hyperparameters: Any
     ) -> Self:
-        """Build the module from a checkpoint's hyperparameters and load its weights.
+        """Build the module from a checkpoint's hyperparameters, call its `on_load_checkpoint`, and load its weights.
 
         Args:
             path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../checkpoints/best`.
@@ -351,6 +351,7 @@ class TrainModule(OptionalMethods, nn.Module):
                 f"load_from_checkpoint(strict={strict}) contradicts {cls.__name__}.strict_loading="
                 f"{module.strict_loading}: leave strict out, or set both to the same value."
             )
+        module.on_load_checkpoint(checkpoint)
         load_weights(module, checkpoint["model"], module.strict_loading if strict is None else strict)
         return module.to(device) if device is not None else module
 

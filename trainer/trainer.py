@@ -43,7 +43,7 @@ from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.run import Run, Session
 from trainer.loop.setup import start_run
-from trainer.loop.training_state import save_state
+from trainer.loop.training_state import check_states_storable, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
@@ -538,6 +538,8 @@ class Trainer:
         if run.scheduler_configs and run.module.automatic_optimization:
             self._step_schedulers(run, "step", progress.step, on_plateau=None)
             run.options.add_step()
+        if run.checks_states:
+            check_states_storable(run)
 
     def _end_epoch(self, run: Run) -> None:
         progress, metrics = run.progress, run.metrics

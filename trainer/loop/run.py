@@ -114,6 +114,8 @@ class Run:
     flushed_step = -1
     """The last step whose values went to the loggers."""
     torn_down = clips_gradients = False
+    checks_states = False
+    """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
     shutting_down = False
     """True while only the last collective of the run is left."""
     weights_loss_by_items = False
@@ -258,6 +260,7 @@ class Run:
             self.trainable = TrainableParameters(module, strategy, self.optimizers, self.wait_for_all)
         elif not strategy.collective_forward:  # those that gather refuse new parameters themselves
             self.new_parameters = NewParameters(module, self.optimizers)
+        self.checks_states = bool(self.checkpoint_callbacks)
         self.ends_windows = not inherits(strategy, "end_window")
         self.clips_gradients = config.clip_value is not None or module.overrides("configure_gradient_clipping")
         self.closure_needed = module.automatic_optimization and any(needs_closure(o) for o in self.optimizers)
@@ -287,6 +290,10 @@ class Run:
         self.prepares_updates = (
             scales or not inherits(strategy, "unscale") or self.clips_gradients or self.hooks.inside_steps
         )
+
+    def mark_states_checked(self) -> None:
+        """Note that a checkpoint can hold the optimizers' states."""
+        self.checks_states = False
 
     def _collectives(self) -> int:
         """Return the number of windows and collectives that this process has begun."""

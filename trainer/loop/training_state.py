@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.callback import Callback
+from trainer.callback import Callback, Checkpoint
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_metadata
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.optimizer_state import check_shapes, with_dtypes_of
@@ -111,6 +111,29 @@ def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig
     groups = [[{**group, "params": []} for group in optimizer.param_groups] for optimizer in optimizers]
     serialize([{"param_groups": of_one} for of_one in groups], "optimizers")
     serialize([config.scheduler.state_dict() for config in schedulers], "schedulers")
+
+
+_STEPS_TO_A_STATE = 10
+"""After so many steps an optimizer without a state is taken for one that has none. A first update may be left out: the
+loss scale is too large, or `training_step` steps another optimizer."""
+
+
+def check_states_storable(run: Run) -> None:
+    """Check after the first update, once, that a checkpoint can hold the optimizers' states. Collective.
+
+    Raises:
+        CheckpointError: it cannot; the message names the field.
+    """
+    states = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
+    if any(one["state"] for one in states) or run.progress.step >= _STEPS_TO_A_STATE:
+        run.mark_states_checked()
+    try:
+        serialize(states, "optimizers")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"after step {run.progress.step}, no checkpoint can be written of this training: {error} Use another "
+            "optimizer, or train with enable_checkpointing=False."
+        ) from None
 
 
 _OPTIONS = {
@@ -244,7 +267,8 @@ def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
 def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """Restore optimizers, schedulers, counters, metrics, callbacks and random numbers.
 
-    Does nothing without a checkpoint. Stages other than `fit` restore the counters only.
+    Does nothing without a checkpoint. Stages other than `fit` restore the counters, and the states of callbacks and
+    data module; callbacks that write checkpoints keep their own.
 
     Raises:
         CheckpointError: the checkpoint was written with other optimizers or schedulers.
@@ -253,6 +277,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         return
     if run.stage != "fit":
         run.progress.load_state_dict(checkpoint["progress"])
+        _restore_callbacks(run, checkpoint)
         return
     strategy = run.strategy
     _require_same_number("optimizers", checkpoint["optimizers"], run.optimizers)
@@ -344,9 +369,10 @@ def _require_alike(saved: Any, current: Any, what: str, reserved: type | None = 
 
 def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Restore the callbacks and the data module; a warning names those that only the checkpoint has."""
-    callbacks = callbacks_by_state_key(run.callbacks)
+    callbacks, training = callbacks_by_state_key(run.callbacks), run.stage == "fit"
     for key, callback in callbacks.items():
-        if key in checkpoint["callbacks"]:
+        # Which checkpoints there are concerns training: an older one that is tested knows less of it.
+        if key in checkpoint["callbacks"] and (training or not isinstance(callback, Checkpoint)):
             with restoring(f"the state of the callback {key}"):
                 callback.load_state_dict(checkpoint["callbacks"][key])
     if run.datamodule is not None and checkpoint["data"]:
@@ -354,7 +380,7 @@ def _restore_callbacks(run: Run, checkpoint: Mapping[str, Any]) -> None:
             run.datamodule.load_state_dict(checkpoint["data"])
     unused = [f"the callback {key}" for key in checkpoint["callbacks"] if key not in callbacks]
     unused += ["the data module"] if run.datamodule is None and checkpoint["data"] else []
-    if unused and run.strategy.processes.is_global_zero and not run.settings.fast_dev_run:
+    if unused and training and run.strategy.processes.is_global_zero and not run.settings.fast_dev_run:
         log.warning(
             "the checkpoint has the state of %s, which this run does not have: that state is not used, and later "
             "checkpoints lack it. To go on with it, give the same callbacks and data module.",
