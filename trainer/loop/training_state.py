@@ -125,7 +125,8 @@ def check_states_storable(run: Run) -> None:
         CheckpointError: it cannot; the message names the field.
     """
     states = [run.strategy.optimizer_state(optimizer) for optimizer in run.optimizers]
-    if any(one["state"] for one in states) or run.progress.step >= _STEPS_TO_A_STATE:
+    updated = run.module.automatic_optimization and run.strategy.scaler is None and not run.skipping.whole_step
+    if updated or any(one["state"] for one in states) or run.progress.step >= _STEPS_TO_A_STATE:
         run.mark_states_checked()
     try:
         serialize(states, "optimizers")
