@@ -13,6 +13,7 @@ if __name__ != "trainer.callbacks":
 from trainer.callback import Callback as Callback
 from trainer.callback import Logger as Logger
 from trainer.callback import Tracker as Tracker
+from trainer.callbacks.bad_step_guard import BadStepGuard as BadStepGuard
 from trainer.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger as CSVLogger
 from trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping

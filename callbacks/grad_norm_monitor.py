@@ -8,6 +8,7 @@ import torch
 
 from trainer.callback import Callback
 from trainer.callbacks.lr_monitor import named_optimizers
+from trainer.loop.gradient_norms import clipping_finds_it
 from trainer.strategy import own_parameters, total_norm
 
 if TYPE_CHECKING:
@@ -86,12 +87,6 @@ class GradNormMonitor(Callback):
             updates = [weight._replace(local=change) for weight, change in zip(weights, changes, strict=True)]
             norms["update_norm"] = total_norm(strategy, updates)
         return norms
-
-
-def clipping_finds_it(settings: Settings, module: TrainModule) -> bool:
-    """Whether the trainer clips by norm after `on_before_optimizer_step`, and so finds the norm by itself."""
-    clips = settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "norm"
-    return clips and module.automatic_optimization and not module.overrides("configure_gradient_clipping")
 
 
 def measured(settings: Settings, step: int) -> bool:

@@ -69,6 +69,7 @@ SLOW = (
 """Files whose tests start many processes: `make test-quick` leaves them out."""
 
 LONG: dict[str, tuple[str, ...]] = {
+    "callbacks/test_bad_step_guard.py::test_every_strategy_refuses_the_same_steps": ("FSDP x2",),
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "callbacks/test_grad_norm_monitor.py::test_the_norms_are_those_of_one_big_batch": ("single", "FSDP x2"),
     "callbacks/test_weight_averaging.py::test_every_strategy_averages_alike": ("single", "FSDP x2"),

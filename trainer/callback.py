@@ -546,6 +546,19 @@ class AccumulationSchedule(Callback):
     """Epoch -> micro-batches of a window from that epoch on; the trainer's setting before."""
 
 
+class StepGuard(Callback):
+    """A callback that decides about bad steps, which `loop/bad_steps.py` finds before they change the weights."""
+
+    losses: Any
+    """The `LossWindow` with which a loss is compared."""
+    left_out: set[tuple[int, int]]
+    """The first micro-batches, as (epoch, batch), of steps that are passed over."""
+
+    def refused(self, bad: Any) -> str | None:
+        """Return the checkpoint to go back to after a `BadStep`; None: skip the step. Collective."""
+        return None
+
+
 class DummyExperiment:
     """The experiment of a `DummyLogger`: it has every attribute and entry, and a call of it does nothing."""
 

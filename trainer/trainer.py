@@ -35,12 +35,14 @@ from trainer.loop.accumulation import (
     loss_divisors,
     outputs_for_hooks,
 )
+from trainer.loop.bad_steps import BadStep, BadSteps
 from trainer.loop.compare import compare
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
 from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import checked_config
+from trainer.loop.rewind import rewind
 from trainer.loop.run import Run, Session
 from trainer.loop.setup import start_run
 from trainer.loop.training_state import check_states_storable, save_state
@@ -383,21 +385,28 @@ class Trainer:
         flush_interval = run.settings.log_every_n_steps
         with run.metrics.recording(run.metrics.train):
             for window in windows:
+                bad: BadStep | None = None
                 if run.closure_needed:
                     outputs, data, _ = self._step_with_closure(run, window)
+                elif run.bad_steps is not None and run.bad_steps.leaves_out():
+                    self._count(run, window, refused=True)
+                    continue
                 else:
                     outputs, data, _ = self._train_step(run, window)
                     if run.skipping.epoch_ended:
                         break
-                    self._update(run)
-                self._count(run, window)
+                    bad = self._update(run, window)
+                    if bad is not None and self._goes_back(run, bad):
+                        return
+                self._count(run, window, refused=bad is not None)
                 hooks.on_train_batch_end(outputs, data, progress.batch - 1)
                 # Nothing of this step may stay in memory during the next forward.
                 del outputs, data
                 window.clear()
-                hooks.on_train_step_end()
-                if flush_interval and progress.step % flush_interval == 0:
-                    run.flush_step()
+                if bad is None:
+                    hooks.on_train_step_end()
+                    if flush_interval and progress.step % flush_interval == 0:
+                        run.flush_step()
                 if run.validation_interval is not None and self.validation_due():
                     validate_during_fit(run)
                 if (run.stops() or progress.step >= run.last_step) and self._leaves_epoch(run, windows):
@@ -468,7 +477,10 @@ class Trainer:
                     outputs = None
                 else:
                     loss = checked_loss(outputs, module, run.settings.detect_anomaly)
-                    metrics.watch_loss(run.progress.step + 1, loss, divisor)
+                    if run.bad_steps is None:
+                        metrics.watch_loss(run.progress.step + 1, loss, divisor)
+                    else:
+                        loss = run.bad_steps.watch(loss)
                     if divisor is not None:
                         loss = loss / divisor
                     if hooked:
@@ -492,18 +504,46 @@ class Trainer:
             skipping.end_window()
         return outputs, data, losses
 
-    def _update(self, run: Run) -> None:
-        """Clip and step every optimizer."""
+    def _update(self, run: Run, window: list[Batch]) -> BadStep | None:
+        """Clip and step every optimizer; return the step if it is bad, and changes nothing."""
         if not run.module.automatic_optimization or run.skipping.whole_step:
-            return
+            if run.bad_steps is not None:
+                run.bad_steps.accept()
+            return None
         if run.trainable is not None:
             run.trainable.require_unchanged()
+        if run.bad_steps is not None:
+            return self._judged_update(run, run.bad_steps, window)
         for optimizer in run.optimizers:
             if run.prepares_updates:
                 self._before_optimizer_step(run, optimizer)
             run.optimizer_step(optimizer)
         if run.ends_updates:
             run.strategy.end_step()
+        return None
+
+    def _judged_update(self, run: Run, judge: BadSteps, window: list[Batch]) -> BadStep | None:
+        """Step every optimizer unless the step is bad; return it if it is."""
+        for optimizer in run.optimizers:
+            judge.measure(optimizer)
+            self._before_optimizer_step(run, optimizer)
+        known = judge.knows(run.optimizers)
+        bad = judge.judge(run.optimizers, window) if known else None
+        # With loss scaling, and where the norm is known after the step only, that itself refuses such gradients.
+        if bad is None or run.strategy.scaler is not None:
+            for optimizer in run.optimizers:
+                run.optimizer_step(optimizer)
+            if run.ends_updates:
+                run.strategy.end_step()
+        return bad if known else judge.judge(run.optimizers, window)
+
+    def _goes_back(self, run: Run, bad: BadStep) -> bool:
+        """Have the guard decide about a bad step; return True if it takes the run back to a checkpoint."""
+        assert run.step_guard is not None
+        path = run.step_guard.refused(bad)
+        if path is not None:
+            rewind(run, path, CallbackList(run.loggers, self, run.module, run.phase))
+        return path is not None
 
     def _before_optimizer_step(self, run: Run, optimizer: Optimizer) -> None:
         run.strategy.unscale(optimizer)
@@ -526,15 +566,17 @@ class Trainer:
         run.optimizer_step(run.optimizers[0], closure)
         return evaluations.pop()
 
-    def _count(self, run: Run, window: list[Batch]) -> None:
-        """Update the counters after a step, and step the schedulers with interval "step"."""
+    def _count(self, run: Run, window: list[Batch], refused: bool) -> None:
+        """Update the counters after a window; unless its step is refused, step the schedulers with interval "step"."""
         progress = run.progress
         run.watchdog.heartbeats += 1
         run.watchdog.allow_slow = False
-        progress.step += 1
         progress.batch += len(window)
         for batch in window:
             progress.samples += batch.total or 0
+        if refused:
+            return
+        progress.step += 1
         if run.scheduler_configs and run.module.automatic_optimization:
             self._step_schedulers(run, "step", progress.step, on_plateau=None)
             run.options.add_step()

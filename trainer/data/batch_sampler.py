@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -89,6 +90,8 @@ class DistributedBatchSampler:
         self._own_at_start: list[Any] = [None for _ in own]
         """The results of the samplers' own `state_dict` at the start of the epoch; None without one."""
         self._restored: dict[str, Any] | None = None
+        self._latest: deque[tuple[int, int, Any]] | None = None
+        """Epoch, number and indices of the latest batches, which workers may be loading; None: they are not kept."""
 
     def seek(self, epoch: int, start: int, limit: int | None = None) -> None:
         """Have the next `iter()` go from micro-batch `start` of `epoch` to micro-batch `limit` (None: to the end)."""
@@ -111,12 +114,26 @@ class DistributedBatchSampler:
         base = mix_seed(self.seed, epoch, *rank)
         for number, (indices, position, samples, total) in enumerate(batches, start):
             request: Any = indices if self.automatic_batching else indices[0]
+            if self._latest is not None:
+                self._latest.append((epoch, number, request))
             if not self._seed_per_sample:
                 yield SeededIndices(request, mix_seed(base, number), None, samples, total)
             elif self.has_batch_sampler:
                 yield SeededIndices(request, mix_seed(base, position), 0, samples, total)
             else:
                 yield SeededIndices(request, base, position, samples, total)
+
+    def keep_indices(self) -> None:
+        """Remember from now on the indices of the latest batches."""
+        self._latest = deque(maxlen=_CHUNK // 16)
+
+    def indices(self, epoch: int, number: int) -> list[Any] | None:
+        """Return the indices of micro-batch `number`; None if they are not kept any more."""
+        for one_epoch, one_number, request in reversed(self._latest or ()):
+            if (one_epoch, one_number) == (epoch, number):
+                many = request if self.automatic_batching else [request]
+                return [index.item() if isinstance(index, np.generic) else index for index in many]
+        return None
 
     def describe(self, dataset_length: int | None) -> str:
         """Return a description of the sampler and its length, without anything that depends on the world size."""

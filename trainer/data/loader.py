@@ -143,6 +143,13 @@ class BatchLoader(ABC):
         if self.length is not None and known:
             self.length = self.max_length = min(known)
 
+    def keep_indices(self) -> None:
+        """Remember from now on the indices of the latest batches, for `indices`."""
+
+    def indices(self, epoch: int, number: int) -> list[Any] | None:
+        """Return the indices of the samples in a late batch of this process; None: they are not known."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of an iterable that has one, else {}. Its position is after the last batch that `iterate`
         yielded: call it when all of those are consumed."""

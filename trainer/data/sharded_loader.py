@@ -83,6 +83,12 @@ class ShardedDataLoader(BatchLoader):
         numbers = {f"{name} of its {type(sampler.sampler).__name__}": one for name, one in sampler.numbers().items()}
         return facts | of_batches | lengths | numbers | {"indices of its dataset": of_indices(self._dataset)}
 
+    def keep_indices(self) -> None:
+        self.sampler.keep_indices()
+
+    def indices(self, epoch: int, number: int) -> list[Any] | None:
+        return self.sampler.indices(epoch, number)
+
     def state_dict(self) -> dict[str, Any]:
         return self.sampler.state_dict()
 

@@ -8,6 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.metrics.metric_log import MetricLog
+from trainer.module import TrainModule
+from trainer.settings import Settings
 from trainer.strategy import Strategy
 
 
@@ -33,3 +35,9 @@ class GradientNorms:
     def _kept(self, optimizer: Optimizer) -> torch.Tensor | None:
         window, norm = self._known.get(id(optimizer), (-1, None))
         return norm if window == self._metrics.window else None
+
+
+def clipping_finds_it(settings: Settings, module: TrainModule) -> bool:
+    """Whether the trainer clips by norm after `on_before_optimizer_step`, and so finds the norm by itself."""
+    clips = settings.gradient_clip_val is not None and settings.gradient_clip_algorithm == "norm"
+    return clips and module.automatic_optimization and not module.overrides("configure_gradient_clipping")

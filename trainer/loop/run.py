@@ -20,6 +20,7 @@ from trainer.callback import (
     Callback,
     CallbackList,
     Checkpoint,
+    StepGuard,
     build_callback_list,
     call_all,
 )
@@ -33,8 +34,9 @@ from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.loop.bad_steps import BadSteps
 from trainer.loop.direct_backward import RefusingDirectBackward
-from trainer.loop.gradient_norms import GradientNorms
+from trainer.loop.gradient_norms import GradientNorms, clipping_finds_it
 from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.options import OptionsCheck
 from trainer.loop.progress import Progress
@@ -137,6 +139,8 @@ class Run:
     """Facts with which a resumed run is compared, see loop/changes.py."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
+    bad_steps: BadSteps | None = None
+    """Judges each step, with a `StepGuard` among the callbacks; None: every step changes the weights."""
     trainable: TrainableParameters | None = None
     """Notices a change of the trainable parameters; None on one process, and outside of `fit`."""
     new_parameters: NewParameters | None = None
@@ -332,11 +336,41 @@ class Run:
         self.divides_loss = self.weights_loss_by_items or self.strategy.processes.readers > 1
         assert self.train_loader is not None
         self.skipping.begin_training(self.hooks, self.train_loader, self.closure_needed)
+        guard = self.step_guard
+        if guard is not None:
+            self.bad_steps = BadSteps(
+                self.strategy,
+                self.progress,
+                self.metrics,
+                self.gradient_norms,
+                self.train_loader,
+                guard.losses,
+                guard.left_out,
+                not clipping_finds_it(self.settings, self.module),
+                self.closure_needed,
+            )
 
     def begin_epoch(self, validation_interval: int | None) -> None:
         """Begin an epoch, or go on inside of one."""
         self.in_epoch, self.validation_interval = True, validation_interval
         self.skipping.begin_epoch()
+
+    @property
+    def step_guard(self) -> StepGuard | None:
+        """The callback that decides about bad steps."""
+        return next((callback for callback in self.callbacks if isinstance(callback, StepGuard)), None)
+
+    def forget_values(self) -> None:
+        """Forget logged values, before those of a checkpoint are restored within the run."""
+        session = self.session
+        for values in (
+            session.callback_metrics,
+            session.logged_metrics,
+            session.progress_bar_metrics,
+            session.measured,
+        ):
+            values.clear()
+        self.flushed_step, self.in_epoch = -1, False
 
     def end_epoch(self) -> None:
         """Count the epoch, which is complete."""

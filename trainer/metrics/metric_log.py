@@ -178,6 +178,10 @@ class MetricLog:
         """The batch in progress; its tensors give the number of samples if the loader does not know that number."""
         self.samples: int | None = None
         """Samples of the batch in progress; 0 for padding, whose values are ignored."""
+        self._held: list[tuple[Accumulator, Number, Number]] | None = None
+        """The values of this window for the epoch, which do not count yet; None: they count at once."""
+        self._replaced: list[tuple[Entry, int, list[tuple[Number, Number]], bool]] = []
+        """The values by step that this window has replaced, to be restored if it does not count."""
         self.disabled_reason: str | None = None
         """The reason for refusing values now; None: values are accepted."""
 
@@ -212,6 +216,19 @@ class MetricLog:
         The caller sets `batch` anew when the batch is on the device.
         """
         self.batch, self.samples = batch, samples
+
+    def hold(self) -> None:
+        """Have the values of the next window wait, until `release` says whether they count."""
+        self._held, self._replaced = [], []
+
+    def release(self, keep: bool) -> None:
+        """Count the values that wait, or drop them."""
+        held, self._held = self._held or [], None
+        replaced, self._replaced = self._replaced, []
+        for accumulator, value, weight in held if keep else ():
+            accumulator.add(value, weight)
+        for entry, window, values, from_float32 in () if keep else replaced:
+            entry.window, entry.window_values, entry.from_float32 = window, values, from_float32
 
     def watch_loss(self, step: int, loss: torch.Tensor, divisor: Number | None) -> None:
         """Keep a loss until values are next read, to report one that is not finite. Reads nothing from a device.
@@ -318,11 +335,16 @@ class MetricLog:
             weight = 1
         if entry.options.on_step and scope.steps:
             if entry.window != self.window:
+                if self._held is not None:
+                    self._replaced.append((entry, entry.window, [*entry.window_values], entry.from_float32))
                 entry.window = self.window
                 entry.window_values.clear()
             entry.add_to_window(value, weight)
         if entry.options.on_epoch:
-            entry.epoch.add(value, weight)
+            if self._held is None:
+                entry.epoch.add(value, weight)
+            else:
+                self._held.append((entry.epoch, _copied(value), _copied(weight)))
         if scope.loader:
             overall = scope.overall.setdefault(name, Entry(name, entry.options))
             overall.epoch.add(value, weight)

@@ -1,0 +1,171 @@
+"""BadStepGuard: what to do about a step whose loss or gradients are not finite, or whose loss is a spike."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from trainer.arguments import PositiveFloat, PositiveInt
+from trainer.callback import Checkpoint, StepGuard
+from trainer.checkpoint.format import is_committed, read_manifest
+from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.checkpoint.storage import as_storage_path
+from trainer.errors import CheckpointError
+from trainer.loop.bad_steps import BadStep, BadStepError, LossWindow, explain
+
+if TYPE_CHECKING:
+    from trainer.loop.resolved_config import ResolvedConfig
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+_LONGEST_WRITE_S = 600.0
+"""Seconds to wait for a checkpoint that is being written in the background."""
+
+
+class BadStepGuard(StepGuard):
+    """Refuse steps whose loss or gradients are not finite, or whose loss is far above the last ones.
+
+    All processes refuse the same step. A loss is judged where it is computed, and a bad one makes the gradients NaN:
+    the norm that clipping needs anyway tells all processes, and is read once per step. Refused steps are written to
+    `bad_steps.jsonl` in the run directory with their batches and the indices of their samples.
+
+    Args:
+        action: "raise": end the run with a `BadStepError` before the weights change. "skip": the batches are consumed,
+            but no step is counted, no optimizer or scheduler is stepped, and values that were logged in the step are
+            dropped. "rewind": go back to the newest checkpoint whose weights are finite, as if the run were resumed,
+            and leave out the batches of the step this time; without a checkpoint yet, skip.
+        z_score: a loss is a spike if it is so many standard deviations above the mean of the last ones; deviations
+            below 5 % of the mean count as that. None: no loss is a spike.
+        window: the number of losses of good steps with which a loss is compared, at least 10 of them.
+        max_bad_steps: the bad steps after which the run ends with an error, if none beyond the last good one came
+            between them.
+    """
+
+    agree_on: ClassVar[tuple[str, ...] | None] = ("action", "z_score", "window", "max_bad_steps")
+
+    def __init__(
+        self,
+        action: Literal["raise", "skip", "rewind"] = "raise",
+        z_score: PositiveFloat | None = 6.0,
+        window: PositiveInt = 100,
+        max_bad_steps: PositiveInt = 10,
+    ) -> None:
+        self.action = action
+        self.z_score = z_score
+        self.window = window
+        self.max_bad_steps = max_bad_steps
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self.losses = LossWindow(self.window, self.z_score)
+        self.left_out: set[tuple[int, int]] = set()
+        self.bad_steps: list[BadStep] = []
+        """The steps refused by this process, since the run was started or resumed."""
+        self._furthest, self._in_a_row = -1, 0
+        self._trainer: Trainer | None = None
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        if stage != "fit":
+            return []
+        problems = []
+        if not module.automatic_optimization:
+            problems.append(
+                "BadStepGuard judges the steps of automatic optimization: with automatic_optimization = False look at "
+                "self.clip_gradients(...), which returns the norm, in training_step."
+            )
+        if config.device_type in ("xla", "tpu"):
+            problems.append("BadStepGuard reads a number in each step, which XLA would wait for: leave it out there.")
+        if self.action == "rewind" and not any(isinstance(one, Checkpoint) for one in config.callbacks):
+            problems.append(
+                "BadStepGuard(action='rewind') goes back to a checkpoint: add a ModelCheckpoint, or 'skip'."
+            )
+        if sum(isinstance(one, StepGuard) for one in config.callbacks) > 1:
+            problems.append("several BadStepGuards: give one.")
+        return problems
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            self._start_afresh()
+            self._trainer = trainer
+
+    def refused(self, bad: BadStep) -> str | None:
+        """Return the checkpoint to go back to; None: skip the step. Collective.
+
+        Raises:
+            BadStepError: the run ends here.
+        """
+        trainer = self._trainer
+        assert trainer is not None
+        if bad.step > self._furthest:
+            self._furthest, self._in_a_row = bad.step, 0
+        self._in_a_row += 1
+        self.bad_steps.append(bad)
+        newest = _newest(trainer.checkpoint_callbacks) if self.action == "rewind" and trainer.is_global_zero else None
+        path = trainer.strategy.processes.broadcast_object(newest)
+        if trainer.is_global_zero and not trainer.settings.fast_dev_run:
+            _write_down(trainer.run_dir / "bad_steps.jsonl", {**asdict(bad), "action": self.action})
+        if self.action == "raise":
+            raise BadStepError(f"{explain(bad)}. BadStepGuard(action='skip') or 'rewind' would go on without it.")
+        if self._in_a_row > self.max_bad_steps:
+            raise BadStepError(f"{explain(bad)}: it is number {self._in_a_row} without progress (max_bad_steps).")
+        if path is not None:
+            self.left_out.add((bad.epoch, bad.batch))
+        if trainer.is_global_zero:
+            what = "skipped" if path is None else "left out after going back"
+            note = ", as there is no checkpoint yet" if self.action == "rewind" and path is None else ""
+            log.warning("%s: it is %s%s", explain(bad), what, note)
+        return path
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses of all readers, and what is left out. Collective in a run."""
+        own = list(self.losses.losses)
+        return {
+            "losses": [own] if self._trainer is None else self._trainer.strategy.processes.gather_reports(own),
+            "left_out": [list(one) for one in sorted(self.left_out)],
+            "furthest": self._furthest,
+            "in_a_row": self._in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state; within a run that went back, keep what is left out now, and the count."""
+        kinds = {"losses": [[NUMBER]], "left_out": [[Integer()]], "furthest": Integer(-1), "in_a_row": Integer()}
+        require(state, kinds, "BadStepGuard")
+        windows, reader = state["losses"], 0 if self._trainer is None else self._trainer.reader
+        self.losses.losses.clear()
+        self.losses.losses.extend(windows[reader % len(windows)] if windows else [])
+        self.left_out |= {(epoch, batch) for epoch, batch in state["left_out"]}
+        if state["furthest"] > self._furthest:
+            self._furthest, self._in_a_row = state["furthest"], state["in_a_row"]
+
+
+def _newest(callbacks: Iterable[Checkpoint]) -> str | None:
+    """Return the checkpoint with the most steps among the newest finite ones of all callbacks; None: there is none."""
+    found = {}
+    for path in {one.last_model_path for one in callbacks} - {""}:
+        give_up_at = time.monotonic() + _LONGEST_WRITE_S
+        while not is_committed(as_storage_path(path)) and time.monotonic() < give_up_at:
+            time.sleep(0.05)  # it is being written in the background
+        try:
+            found[path] = read_manifest(path).info["step"]
+        except CheckpointError as error:
+            log.warning("cannot go back to %s: %s", path, error)
+    return max(found, key=lambda path: found[path], default=None)
+
+
+def _write_down(path: Path, row: dict[str, Any]) -> None:
+    """Add a line to a file, unless a line of this step's first batch is there from before a resume."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if any((one.get("epoch"), one.get("batch")) == (row["epoch"], row["batch"]) for one in rows):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps(row, default=str) + "\n")

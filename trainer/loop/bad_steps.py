@@ -1,0 +1,185 @@
+"""Refuse steps whose loss or gradients are not finite, or whose loss is far above the last ones, on all processes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.data.loader import Batch, BatchLoader
+from trainer.errors import ConfigError, TrainerError
+from trainer.loop.gradient_norms import GradientNorms
+from trainer.loop.progress import Progress
+from trainer.metrics.metric_log import MetricLog
+from trainer.metrics.reductions import to_host
+from trainer.strategy import Strategy
+
+LEAST_LOSSES = 10
+"""Losses of good steps before a loss is compared with them."""
+LEAST_SPREAD = 0.05
+"""The least standard deviation of losses that counts, as a part of their mean: a loss may be nearly constant."""
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step that was refused."""
+
+    step: int
+    """The steps done before it."""
+    epoch: int
+    batch: int
+    """The number of its first micro-batch in the epoch."""
+    batches: int
+    reason: str
+    samples: list[Any]
+    """For each reader the indices of the samples in its micro-batches; None where the loader does not tell them."""
+
+
+class LossWindow:
+    """The losses of the last good steps, and the limit for the next one.
+
+    Args:
+        size: the number of losses that are kept.
+        z_score: the number of standard deviations above the mean that a loss may be; None: there is no limit.
+    """
+
+    def __init__(self, size: int, z_score: float | None) -> None:
+        self.losses: deque[float] = deque(maxlen=size)
+        self._z_score = z_score
+
+    def limit(self) -> float:
+        """Return the largest loss that is no spike; infinite as long as there are too few losses."""
+        if self._z_score is None or len(self.losses) < min(LEAST_LOSSES, self.losses.maxlen or 0):
+            return math.inf
+        mean = sum(self.losses) / len(self.losses)
+        spread = math.sqrt(sum((loss - mean) ** 2 for loss in self.losses) / len(self.losses))
+        return mean + self._z_score * max(spread, LEAST_SPREAD * abs(mean))
+
+
+class BadSteps:
+    """Judges the steps of a training by their losses and gradients.
+
+    A loss that is not finite or too large makes the gradients NaN before the backward, on the device. So the sum of the
+    gradients over processes tells all of them, and their norm, which each reads once per step, is the whole agreement.
+
+    Args:
+        strategy, progress, metrics, norms, loader: of the run.
+        window: the losses of this reader.
+        left_out: the first micro-batches, as (epoch, batch), of steps that are passed over.
+        measures: clipping does not find the norm.
+        closure_needed: the optimizer evaluates the loss several times a step.
+
+    Raises:
+        ConfigError: it does.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        progress: Progress,
+        metrics: MetricLog,
+        norms: GradientNorms,
+        loader: BatchLoader,
+        window: LossWindow,
+        left_out: Collection[tuple[int, int]],
+        measures: bool,
+        closure_needed: bool,
+    ) -> None:
+        if closure_needed:
+            raise ConfigError(
+                "BadStepGuard judges a step before the optimizer makes it, and this one evaluates the loss several "
+                "times a step: leave the guard out, or use another optimizer."
+            )
+        self._strategy, self._progress, self._metrics = strategy, progress, metrics
+        self._norms, self._loader, self._window, self._left_out = norms, loader, window, left_out
+        self._losses: list[torch.Tensor] = []
+        self._measures, self._limit = measures, math.inf
+        loader.keep_indices()
+        metrics.watches_losses = False  # they are judged here
+
+    def leaves_out(self) -> bool:
+        """Whether the next window is passed over, because it was bad before the run went back.
+
+        If not, begin a step, whose logged values count only if it is good.
+        """
+        if (self._progress.epoch, self._progress.batch) in self._left_out:
+            return True
+        self._losses.clear()
+        self._limit = self._window.limit()
+        self._metrics.hold()
+        return False
+
+    def watch(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a micro-batch, times NaN if it is bad. Reads nothing from the device."""
+        self._losses.append(loss.detach())
+        good = torch.isfinite(loss) & (loss <= self._limit)
+        return loss * torch.where(good, 1.0, math.nan)
+
+    def measure(self, optimizer: Optimizer) -> None:
+        """Measure gradients that clipping, value by value or in code of the module, would change without their norm."""
+        if self._measures:
+            self._strategy.unscale(optimizer)
+            self._norms.of(optimizer)
+
+    def accept(self) -> None:
+        """Take a step that changes nothing: all its batches were skipped by the module."""
+        self._metrics.release(keep=True)
+
+    def knows(self, optimizers: list[Optimizer]) -> bool:
+        """Whether the norms are known before the step; else the strategy's step itself refuses those not finite."""
+        return all(self._norms.of(optimizer) is not None for optimizer in optimizers)
+
+    def judge(self, optimizers: list[Optimizer], window: list[Batch]) -> BadStep | None:
+        """Return the step if it is bad, the same on all processes; keep its losses and logged values if it is good.
+
+        Collective for a bad step.
+        """
+        norms = [norm for optimizer in optimizers if (norm := self._norms.of(optimizer)) is not None]
+        numbers = to_host([*norms, *self._losses])
+        of_gradients, losses = numbers[: len(norms)], numbers[len(norms) :]
+        bad = None if all(map(math.isfinite, of_gradients)) else self._describe(of_gradients, losses, window)
+        if bad is None:
+            self._window.losses.extend(loss for loss in losses if loss <= self._limit)
+        self._metrics.release(keep=bad is None)
+        return bad
+
+    def _describe(self, norms: list[float], losses: list[float], window: list[Batch]) -> BadStep | None:
+        """Return the bad step; None with loss scaling for gradients that only overflow. Collective."""
+        progress, processes = self._progress, self._strategy.processes
+        limit = self._limit
+        reason = next((_words(loss, limit) for loss in losses if not loss <= limit or not math.isfinite(loss)), None)
+        samples = [self._loader.indices(progress.epoch, progress.batch + n) for n in range(len(window))]
+        everywhere = processes.gather_reports((reason, samples))
+        found = [f"{words} on reader {reader}" for reader, (words, _) in enumerate(everywhere) if words]
+        if not found and self._strategy.scaler is not None:
+            return None
+        return BadStep(
+            progress.step,
+            progress.epoch,
+            progress.batch,
+            len(window),
+            "; ".join(found) or f"the norm of the gradients is {next(n for n in norms if not math.isfinite(n))}",
+            [None if None in of_one else of_one for _, of_one in everywhere],
+        )
+
+
+def _words(loss: float, limit: float) -> str:
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    return f"the loss is {loss:.6g}, and those of the last steps allow {limit:.6g}"
+
+
+def explain(bad: BadStep) -> str:
+    """Return a bad step in words."""
+    first = f"batch {bad.batch}" if bad.batches == 1 else f"batches {bad.batch} to {bad.batch + bad.batches - 1}"
+    samples = "" if bad.samples[0] is None else f", samples {str(bad.samples)[:300]}"
+    return f"the step after step {bad.step} is bad: {bad.reason} (epoch {bad.epoch}, {first}{samples})"
+
+
+class BadStepError(TrainerError):
+    """A step was bad, and is not to be skipped."""
