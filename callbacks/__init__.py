@@ -17,6 +17,8 @@ from trainer.callbacks.bad_step_guard import BadStepGuard as BadStepGuard
 from trainer.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger as CSVLogger
 from trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from trainer.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+from trainer.callbacks.finetuning import BaseFinetuning as BaseFinetuning
 from trainer.callbacks.grad_norm_monitor import GradNormMonitor as GradNormMonitor
 from trainer.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
 from trainer.callbacks.jsonl_logger import JSONLLogger as JSONLLogger

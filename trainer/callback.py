@@ -546,6 +546,10 @@ class AccumulationSchedule(Callback):
     """Epoch -> micro-batches of a window from that epoch on; the trainer's setting before."""
 
 
+class AddsGroups(Callback):
+    """A callback that adds groups to optimizers while training; a resumed run adds those of the checkpoint."""
+
+
 class StepGuard(Callback):
     """A callback that decides about bad steps, which `loop/bad_steps.py` finds before they change the weights."""
 

@@ -5,17 +5,29 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    ExponentialLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
 from trainer.errors import ConfigError, did_you_mean
 
 log = logging.getLogger("trainer")
+
+
+_ANY_GROUPS = (StepLR, MultiStepLR, ConstantLR, LinearLR, ExponentialLR)
+"""Schedulers that multiply the rate of each group that the optimizer has."""
 
 
 @dataclass
@@ -35,11 +47,33 @@ class SchedulerConfig:
     """Name of the scheduler in the logs of LearningRateMonitor."""
     reduce_on_plateau: bool = False
     """True if `scheduler.step` takes the monitored value; set for ReduceLROnPlateau."""
+    known_groups: int = field(default=0, init=False)
+    """The groups that the scheduler changes; 0: all."""
     value_step: int = field(default=-1, init=False)
     """The step at which the last value given to the scheduler was measured: each value is given once."""
 
     def __post_init__(self) -> None:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def leave_new_groups(self) -> None:
+        """Have `step` leave the rates of groups alone that were added to the optimizer after the scheduler was made.
+
+        Those of torch's schedulers that have a rate for each group would refuse the others.
+        """
+        first = getattr(self.scheduler, "_schedulers", [self.scheduler])[0]
+        owner, rates = getattr(self.scheduler, "optimizer", None), getattr(first, "base_lrs", ())
+        if owner is not None and not isinstance(self.scheduler, _ANY_GROUPS) and len(rates) < len(owner.param_groups):
+            self.known_groups = len(rates)
+
+    def step_known_groups(self, step: Callable[[Any, Any], Any], value: float | None) -> None:
+        """Call `step(scheduler, value)` while the optimizer has the groups only that the scheduler knows."""
+        groups = self.scheduler.optimizer.param_groups
+        added = groups[self.known_groups :]
+        del groups[self.known_groups :]
+        try:
+            step(self.scheduler, value)
+        finally:
+            groups.extend(added)
 
     def is_due(self, interval: str, count: int) -> bool:
         """Whether the scheduler steps after `count` epochs or steps."""

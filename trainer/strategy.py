@@ -109,6 +109,8 @@ class Strategy:
     """True if the precision's context of a forward does nothing, so that it can be left out."""
     _blocks: tuple[Block, ...] = ()
     """The blocks of `full_parameters` in progress."""
+    _trains_what_it_began_with: bool = False
+    """True if no parameter can be unfrozen, or added to the optimizer, while training."""
     _keeps_wrapper: bool = False
     """True if a module stays wrapped after the run, for later runs with the same strategy."""
 
@@ -609,6 +611,11 @@ def unknown_methods(strategy: Strategy) -> list[str]:
         if name in MOVED or RENAMED.get(name) in known or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         for advice in [f" {MOVED[name]}" if name in MOVED else did_you_mean(name, known)]
     ]
+
+
+def may_unfreeze(strategy: Strategy) -> bool:
+    """Whether parameters can be unfrozen while training."""
+    return not strategy._trains_what_it_began_with
 
 
 def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:

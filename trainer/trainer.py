@@ -676,7 +676,10 @@ class Trainer:
                 value = run.new_value(config)
                 if value is None:
                     continue
-            run.module.lr_scheduler_step(config.scheduler, value)
+            if config.known_groups:
+                config.step_known_groups(run.module.lr_scheduler_step, value)
+            else:
+                run.module.lr_scheduler_step(config.scheduler, value)
 
     # -- services for modules and callbacks ----------------------------------------------------------------------------
 

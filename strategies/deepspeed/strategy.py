@@ -104,6 +104,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     default_stage: ClassVar[int | None] = None
     default_offload: ClassVar[Offload] = False
     shards_state = True
+    _trains_what_it_began_with = True
 
     def __init__(
         self,

@@ -38,6 +38,15 @@ def state_by_name(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]
     }
 
 
+def add_saved_groups(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Add the groups that an optimizer got while it trained, so that the state of `state_by_name` can be loaded."""
+    parameters, groups = dict(module.named_parameters()), state["param_groups"]
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for group in groups[len(optimizer.param_groups) :]:
+        if all(name in parameters and id(parameters[name]) not in known for name in group["params"]):
+            optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+
+
 def state_by_position(
     module: nn.Module,
     optimizer: Optimizer,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.callback import Callback, Checkpoint
+from trainer.callback import AddsGroups, Callback, Checkpoint
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_metadata
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
-from trainer.checkpoint.optimizer_state import check_shapes, with_dtypes_of
+from trainer.checkpoint.optimizer_state import add_saved_groups, check_shapes, with_dtypes_of
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.serialization import serialize
@@ -286,6 +286,8 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     for optimizer, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
         with restoring(f"the state of {type(optimizer).__name__}"):
             check_shapes(run.module, state)
+            if any(isinstance(callback, AddsGroups) for callback in run.callbacks):
+                add_saved_groups(run.module, optimizer, state)
             strategy.load_optimizer_state(optimizer, with_dtypes_of(state, checkpoint["model"]))
     for config, state in zip(run.scheduler_configs, checkpoint["schedulers"], strict=True):
         _restore_scheduler(config.scheduler, state)

@@ -1,0 +1,273 @@
+"""BaseFinetuning and BackboneFinetuning: freeze a part of the module, and train it from an epoch on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from trainer.arguments import NonNegativeInt, PositiveFloat
+from trainer.callback import AddsGroups
+from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.strategy import may_unfreeze
+
+if TYPE_CHECKING:
+    from trainer.loop.resolved_config import ResolvedConfig
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+Modules = nn.Module | Iterable[Any]
+"""A module, or modules, nested in any way."""
+
+
+def multiplicative(epoch: int) -> float:
+    """Return the factor by which the learning rate of a backbone grows in an epoch."""
+    return 2.0
+
+
+class BaseFinetuning(AddsGroups):
+    """Base of callbacks that freeze parameters before training and unfreeze them at the start of an epoch.
+
+    Override `freeze_before_training` and `finetune_function`. `configure_optimizers` gives the optimizer what
+    trains at the start, `[p for p in self.parameters() if p.requires_grad]`; `unfreeze_and_add_param_group` adds the
+    rest. A resumed run has the same groups and the same frozen parameters. Schedulers that compute a rate for each
+    group that they know, such as LambdaLR, leave the rates of groups that are added alone.
+
+    Not with DeepSpeed, which flattens the parameters that train at the start.
+    """
+
+    agree_on = ()
+
+    def __init__(self) -> None:
+        self._last_epoch = -1
+        """The last epoch for which `finetune_function` was called."""
+        self._module: TrainModule | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """Freeze parameters; called before `configure_optimizers`."""
+        raise NotImplementedError(f"{type(self).__name__}: define freeze_before_training(self, module).")
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze parameters, and add them to the optimizer; called at the start of each epoch for each optimizer."""
+        raise NotImplementedError(f"{type(self).__name__}: define finetune_function(self, module, epoch, optimizer).")
+
+    # -- for `freeze_before_training` and `finetune_function` ----------------------------------------------------------
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """Return the submodules that have no children or parameters of their own."""
+        if isinstance(modules, nn.ModuleDict):
+            modules = modules.values()
+        if isinstance(modules, nn.Module) and not isinstance(modules, (nn.ModuleList, nn.Sequential)):
+            every: Iterable[nn.Module] = modules.modules()
+        else:
+            every = [one for inner in modules for one in BaseFinetuning.flatten_modules(inner)]
+        return [one for one in every if not list(one.children()) or one._parameters]
+
+    @staticmethod
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters that require a gradient (or do not), by default those of BatchNorms too."""
+        for one in BaseFinetuning.flatten_modules(modules):
+            if train_bn or not isinstance(one, _BatchNorm):
+                yield from (p for p in one.parameters(recurse=False) if p.requires_grad == requires_grad)
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Unfreeze all parameters, and have BatchNorms update their statistics."""
+        for one in BaseFinetuning.flatten_modules(modules):
+            if isinstance(one, _BatchNorm):
+                one.track_running_stats = True
+            for parameter in one.parameters(recurse=False):
+                parameter.requires_grad = True
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze the parameters of a module itself, and its statistics if it is a BatchNorm."""
+        if isinstance(module, _BatchNorm):
+            module.track_running_stats = False
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = False
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze all parameters; with `train_bn` those of BatchNorms train on."""
+        for one in BaseFinetuning.flatten_modules(modules):
+            if train_bn and isinstance(one, _BatchNorm):
+                BaseFinetuning.make_trainable(one)
+            else:
+                BaseFinetuning.freeze_module(one)
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the parameters that the optimizer does not have yet; a warning says if it has some."""
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        every = list(params)
+        new = [parameter for parameter in every if id(parameter) not in known]
+        if len(new) < len(every):
+            log.warning(
+                "%d of %d parameters to unfreeze are in the optimizer already, and stay in their group: in "
+                "configure_optimizers give it [p for p in self.parameters() if p.requires_grad]",
+                len(every) - len(new),
+                len(every),
+            )
+        return new
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Unfreeze modules, and add their parameters to the optimizer as a group.
+
+        Args:
+            lr: the learning rate of the group; None: that of the first group, divided by `initial_denom_lr`.
+            train_bn: add the parameters of BatchNorms, too.
+        """
+        BaseFinetuning.make_trainable(modules)
+        rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
+        parameters = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        new = BaseFinetuning.filter_on_optimizer(optimizer, parameters)
+        if new:
+            optimizer.add_param_group({"params": new, "lr": rate})
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        if stage != "fit" or may_unfreeze(config.strategy):
+            return []
+        return [
+            f"{type(self).__name__} unfreezes parameters while training, and strategy {config.strategy.name!r} "
+            "flattens those that train at the start: use 'ddp' or 'fsdp'. Or train all from the start, in a group "
+            "whose lr is 0 until then."
+        ]
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            self._last_epoch, self._module, self._restored = -1, module, None
+            self.freeze_before_training(module)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._restored is None:
+            return
+        trained, tracking = set(self._restored["trained"]), set(self._restored["tracking"])
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in trained)
+        for name, one in module.named_modules():
+            if isinstance(one, _BatchNorm):
+                one.track_running_stats = name in tracking
+        self._restored = None
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.current_epoch > self._last_epoch:  # else a resumed run goes on inside the epoch
+            self._last_epoch = trainer.current_epoch
+            for optimizer in trainer.optimizers:
+                self.finetune_function(module, trainer.current_epoch, optimizer)
+        for config in trainer.scheduler_configs:
+            config.leave_new_groups()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._module is None:
+            return {}
+        named = self._module.named_modules()
+        return {
+            "epoch": self._last_epoch,
+            "trained": [name for name, p in self._module.named_parameters() if p.requires_grad],
+            "tracking": [name for name, one in named if isinstance(one, _BatchNorm) and one.track_running_stats],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kinds = {"epoch": Integer(-1), "trained": [str], "tracking": [str]}
+        require({name: state[name] for name in kinds if name in state}, kinds, type(self).__name__)
+        self._last_epoch, self._restored = state["epoch"], state
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Train `module.backbone` from an epoch on, with a learning rate of its own that grows to that of the rest.
+
+    Args:
+        unfreeze_backbone_at_epoch: the epoch, counted from 0, from which on the backbone trains.
+        lambda_func: of an epoch's number plus one: the factor by which the backbone's rate grows in each later epoch.
+        backbone_initial_ratio_lr: the backbone's first rate, as a part of that of the first group.
+        backbone_initial_lr: the first rate itself; None: by the ratio.
+        should_align: never go beyond the rate of the first group.
+        initial_denom_lr: not used: the first rate is always known. Lightning's argument.
+        train_bn: add the parameters of BatchNorms to the optimizer, too.
+        verbose: log the rates in each epoch.
+        rounding: digits in those messages.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: NonNegativeInt = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: PositiveFloat = 0.1,
+        backbone_initial_lr: PositiveFloat | None = None,
+        should_align: bool = True,
+        initial_denom_lr: PositiveFloat = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: NonNegativeInt = 12,
+    ) -> None:
+        super().__init__()
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
+        self.previous_backbone_lr: float | None = None
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        problems = super().problems(config, module, stage)
+        if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
+            problems.append(
+                f"BackboneFinetuning freezes module.backbone, and {type(module).__name__} has no such submodule: name "
+                "it self.backbone in __init__, or derive from BaseFinetuning."
+            )
+        return problems
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit":
+            self.previous_backbone_lr = None
+        super().setup(trainer, module, stage)
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        if epoch < self.unfreeze_backbone_at_epoch:
+            return
+        current = optimizer.param_groups[0]["lr"]
+        if self.previous_backbone_lr is None:
+            given = self.backbone_initial_lr
+            rate = current * self.backbone_initial_ratio_lr if given is None else given
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, rate, train_bn=self.train_bn)
+        else:
+            rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            rate = min(rate, current) if self.should_align else rate
+            optimizer.param_groups[-1]["lr"] = rate
+        self.previous_backbone_lr = rate
+        if self.verbose:
+            log.info("lr: %s, of the backbone: %s", round(current, self.rounding), round(rate, self.rounding))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "backbone_lr": self.previous_backbone_lr} if state else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        require({"backbone_lr": state.get("backbone_lr")}, {"backbone_lr": (NUMBER, None)}, "BackboneFinetuning")
+        self.previous_backbone_lr = state["backbone_lr"]
+        super().load_state_dict(state)
