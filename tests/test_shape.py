@@ -51,7 +51,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("callback", "strategy"),
     ("loop", "strategies"),
     ("trainer",),
-    ("callbacks", "compat", "config"),
+    ("callbacks", "compat", "config", "tuner"),
     ("cli", "testing"),
     ("__main__",),
 )

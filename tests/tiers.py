@@ -65,6 +65,7 @@ SLOW = (
     "test_package.py",
     "test_parity_processes.py",
     "test_precision_float8.py",
+    "tuner/*",
 )
 """Files whose tests start many processes: `make test-quick` leaves them out."""
 
@@ -122,6 +123,8 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "loop/test_resume.py::test_sigkill": ("one process",),
     "model/test_compile_slow.py::test_two_processes": ("setting0-ddp", "setting1-fsdp"),
+    "tuner/test_tuner.py::test_the_largest_batch_that_fits_into_a_limit": ("power",),
+    "tuner/test_tuner.py::test_two_processes_find_the_same_curve_and_train_afterwards": ("fsdp",),
     "test_precision_float8.py::test_a_resumed_run_has_the_same_bits": ("single", "TP x2"),
     "test_precision_float8.py::test_checkpoints_go_between_precisions": ("single", "TP x2"),
     "test_precision_float8.py::test_layers_of_fitting_sizes_are_converted": ("single", "TP x2"),

@@ -16,6 +16,7 @@ __all__ = [
     "Strategy",
     "TrainModule",
     "Trainer",
+    "Tuner",
     "__version__",
     "launch",
     "seed_everything",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from trainer.seed import seed_everything
     from trainer.strategy import Strategy
     from trainer.trainer import Trainer
+    from trainer.tuner import Tuner
 
 _HOMES = {
     "Callback": "trainer.callback",
@@ -42,6 +44,7 @@ _HOMES = {
     "Strategy": "trainer.strategy",
     "TrainModule": "trainer.module",
     "Trainer": "trainer.trainer",
+    "Tuner": "trainer.tuner",
     "launch": "trainer.launchers.notebook",
     "seed_everything": "trainer.seed",
 }

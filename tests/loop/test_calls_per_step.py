@@ -75,4 +75,4 @@ def test_a_step_with_all_on_calls_few_functions_more(micro_batches: int, most: i
         "default_root_dir": tmp_path,
         "accumulate_grad_batches": micro_batches,
     }
-    assert calls(lambda: Counting(4, 8, names=1), **everything) <= 4 * most
+    assert calls(lambda: Counting(8, 12, names=1), **everything) <= 4 * most

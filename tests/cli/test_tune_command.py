@@ -1,0 +1,66 @@
+"""`trainer tune` prints a learning rate or a batch size, and says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.examples import restored_imports
+from tests.helpers.processes import ROOT
+from trainer.cli.main import main
+from trainer.cli.tune.command import bytes_of
+
+CONFIG = str(ROOT / "examples" / "digits" / "config.yaml")
+
+
+def tune(*words: str) -> int:
+    with restored_imports():
+        return main(["tune", *words])
+
+
+def test_a_learning_rate_and_its_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    assert tune("lr", "--config", CONFIG, "--steps", "30", "--min-lr", "1e-5", "--plot", "new/lr.png") == 0
+    printed = capsys.readouterr().out
+    assert "curve: new/lr.png" in printed
+    assert "learning rate: " in printed
+    assert Path("new/lr.png").read_bytes().startswith(b"\x89PNG")
+    assert not Path("runs").exists()
+
+
+def test_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune("batch-size", "--config", CONFIG, "--max", "16", "--first", "4") == 0
+    printed = capsys.readouterr().out
+    assert "samples/s" in printed
+    assert "largest: 16" in printed
+    assert "the samples per second grow by less than 5 %" in printed
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lrs"], "Did you mean 'lr'?"),
+        (["lr", "--config", CONFIG, "--steps", "many"], "--steps"),
+        (["lr", "--config", CONFIG, "--stepz", "3"], "--stepz"),
+        (["lr", "--config", CONFIG, "--min-lr", "2"], "give 0 < min_lr < max_lr"),
+        (["lr"], "nothing to tune"),
+        (["batch-size", "--config", CONFIG, "--memory-limit", "much"], "give a size such as 8GB"),
+        (["batch-size", "--config", CONFIG, "--name", "size"], "batch_arg_name='size'"),
+        (["batch-size", "--config", CONFIG, "--mode", "fast"], "'power' and 'binsearch'"),
+    ],
+)
+def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(*words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert [bytes_of(text) for text in ("8GB", "1.5 MiB", "3k", "100", None)] == [
+        8 * 10**9,
+        3 * 2**19,
+        3000,
+        100,
+        None,
+    ]

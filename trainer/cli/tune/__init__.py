@@ -1,0 +1,1 @@
+"""`trainer tune`: find a learning rate or a batch size for a configuration."""

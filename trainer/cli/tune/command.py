@@ -1,0 +1,138 @@
+"""`trainer tune`: read which search is wanted and its options, run it, and print what it found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.arguments import local_path, make_folder
+from trainer.cli.main import usage_error
+from trainer.cli.options import CommandParser
+from trainer.cli.run import Job, run_command
+from trainer.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+EXAMPLES = """\
+  trainer tune lr --config run.yaml
+  trainer tune lr --config run.yaml --min-lr 1e-6 --max-lr 1 --steps 100 --plot lr.png
+  trainer tune batch-size --config run.yaml
+  trainer tune batch-size --config run.yaml --mode binsearch --memory-limit 8GB
+"""
+SEARCHES = ("lr", "batch-size")
+HELP = f"""\
+usage: trainer tune {{lr,batch-size}} --config FILE [OPTIONS] [--trainer.x ...]
+
+Find a learning rate or a batch size. Nothing is written but the picture; the training is tried with copies.
+
+options of lr:
+  --min-lr X, --max-lr X    the first and the last learning rate (1e-8, 1)
+  --steps N                 steps from one to the other (100)
+  --mode MODE               exponential or linear
+  --plot FILE               write the curve as a picture (needs matplotlib)
+
+options of batch-size:
+  --mode MODE               power: double it until the memory is used up; binsearch: also sizes between
+  --name NAME               the argument of the module or the data that is the batch size (batch_size)
+  --steps N                 steps of each trial (3)
+  --first N, --max N        the first and the largest size to try (2, 8192)
+  --memory-limit SIZE       on CPUs: memory of a trial, such as 8GB; default: nine tenths of what is free
+
+`trainer fit --help` lists the options of the configuration.
+
+examples:
+{EXAMPLES}"""
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def run(arguments: list[str]) -> int:
+    """Run the search that the arguments name. Returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help") or "--help" in arguments:
+        print(HELP, end="")
+        return 0 if arguments else 2
+    which, *rest = arguments
+    if which not in SEARCHES:
+        names = " or ".join(SEARCHES)
+        return usage_error(f"trainer tune {which}: give {names}.{did_you_mean(which, SEARCHES)}")
+    parser = CommandParser(prog=f"trainer tune {which}", add_help=False)
+    for option, kind in _OPTIONS[which].items():
+        parser.add_argument(option, type=kind)
+    try:
+        own, others = parser.parse_known_args(rest)
+        limit = None if which == "lr" else bytes_of(own.memory_limit)
+    except ConfigError as error:
+        return usage_error(str(error))
+    if which == "lr":
+        return run_command("tune", others, EXAMPLES, lambda job: _tune_lr(job, own))
+    return run_command("tune", others, EXAMPLES, lambda job: _tune_batch_size(job, own, limit))
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "lr": {"--min-lr": float, "--max-lr": float, "--steps": int, "--mode": str, "--plot": str},
+    "batch-size": {"--mode": str, "--name": str, "--steps": int, "--first": int, "--max": int, "--memory-limit": str},
+}
+
+
+def bytes_of(text: str | None) -> int | None:
+    """Return the bytes that a text such as "8GB" means; None for None.
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    if text is None:
+        return None
+    number = text.rstrip("BKMGTiIbkmgt").strip()
+    unit = text[len(number) :].strip().upper() or "B"
+    try:
+        size = float(number) * UNITS[unit if unit.endswith("B") else f"{unit}B"]
+        if not 0 < size < 2**62:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise ConfigError(f"--memory-limit {text}: give a size such as 8GB or 500MB.") from None
+    return int(size)
+
+
+def _given(options: Namespace, names: dict[str, str]) -> dict[str, Any]:
+    """Return the options that were given, by the names of the arguments that they are."""
+    return {name: value for option, name in names.items() if (value := getattr(options, option)) is not None}
+
+
+def _tune_lr(job: Job, options: Namespace) -> None:
+    from trainer.tuner import Tuner
+
+    names = {"min_lr": "min_lr", "max_lr": "max_lr", "steps": "num_training", "mode": "mode"}
+    plot: Path | None = None if options.plot is None else local_path(options.plot, "--plot")
+    if plot is not None:
+        make_folder(plot.absolute().parent, "--plot")
+    found = Tuner(job.trainer).lr_find(job.module, datamodule=job.data, update_attr=False, **_given(options, names))
+    if job.trainer.rank != 0:
+        return
+    suggestion, points = found.suggestion(), len(found.results["lr"])
+    if plot is not None:
+        found.plot(suggest=True).savefig(plot)
+        print(f"curve: {plot}")
+    if suggestion is None:
+        raise ConfigError(f"the curve has {points} points, too few: give more --steps, or a smaller --min-lr.")
+    print(f"learning rate: {suggestion:.3g}  (the loss falls fastest there; {points} points)")
+
+
+def _tune_batch_size(job: Job, options: Namespace, limit: int | None) -> None:
+    from trainer.tuner import Tuner
+
+    names = {
+        "mode": "mode",
+        "name": "batch_arg_name",
+        "steps": "steps_per_trial",
+        "first": "init_val",
+        "max": "max_val",
+    }
+    tuner = Tuner(job.trainer)
+    given = _given(options, names)
+    largest = tuner.scale_batch_size(job.module, datamodule=job.data, memory_limit=limit, **given)
+    assert tuner.batch_sizes is not None
+    print(tuner.batch_sizes.table())
+    if largest is None:
+        raise ConfigError("not even one sample fits into the memory.")
+    print(f"largest: {largest}")
+    print(f"above {tuner.batch_sizes.worthwhile}, the samples per second grow by less than 5 %")

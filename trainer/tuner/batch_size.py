@@ -1,0 +1,162 @@
+"""The search for a batch size: try sizes until the memory is used up, and measure the samples per second of each."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.callback import Callback
+from trainer.errors import ConfigError
+from trainer.tuner.memory_limit import is_out_of_memory
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+LEAST_GROWTH = 1.05
+"""A larger batch pays if there are 5 % more samples per second."""
+
+
+@dataclass
+class BatchSizes:
+    """The sizes that were tried."""
+
+    throughput: dict[int, float] = field(default_factory=dict)
+    """Samples per second of each size that fits, in growing order."""
+    too_large: list[int] = field(default_factory=list)
+    """Sizes for which the memory did not suffice."""
+    chosen: int | None = None
+    """The largest size that fits, less the margin of a search; None: no size fits."""
+
+    @property
+    def worthwhile(self) -> int | None:
+        """The size above which the samples per second grow by less than 5 %."""
+        sizes = sorted(self.throughput)
+        for position, size in enumerate(sizes):
+            if all(self.throughput[larger] < LEAST_GROWTH * self.throughput[size] for larger in sizes[position + 1 :]):
+                return size
+        return None
+
+    def table(self) -> str:
+        """Return a line for each size."""
+        lines = [f"{size:>8}  {speed:>12,.0f} samples/s" for size, speed in sorted(self.throughput.items())]
+        return "\n".join([*lines, *(f"{size:>8}  out of memory" for size in sorted(set(self.too_large)))])
+
+
+class Stopwatch(Callback):
+    """Measures the time of the steps after the first, which also allocates, tunes and compiles."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.samples = self.first = 0
+        """Samples of the measured steps, and of the first step."""
+        self._at = 0.0
+        self._counted = 0
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.device.type != "cpu":
+            torch.accelerator.synchronize(trainer.device)
+        now = time.perf_counter()
+        if trainer.global_step > 1:
+            self.samples += trainer.progress.samples - self._counted
+            self.seconds += now - self._at
+        else:
+            self.first = trainer.progress.samples
+        self._at, self._counted = now, trainer.progress.samples
+
+
+class NoSuchBatchError(Exception):
+    """Raised by a trial whose batches are smaller than asked for: there are no more samples."""
+
+
+def search(
+    attempt: Callable[[int], float],
+    mode: str,
+    init_val: int,
+    max_trials: int,
+    max_val: int,
+    margin: float,
+) -> BatchSizes:
+    """Find the largest size for which `attempt`, which returns samples per second, does not run out of memory.
+
+    Doubles the size until the memory is used up, and with mode "binsearch" halves the distance between the largest
+    size that fits and the smallest that does not.
+    """
+    found, size, fits, fails = BatchSizes(), min(init_val, max_val), 0, max_val + 1
+    for _ in range(max_trials):
+        try:
+            found.throughput[size] = attempt(size)
+            fits = size
+        except NoSuchBatchError:
+            break
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            found.too_large.append(size)
+            fails = size
+            del error
+            release_memory()
+        if fails > max_val and fits < max_val:
+            size = min(2 * fits, max_val)
+        elif mode == "binsearch" and fails - fits > 1 and fits:
+            size = (fits + fails) // 2
+        elif not fits and size > 1:
+            size //= 2
+        else:
+            break
+    found.throughput = dict(sorted(found.throughput.items()))
+    if fits:
+        found.chosen = max(1, int(fits * (1 - margin))) if mode == "binsearch" and found.too_large else fits
+    return found
+
+
+def release_memory() -> None:
+    """Free what a failed trial has left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def check_search(
+    method: str, mode: str, steps_per_trial: int, init_val: int, max_trials: int, max_val: int, margin: float
+) -> None:
+    """Raise a ConfigError for arguments with which there is no search."""
+    if method != "fit":
+        raise ConfigError(f"scale_batch_size(method={method!r}): only 'fit' is there, which takes the most memory.")
+    if mode not in ("power", "binsearch"):
+        raise ConfigError(f"scale_batch_size(mode={mode!r}): allowed are 'power' and 'binsearch'.")
+    numbers = {"steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials, "max_val": max_val}
+    for name, value in numbers.items():
+        least = 2 if name == "steps_per_trial" else 1
+        if type(value) is not int or value < least:
+            raise ConfigError(f"scale_batch_size({name}={value!r}): give an integer from {least}.")
+    if not 0 <= margin < 1:
+        raise ConfigError(f"scale_batch_size(margin={margin!r}): give a number from 0 and below 1.")
+
+
+def with_batch_size(loader: Any, size: int) -> Any:
+    """Return a DataLoader like another one, with another batch size.
+
+    Raises:
+        ConfigError: it has a batch sampler of its own, or is no DataLoader.
+    """
+    from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+    if type(loader) is not DataLoader or type(getattr(loader, "batch_sampler", None)) not in (BatchSampler, type(None)):
+        raise ConfigError(
+            f"scale_batch_size cannot change the batch size of a {type(loader).__name__}"
+            f"{' with a batch sampler of its own' if isinstance(loader, DataLoader) else ''}: give a plain DataLoader, "
+            "or a module or data module with an attribute batch_size, from which train_dataloader makes the loader."
+        )
+    options: dict[str, Any] = {
+        name: getattr(loader, name)
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+    }
+    if not isinstance(loader.dataset, IterableDataset):
+        options["sampler"] = loader.sampler
+    return DataLoader(loader.dataset, batch_size=size, drop_last=True, **options)

@@ -1,0 +1,215 @@
+"""Tuner: `lr_find` and `scale_batch_size`, which train copies and leave everything as it was."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Literal
+
+from trainer.data.datamodule import DataModule
+from trainer.errors import ConfigError, did_you_mean
+from trainer.module import TrainModule
+from trainer.trainer import Trainer
+from trainer.tuner.batch_size import BatchSizes, NoSuchBatchError, Stopwatch, check_search, search, with_batch_size
+from trainer.tuner.lr_finder import LRFinder, RangeTest, check_range
+from trainer.tuner.memory_limit import free_memory, limited_memory
+from trainer.tuner.trial import run_trial
+
+log = logging.getLogger("trainer")
+
+
+class Tuner:
+    """Finds a learning rate or a batch size for a trainer's settings.
+
+    Each trial trains copies of the module and the data module, without the trainer's callbacks, loggers and
+    checkpoints, so that weights, random numbers, counters and callbacks are as before. Only the attribute that was
+    looked for is set.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        if not isinstance(trainer, Trainer):
+            raise ConfigError(f"Tuner({trainer!r}): give a Trainer.")
+        self._trainer = trainer
+        self.batch_sizes: BatchSizes | None = None
+        """The sizes that the last `scale_batch_size` has tried, with their samples per second."""
+
+    def lr_find(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: Literal["fit"] = "fit",
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training: int = 100,
+        mode: Literal["exponential", "linear"] = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> LRFinder:
+        """Train with a growing learning rate, and return the curve, whose `suggestion()` is a learning rate.
+
+        Args:
+            model: the module.
+            train_dataloaders: the training data; default: the data module's or the module's.
+            val_dataloaders, dataloaders: not used.
+            datamodule: provides the training data instead.
+            method: "fit".
+            min_lr, max_lr: the first and the last learning rate.
+            num_training: steps from one to the other.
+            mode: whether the learning rate grows by a factor or by an amount.
+            early_stop_threshold: end when the loss is so many times the lowest one; None: do not.
+            update_attr: set the module's (or its hparams') attribute to the suggestion.
+            attr_name: that attribute; default: `lr` or `learning_rate`, whichever there is.
+
+        Raises:
+            ConfigError: an argument has a wrong value, or there is no such attribute.
+        """
+        check_range(method, min_lr, max_lr, num_training, mode)
+        attribute = _attribute(model, datamodule, (attr_name,) if attr_name else ("lr", "learning_rate"))
+        if attr_name and update_attr and not attribute:
+            raise ConfigError(
+                f"lr_find(attr_name={attr_name!r}): neither {type(model).__name__} nor its hparams has it."
+                f"{did_you_mean(attr_name, [*vars(model), *model.hparams])}"
+            )
+        if not model.automatic_optimization:
+            raise ConfigError("lr_find sets the learning rates of automatic optimization; this module steps by itself.")
+        finder = LRFinder(mode, min_lr, max_lr, num_training)
+        test = RangeTest(finder, early_stop_threshold)
+        run_trial(self._trainer, model, train_dataloaders, datamodule, test, num_training)
+        found = finder.suggestion()
+        if found is None:
+            log.warning(
+                "lr_find has %d points, too few for a suggestion: raise num_training, or lower min_lr",
+                len(finder.results["lr"]),
+            )
+        elif update_attr:
+            _set(attribute, found)
+            log.info("learning rate: %.3g%s", found, "" if attribute else " (the module has no attribute lr to set)")
+        return finder
+
+    def scale_batch_size(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        method: Literal["fit"] = "fit",
+        mode: Literal["power", "binsearch"] = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+        memory_limit: int | None = None,
+    ) -> int | None:
+        """Return the largest batch size, for each process, that fits into the memory; None if not even one sample does.
+
+        Logs the samples per second of each size, and the size above which they grow by less than 5 %; they are in
+        `batch_sizes`. Sizes above the number of samples are not tried.
+
+        Args:
+            model, val_dataloaders, dataloaders, datamodule, method: as in `lr_find`.
+            train_dataloaders: a DataLoader, of which each trial gets one like it. Default: the loader of the data
+                module or the module, made with its attribute `batch_arg_name`.
+            mode: "power" doubles the size until the memory is used up; "binsearch" then also tries sizes between.
+            steps_per_trial: steps of each trial; the first is not measured.
+            init_val: the first size.
+            max_trials: trials at most.
+            batch_arg_name: the attribute of the module, the data module or their hparams.
+            margin: with "binsearch", the part by which the result is smaller than the largest size that fits.
+            max_val: the largest size to try.
+            memory_limit: on CPUs, bytes of memory that a trial may take; default: nine tenths of what is free.
+
+        Raises:
+            ConfigError: an argument has a wrong value, or nothing has the attribute.
+        """
+        mode = "binsearch" if mode == "binary" else mode  # type: ignore[comparison-overlap]
+        check_search(method, mode, steps_per_trial, init_val, max_trials, max_val, margin)
+        trainer = self._trainer
+        if trainer.config.num_processes > 1:
+            raise ConfigError(
+                "scale_batch_size needs one process, since a process without memory takes the others with it: use a "
+                "Trainer(devices=1); the size is that of each process."
+            )
+        attribute = [] if train_dataloaders is not None else _attribute(model, datamodule, (batch_arg_name,))
+        if train_dataloaders is None and not attribute:
+            raise ConfigError(
+                f"scale_batch_size(batch_arg_name={batch_arg_name!r}): neither the module nor the data module, nor "
+                "their hparams, has it. Set self.batch_size in __init__ and use it in train_dataloader; or give a "
+                "DataLoader as train_dataloaders."
+            )
+        on_cpu = trainer.config.device_type == "cpu"
+        free = free_memory() if memory_limit is None else None
+        more = memory_limit if free is None else free * 9 // 10
+        before = [_get(one) for one in attribute]
+
+        def attempt(size: int) -> float:
+            watch = Stopwatch()
+            loader = train_dataloaders if train_dataloaders is None else with_batch_size(train_dataloaders, size)
+            _set(attribute, size)
+            with limited_memory(more if on_cpu else None):
+                run_trial(trainer, model, loader, datamodule, watch, steps_per_trial)
+            if 0 < watch.first < size:
+                raise NoSuchBatchError
+            return watch.samples / watch.seconds if watch.seconds else math.nan
+
+        most = min(max_val, _samples(train_dataloaders) or max_val)
+        try:
+            self.batch_sizes = search(attempt, mode, init_val, max_trials, most, margin)
+        finally:
+            for one, value in zip(attribute, before, strict=True):
+                _set([one], value)
+        found = self.batch_sizes
+        if found.chosen is None:
+            log.warning("scale_batch_size: not even one sample fits into the memory")
+        else:
+            _set(attribute, found.chosen)
+            log.info(
+                "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%",
+                *(found.table(), found.chosen, found.worthwhile),
+            )
+        return found.chosen
+
+
+Attribute = list[tuple[Any, str]]
+"""Places that have the same value: an object, or its hparams, and the name."""
+
+
+def _attribute(model: TrainModule, datamodule: DataModule | None, names: tuple[str, ...]) -> Attribute:
+    """Return the places that have the first of the names that anything has."""
+    for name in names:
+        found: Attribute = []
+        for owner in (model, datamodule):
+            if owner is not None and hasattr(owner, name):
+                found.append((owner, name))
+            if owner is not None and name in owner.hparams:
+                found.append((owner.hparams, name))
+        if found:
+            return found
+    return []
+
+
+def _get(place: tuple[Any, str]) -> Any:
+    owner, name = place
+    return owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+
+def _set(attribute: Attribute, value: Any) -> None:
+    for owner, name in attribute:
+        if isinstance(owner, dict):
+            owner[name] = value
+        else:
+            setattr(owner, name, value)
+
+
+def _samples(loader: Any) -> int | None:
+    """Return the number of samples of a DataLoader that was given; None: unknown."""
+    try:
+        return len(loader.sampler)
+    except (AttributeError, TypeError):
+        return None
