@@ -136,44 +136,51 @@ class Tuner:
                 "scale_batch_size needs one process, since a process without memory takes the others with it: use a "
                 "Trainer(devices=1); the size is that of each process."
             )
-        attribute = [] if train_dataloaders is not None else _attribute(model, datamodule, (batch_arg_name,))
+        attribute = _attribute(model, datamodule, (batch_arg_name,)) if train_dataloaders is None else []
         if train_dataloaders is None and not attribute:
-            raise ConfigError(
-                f"scale_batch_size(batch_arg_name={batch_arg_name!r}): neither the module nor the data module, nor "
-                "their hparams, has it. Set self.batch_size in __init__ and use it in train_dataloader; or give a "
-                "DataLoader as train_dataloaders."
-            )
-        on_cpu = trainer.config.device_type == "cpu"
+            raise _no_attribute(batch_arg_name)
+        most = min(max_val, _samples(train_dataloaders) or max_val)
         free = free_memory() if memory_limit is None else None
-        more = memory_limit if free is None else free * 9 // 10
+        limit = memory_limit if free is None else free * 9 // 10
+        limit = limit if trainer.config.device_type == "cpu" else None
         before = [_get(one) for one in attribute]
 
         def attempt(size: int) -> float:
             watch = Stopwatch()
             loader = train_dataloaders if train_dataloaders is None else with_batch_size(train_dataloaders, size)
             _set(attribute, size)
-            with limited_memory(more if on_cpu else None):
+            with limited_memory(limit):
                 run_trial(trainer, model, loader, datamodule, watch, steps_per_trial)
             if 0 < watch.first < size:
                 raise NoSuchBatchError
             return watch.samples / watch.seconds if watch.seconds else math.nan
 
-        most = min(max_val, _samples(train_dataloaders) or max_val)
         try:
             self.batch_sizes = search(attempt, mode, init_val, max_trials, most, margin)
         finally:
             for one, value in zip(attribute, before, strict=True):
                 _set([one], value)
-        found = self.batch_sizes
-        if found.chosen is None:
-            log.warning("scale_batch_size: not even one sample fits into the memory")
-        else:
-            _set(attribute, found.chosen)
-            log.info(
-                "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%",
-                *(found.table(), found.chosen, found.worthwhile),
-            )
-        return found.chosen
+        if self.batch_sizes.chosen is not None:
+            _set(attribute, self.batch_sizes.chosen)
+        _report(self.batch_sizes)
+        return self.batch_sizes.chosen
+
+
+def _no_attribute(name: str) -> ConfigError:
+    return ConfigError(
+        f"scale_batch_size(batch_arg_name={name!r}): neither the module nor the data module, nor their hparams, has it."
+        " Set self.batch_size in __init__ and use it in train_dataloader; or give a DataLoader as train_dataloaders."
+    )
+
+
+def _report(found: BatchSizes) -> None:
+    if found.chosen is None:
+        log.warning("scale_batch_size: not even one sample fits into the memory")
+    else:
+        log.info(
+            "batch sizes:\n%s\nthe largest: %d; above %s, the samples per second grow by less than 5 %%",
+            *(found.table(), found.chosen, found.worthwhile),
+        )
 
 
 Attribute = list[tuple[Any, str]]
