@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer.errors import ConfigError
-from trainer.model.full_parameters import Block, Place, places_of
+from trainer.errors import ConfigError, first_of
+from trainer.model.full_parameters import Block, Place, checksum, places_of, same_bits
 from trainer.strategy import Strategy, full_state_dict
 
 
@@ -128,3 +129,65 @@ def without_hooks(handles: list[RemovableHandle]) -> Iterator[None]:
             added = {number: hook for number, hook in table.items() if number not in before[key]}
             table.clear()
             table.update({**before[key], **added})
+
+
+@contextmanager
+def unchanged_while_gathered(
+    units: Iterable[tuple[nn.Module, Callable[[], Mapping[str, torch.Tensor]]]],
+    hooks: list[RemovableHandle],
+    strategy: Strategy,
+) -> Iterator[None]:
+    """Compare checksums of the weights that each unit gathers, from the begin to the end of its forward.
+
+    Args:
+        units: modules, each with a function that returns what it has gathered, by name.
+        hooks: those by which the strategy gathers and frees; the checksums are made right after and before them.
+
+    Raises:
+        ConfigError: weights were changed in between, which is lost when they are freed.
+    """
+    before: dict[str, torch.Tensor | None] = {}
+    changed: list[str] = []
+
+    def look(gathered: Callable[[], Mapping[str, torch.Tensor]], *_: Any) -> None:
+        before.update({name: checksum(tensor) for name, tensor in gathered().items()})
+
+    def compare(gathered: Callable[[], Mapping[str, torch.Tensor]], *_: Any) -> None:
+        found = gathered().items()
+        changed.extend(name for name, tensor in found if not same_bits(before.get(name), checksum(tensor)))
+
+    handles: list[RemovableHandle] = []
+    theirs = {handle.id for handle in hooks}
+    for unit, gathered in units:
+        handles.append(unit.register_forward_pre_hook(partial(look, gathered)))
+        handles.append(unit.register_forward_hook(partial(compare, gathered)))
+        _move_last(unit._forward_pre_hooks, theirs, after=True)
+        _move_last(unit._forward_hooks, theirs, after=False)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if changed:
+        raise ConfigError(
+            f"{first_of(dict.fromkeys(changed))} changed within the forward of a step, while gathered, and strategy "
+            f"{strategy.name!r} loses that. Change it between two steps, in a hook such as on_train_batch_end: with "
+            "trainer.full_parameters(module, write=True): ..."
+        )
+
+
+def _move_last(hooks: dict[int, Any], others: set[int], after: bool) -> None:
+    """Move the last hook right after, or before, those with these numbers."""
+    numbers = [*hooks]
+    last = numbers.pop()
+    places = [place for place, number in enumerate(numbers) if number in others]
+    if places:
+        numbers.insert(max(places) + 1 if after else min(places), last)
+        ordered = {number: hooks[number] for number in numbers}
+        hooks.clear()
+        hooks.update(ordered)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a submodule is compiled, and hooks would have it compiled again."""
+    return any(child._compiled_call_impl is not None for child in module.modules())

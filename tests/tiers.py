@@ -131,6 +131,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "test_precision_float8.py::test_losses_are_near_those_of_float32": ("single-*", "TP x2-*"),
     "strategies/test_deepspeed_engine.py::test_schedules_reach_cpu_adam": (),
     "strategies/test_full_parameters.py::test_save_pretrained_on_all_processes_writes_full_weights": ("FSDP x2",),
+    "strategies/test_full_parameters.py::test_one_process_alone_after_the_run_is_told": (),
     "strategies/test_full_parameters.py::test_what_is_read_and_written_is_that_of_one_process": (
         "FSDP x2",
         "ZeRO-3 x2",

@@ -19,9 +19,9 @@ def is_zero3_partitioned(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "ds_tensor")
 
 
-def partitioned_parameters(module: nn.Module) -> list[Any]:
-    """Return the partitioned parameters of a module."""
-    return [parameter for parameter in module.parameters() if is_zero3_partitioned(parameter)]
+def partitioned_parameters(module: nn.Module, recurse: bool = True) -> list[Any]:
+    """Return the partitioned parameters of a module; `recurse`: and of its submodules."""
+    return [parameter for parameter in module.parameters(recurse) if is_zero3_partitioned(parameter)]
 
 
 def partition_extent(parameter: Any) -> FlatSlice:

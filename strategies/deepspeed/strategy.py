@@ -24,7 +24,7 @@ from trainer.model.blocks import BlockPolicy
 from trainer.model.init_device import InitDevice, build_context
 from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.module import TrainModule
-from trainer.precision import Precision
+from trainer.precision import NULL_CONTEXT, Precision
 from trainer.strategies.deepspeed.config import (
     DEFAULT_STAGE,
     TrainerSettings,
@@ -35,6 +35,7 @@ from trainer.strategies.deepspeed.config import (
     write_config,
     zero_of,
 )
+from trainer.strategies.deepspeed.empty_parameters import RefusingEmptyParameters
 from trainer.strategies.deepspeed.engine import (
     LossScale,
     cpu_adam_of,
@@ -59,6 +60,7 @@ from trainer.strategies.deepspeed.partitioning import (
     is_zero3_partitioned,
     partition_module,
     partition_shard,
+    partitioned_parameters,
     restore_empty,
 )
 from trainer.strategies.deepspeed.problems import (
@@ -68,7 +70,7 @@ from trainer.strategies.deepspeed.problems import (
     optimizer_problems,
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
-from trainer.strategies.full_parameters import SwappedParameters, without_hooks
+from trainer.strategies.full_parameters import SwappedParameters, is_compiled, unchanged_while_gathered, without_hooks
 from trainer.strategy import StepConfig
 
 log = logging.getLogger("trainer")
@@ -221,6 +223,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     ) -> None:
         self.teardown()
         self._full = SwappedParameters(self, self._computing_full)
+        self._refusing = RefusingEmptyParameters(module, self.name)
         former = self.master_weights if vars(self).get("module") is module else None
         self.master_weights = None
         super().setup_module(module, for_training, activation_checkpointing)
@@ -296,6 +299,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             )
         self._tables = ParameterTables(self.module)
         if self.stage == 3:
+            self._refusing.begin()
+            self._is_first_step = True
             # The module's own forward need not be called, and may be: it gives back only what this does not hold.
             for parameter in self.module.parameters(recurse=False):
                 self.deepspeed.zero.register_external_parameter(steps, parameter)
@@ -318,7 +323,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.master_weights is not None:
             self.master_weights.take_over_changes()
         try:
-            with local_rank_env(self._device_number):
+            with local_rank_env(self._device_number), self._unchanged(step):
                 if not torch.is_inference_mode_enabled():
                     return self.engine(step, *args)
                 # Weights that are gathered in inference mode could not be used for training afterwards.
@@ -328,8 +333,29 @@ class DeepSpeedStrategy(DistributedStrategy):
             stop_gathering(self.engine.module)
             raise
 
+    def _unchanged(self, step: str) -> AbstractContextManager[None]:
+        """Return the context of a forward, which compares gathered weights in the first step, and to find anomalies.
+
+        Else nothing is looked for in a forward of stage 3.
+        """
+        if self.stage < 3:
+            return NULL_CONTEXT
+        if step != "training_step" or not (self._is_first_step or torch.is_anomaly_enabled()):
+            return self._refusing.paused()
+        self._is_first_step = False
+        if is_compiled(self.module):
+            return self._refusing.paused()
+        units = {child: partitioned_parameters(child, recurse=False) for child in self.module.modules()}
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+
+        def gathered(own: list[Any]) -> dict[str, torch.Tensor]:
+            return {names[p]: p for p in own if p.ds_status is type(p.ds_status).AVAILABLE}
+
+        with_own = [(unit, partial(gathered, own)) for unit, own in units.items() if own]
+        return unchanged_while_gathered(with_own, hooks_of(self.engine), self)
+
     def backward(self, loss: torch.Tensor) -> None:
-        with local_rank_env(self._device_number):
+        with local_rank_env(self._device_number), self._refusing.paused():
             try:
                 self.engine.backward(loss, scale_wrt_gas=False)
             except AssertionError as error:
@@ -366,7 +392,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             raise ConfigError(f"strategy {self.name!r} cannot evaluate the loss several times a step.")
         assert self.master_weights is not None
         self.master_weights.take_over_changes()
-        self.engine.step()
+        with self._refusing.paused():
+            self.engine.step()
         self.master_weights.remember_weights()
         self.begun = False
 
@@ -435,6 +462,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         """End the engine. Master weights and the optimizer's states stay, to be saved, until the next set-up."""
         if self.engine is None:
             return
+        self._refusing.end()
         engine, self.engine = self.engine, None
         end_engine(engine, self.stage)
         if self.stage == 3:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainer.arguments import Limit, PositiveFloat, PositiveInt
 from trainer.checkpoint.optimizer_state import load_by_position, state_by_name, state_by_position
@@ -30,7 +32,13 @@ from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.fsdp.context import AttentionExchange
 from trainer.strategies.fsdp.mesh import ModelSplit, ParallelMesh
 from trainer.strategies.fsdp.pipeline import LeftStage, Pipeline
-from trainer.strategies.full_parameters import SwappedParameters, without_hooks
+from trainer.strategies.full_parameters import (
+    SwappedParameters,
+    is_compiled,
+    unchanged_while_gathered,
+    without_hooks,
+)
+from trainer.strategies.outside_of_steps import ExplainingShards
 from trainer.strategy import StepConfig, wrapping_problems
 
 if TYPE_CHECKING:
@@ -120,6 +128,7 @@ class FSDPStrategy(DistributedStrategy):
         self.reduce_dtype: torch.dtype = getattr(torch, reduce_dtype or "float32")
         self.init_device = init_device
         self.wrapped: Any = None
+        self._explaining = ExplainingShards(nn.Module(), self.name)
         self.wrapped_blocks = ""
         """A description of the wrapped units other than the module itself."""
         self._mesh: ParallelMesh | None = None
@@ -127,6 +136,7 @@ class FSDPStrategy(DistributedStrategy):
         """The modules of experts that are split."""
         self._loss_parallel = False
         self._first_step_errors: AbstractContextManager[None] = NULL_CONTEXT
+        self._is_first_step = True
         self._units: list[Any] = []
         """The module and its blocks, as FSDP2 wraps them."""
         self._parameters: list[Any] = []
@@ -261,6 +271,9 @@ class FSDPStrategy(DistributedStrategy):
         from trainer.strategies.fsdp.dtensors import set_values
 
         self.module, self._full = module, SwappedParameters(self, self._computing_full)
+        self._explaining.end()
+        self._explaining = ExplainingShards(module, self.name)
+        self._explaining.begin()
         if module._wrapper is not None:
             if activation_checkpointing is not None:
                 enable_activation_checkpointing(module, activation_checkpointing)
@@ -447,6 +460,7 @@ class FSDPStrategy(DistributedStrategy):
                 buffer.data = buffer.data.to(self.device)
 
     def setup_optimizers(self, optimizers: list[Optimizer], config: StepConfig) -> list[Optimizer]:
+        self._is_first_step = True
         self._reuses_memory = config.reuses_memory
         if self.layout and config.compiles_module:
             raise ConfigError(
@@ -469,6 +483,10 @@ class FSDPStrategy(DistributedStrategy):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def call_step(self, step: str, *args: Any) -> Any:
+        with self._explaining.paused():
+            return self._call_step(step, *args)
+
+    def _call_step(self, step: str, *args: Any) -> Any:
         self._refuse_replaced_parameters()
         if step == "training_step" and not (self._keeps_gathered and self._before):
             self._before = self._gathered_states()
@@ -485,7 +503,7 @@ class FSDPStrategy(DistributedStrategy):
     def _call_wrapped(self, step: str, args: tuple[Any, ...]) -> Any:
         with self.precision.forward_context(self.device), self._refusing_assignments(), self._loss_context():
             if not torch.is_inference_mode_enabled():
-                with self._first_step_errors:
+                with self._first_step_errors, self._unchanged(step):
                     outputs = self.wrapped(step, _Hidden(args))
                 if self._steps_by_hand and step == "training_step":
                     self._refuse_changes_within_step()
@@ -496,6 +514,24 @@ class FSDPStrategy(DistributedStrategy):
             # Weights that are gathered in inference mode could not be used for training afterwards.
             with torch.inference_mode(False), torch.no_grad():
                 return self.wrapped(step, _Hidden(args))
+
+    def _unchanged(self, step: str) -> AbstractContextManager[None]:
+        """Return the context of a forward, which compares gathered weights in the first step, and to find anomalies."""
+        if step != "training_step" or not (self._is_first_step or torch.is_anomaly_enabled()):
+            return NULL_CONTEXT
+        self._is_first_step = False
+        if self.layout or self._steps_by_hand or is_compiled(self.module):
+            return NULL_CONTEXT
+        units = [(unit, partial(self._gathered_by, unit)) for unit in self._units]
+        return unchanged_while_gathered(units, self._gathering_hooks(self._units), self)
+
+    def _gathering_hooks(self, units: list[Any]) -> list[RemovableHandle]:
+        states = [unit._get_fsdp_state() for unit in units]
+        return [handle for s in states for handle in (s._pre_forward_hook_handle, s._post_forward_hook_handle)]
+
+    def _gathered_by(self, unit: nn.Module) -> dict[str, torch.Tensor]:
+        records = [one for group in parameter_groups(unit) for one in group.fsdp_params if was_gathered(one)]
+        return {self._name_of(one._module_info): one._unsharded_param for one in records}
 
     def _loss_context(self) -> AbstractContextManager[Any]:
         """Return the context in which losses are computed from logits that are sharded over processes."""
@@ -608,15 +644,14 @@ class FSDPStrategy(DistributedStrategy):
     def _computing_full(self, module: nn.Module) -> Iterator[None]:
         """Have the blocks of a part of the module compute with their full parameters, and gather nothing."""
         inside = {id(child) for child in module.modules()}
-        states = [unit._get_fsdp_state() for unit in self._units if id(unit) in inside]
-        handles = [(state._pre_forward_hook_handle, state._post_forward_hook_handle) for state in states]
+        handles = self._gathering_hooks([unit for unit in self._units if id(unit) in inside])
         refusal = [module.register_forward_pre_hook(self._refuse_call)] if self.layout else []
         try:
-            with without_hooks([handle for both in handles for handle in both]):
+            with without_hooks(handles):
                 yield
         finally:
-            for handle in refusal:
-                handle.remove()
+            for one in refusal:
+                one.remove()
 
     def _refuse_call(self, module: nn.Module, inputs: Any) -> None:
         raise ConfigError(
@@ -788,6 +823,10 @@ class FSDPStrategy(DistributedStrategy):
             return part_as_dtensor(value, parameters[name])
 
         load_by_position(optimizer, state_by_position(self.module, optimizer, state, take))
+
+    def teardown(self) -> None:
+        self._explaining.end()
+        super().teardown()
 
     def __str__(self) -> str:
         units = (

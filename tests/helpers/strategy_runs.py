@@ -62,6 +62,7 @@ SHARD_SMALL = (("config", {"zero_optimization": {"stage3_param_persistence_thres
 WAYS = {
     SINGLE: Way("single_device"),
     "DDP x2": Way("ddp", 2),
+    "FSDP x1": Way("fsdp", 1),
     "FSDP x2": Way("fsdp", 2),
     "FSDP x2, SHARD_GRAD_OP": Way("fsdp", 2, (("sharding_strategy", "SHARD_GRAD_OP"),)),
     "FSDP x2, CPU offload": Way("fsdp", 2, (("cpu_offload", True),)),

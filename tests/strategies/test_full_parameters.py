@@ -9,16 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.hf_models import HFModule, data
-from tests.helpers.processes import run_python
+from tests.helpers.processes import run_distributed, run_python
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
 from tests.tiers import selected
 from trainer import Callback, ConfigError, Trainer, TrainModule
+from trainer.callbacks import LambdaCallback
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -187,3 +189,68 @@ def test_one_process_alone_after_the_run_is_told(tmp_path: Path) -> None:
         "if __name__ == '__main__':\n    after_the_run('fsdp')\n"
     )
     run_python(script, cwd=tmp_path).check()
+
+
+def read_norm(trainer: Trainer, module: Any) -> Any:
+    return module.layers[2].weight.data.norm()
+
+
+def mix(trainer: Trainer, module: Any) -> Any:
+    return torch.zeros(16, 16).lerp_(module.layers[2].weight.detach(), 0.1)
+
+
+def average(trainer: Trainer, module: Any) -> Any:
+    averages = [torch.zeros(16, 6), torch.zeros(16)]
+    torch._foreach_lerp_(averages, [p.detach() for p in module.layers[0].parameters()], 0.1)
+
+
+def write_file(trainer: Trainer, module: Any) -> Any:
+    return save_file(module.state_dict(), "never")
+
+
+def assign(trainer: Trainer, module: Any) -> Any:
+    with torch.no_grad():
+        module.layers[2].weight.copy_(torch.ones(16, 16))
+
+
+MISUSES = {"layers.2.weight": (read_norm, mix, assign), "layers.0.weight": (average, write_file)}
+
+
+class ChangesInForward(MLP):
+    """Change a layer's weights while they are gathered for its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].register_forward_hook(self.change)
+
+    @staticmethod
+    def change(layer: Any, inputs: Any, output: Any) -> None:
+        layer.weight.data.mul_(0.5)
+
+
+def misuse(way: str) -> dict[str, str]:
+    found = {}
+    for function in (*(one for several in MISUSES.values() for one in several), None):
+        module = MLP() if function else ChangesInForward()
+        hooks = {} if function is None else {"on_train_step_end": function}
+        trainer = WAYS[way].trainer(max_steps=1, callbacks=[LambdaCallback(**hooks)])
+        name = function.__name__ if function else "in a forward"
+        try:
+            trainer.fit(module, DataLoader(MLP.data(64), 4))
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("alone", ["FSDP x1", "ZeRO-3 x1"])
+def test_what_uses_shards_as_full_weights_is_told_the_name_and_the_context(alone: str) -> None:
+    skip_if_missing(alone)
+    (found,) = run_distributed(misuse, 1, alone)
+    for name, functions in MISUSES.items():
+        for function in functions:
+            if (alone, function) == ("FSDP x1", read_norm):
+                assert "read_norm" not in found  # a distributed tensor has the right norm
+                continue
+            assert found[function.__name__].startswith(name)
+            assert "trainer.full_parameters(module" in found[function.__name__]
+    assert found["in a forward"].startswith("layers.2.weight changed within the forward of a step, while gathered")

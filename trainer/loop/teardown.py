@@ -7,6 +7,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -21,6 +23,7 @@ from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import exit_code
 from trainer.launchers.restarts import exit_code_is_free, restart_safe_exit_code
 from trainer.loop.run import Run
+from trainer.model.full_parameters import name_of_shard
 
 log = logging.getLogger("trainer")
 
@@ -75,7 +78,7 @@ def end_with_error(run: Run, error: BaseException) -> None:
     run.stop_coordinator.failed()
     run.watchdog.stop()
     changed = run.trainable.explain(error) if run.trainable is not None else None
-    sharded = _explain_full_parameters(run, error)
+    sharded = _explain_full_parameters(run, error) or _explain_shards(run, error)
     explained = changed or sharded or explain_torch_error(error) or _explain_restored_state(run, error)
     processes = run.strategy.processes
     rank, world_size = processes.rank, processes.world_size
@@ -105,7 +108,7 @@ _OF_FULL_PARAMETERS = {
 
 def _explain_full_parameters(run: Run, error: BaseException) -> ConfigError | None:
     """Return a ConfigError for an error of pruning and the like with parameters that the strategy has sharded."""
-    if not run.strategy.collective_forward or isinstance(error, TrainerError) or not isinstance(error, Exception):
+    if not run.strategy.collective_forward or not isinstance(error, Exception):
         return None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         where, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -117,6 +120,46 @@ def _explain_full_parameters(run: Run, error: BaseException) -> ConfigError | No
             explained.__cause__ = error
             return explained
     return None
+
+
+_OF_SHARDS = ("DTensor", "invalid python storage", "FSDP does not support deepcopy")
+"""Words in torch's errors about sharded tensors."""
+
+
+def _explain_shards(run: Run, error: BaseException) -> ConfigError | None:
+    """Return a ConfigError for torch's error about a sharded parameter that user code has used as a full one."""
+    if not run.strategy.shards_state or isinstance(error, TrainerError) or not isinstance(error, Exception):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(words in str(error) for words in _OF_SHARDS) and not any(
+        frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor") for frame in frames
+    ):
+        return None
+    values = (value for frame in reversed(frames) for value in _values_of(frame))
+    used = (name for value in values if (name := name_of_shard(run.module, value)) is not None)
+    advice = (
+        "In a hook, on all processes, use it within `with trainer.full_parameters(module):` (write=True to change it)"
+    )
+    if any(frame.f_code.co_name == "call_step" for frame in frames):
+        advice = (
+            "Within a step call the layer, instead of using its parameter; what is to be done outside of the loss goes "
+            "into a hook, such as on_train_batch_end, within `with trainer.full_parameters(module):`"
+        )
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    explained = ConfigError(
+        f"{next(used, 'a parameter')} was used here as a full tensor, and strategy {run.strategy.name!r} keeps shards "
+        f"of the parameters. {advice}.\ntorch said: {said}"
+    )
+    explained.__cause__ = error
+    return explained
+
+
+def _values_of(frame: FrameType) -> Iterator[Any]:
+    """Yield the local values of a frame, and those in its lists and dicts."""
+    for value in frame.f_locals.values():
+        yield value
+        if type(value) in (list, tuple, dict):
+            yield from value.values() if isinstance(value, dict) else value
 
 
 def _explain_restored_state(run: Run, error: BaseException) -> CheckpointError | None:

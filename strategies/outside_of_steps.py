@@ -1,0 +1,88 @@
+"""Look at what user code does with a module's parameters outside of forward, backward and step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch._C import (
+    _get_function_stack_at,
+    _len_torch_function_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
+from torch.overrides import TorchFunctionMode
+
+from trainer.errors import ConfigError, TrainerError
+from trainer.model.full_parameters import name_of_shard
+
+_HERE = (__name__, "trainer.strategies.deepspeed.empty_parameters")
+
+
+class OutsideOfSteps(TorchFunctionMode):
+    """A mode through which each function of torch is called from `begin` to `end`, but where it is `paused`."""
+
+    def __init__(self, module: nn.Module, strategy: str) -> None:
+        super().__init__()
+        self._module, self._strategy = module, strategy
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self.end()
+        _push_on_torch_function_stack(self)
+
+    def end(self) -> None:
+        """Look no more; do nothing if `begin` was not called, or this is over."""
+        others = []
+        while _len_torch_function_stack() and (mode := _pop_torch_function_stack()) is not self:
+            others.append(mode)
+        for mode in reversed(others):
+            _push_on_torch_function_stack(mode)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Look at nothing within the block, where each operation would take longer."""
+        on_top = _len_torch_function_stack() and _get_function_stack_at(_len_torch_function_stack() - 1) is self
+        if on_top:
+            _pop_torch_function_stack()
+        try:
+            yield
+        finally:
+            if on_top:
+                _push_on_torch_function_stack(self)
+
+
+class ExplainingShards(OutsideOfSteps):
+    """While entered, torch's error in an operation of user code with a distributed tensor names the parameter."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except TrainerError:
+            raise
+        except Exception as error:
+            values = [one for value in args for one in (value if isinstance(value, (list, tuple)) else (value,))]
+            name = next((name for one in values if (name := name_of_shard(self._module, one)) is not None), None)
+            if name is None or not from_user_code():
+                raise
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(
+                f"{name} is used here as a full tensor, and strategy {self._strategy!r} keeps shards of it. In a hook, "
+                "on all processes: with trainer.full_parameters(module): ... to read it, and full_parameters(module, "
+                f"write=True) to change it.\ntorch said: {said}"
+            ) from error
+
+
+def from_user_code() -> bool:
+    """Whether the first frame outside of torch belongs neither to DeepSpeed nor to this package."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if package not in ("torch", "contextlib") and module not in _HERE:
+            return package not in ("deepspeed", "trainer")
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
