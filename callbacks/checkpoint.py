@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from trainer.arguments import Limit
 from trainer.callback import Checkpoint
 from trainer.checkpoint.async_writer import BackgroundWriter
+from trainer.checkpoint.base_weights import frozen_names, weight_sums
 from trainer.checkpoint.directory import POINTERS, CheckpointDirectory
 from trainer.checkpoint.disk import ReadError, WriteError, reason
 from trainer.checkpoint.format import is_committed
@@ -91,6 +92,8 @@ class ModelCheckpoint(Checkpoint):
             random numbers.
         auto_insert_metric_name: "{step}" becomes "step=12", not "12".
         verbose: print the path of each checkpoint written.
+        trainable_only: hold only the weights that train (and buffers), such as LoRA's adapters. Loading needs the same
+            base model in the module, which is checked.
 
     Raises:
         ConfigError: the arguments contradict each other.
@@ -107,6 +110,7 @@ class ModelCheckpoint(Checkpoint):
         "async_save",
         "on_write_error",
         "names_in_filename",
+        "trainable_only",
     )
 
     def __init__(
@@ -125,6 +129,7 @@ class ModelCheckpoint(Checkpoint):
         save_on_exception: bool = False,
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
+        trainable_only: bool = False,
     ) -> None:
         problems = [
             *_contradictions(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval),
@@ -149,6 +154,7 @@ class ModelCheckpoint(Checkpoint):
         self.save_on_exception = save_on_exception
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
+        self.trainable_only = trainable_only
         self._retention = Retention(monitor is not None, self.mode, save_top_k, self.save_last)
         self._folder: StoragePath | None = None
         self._writer: BackgroundWriter | None = None
@@ -168,6 +174,8 @@ class ModelCheckpoint(Checkpoint):
         self._earlier_best: StoragePath | None = None
         """The best checkpoint of the earlier run, if this run was resumed from it into another folder."""
         self._earlier_last: StoragePath | None = None
+        self._base: dict[str, int] | None = None
+        """With `trainable_only`, the sums of the weights that checkpoints leave out, by name."""
         self.saved_step = -1
         self._last_time = time.monotonic()
         self._time_is_up = False
@@ -360,6 +368,8 @@ class ModelCheckpoint(Checkpoint):
             self._time_is_up = self._time_is_up and value is None  # else the next value decides
             return
         self._previous = self.kept, self.last, self.nonfinite, self.saved_step
+        if self.trainable_only:
+            self._find_base(trainer)
         try:
             trainer.save_with(partial(self._write, trainer), partial(self._decide, trainer, metrics, again, value))
         except WriteError as error:
@@ -377,6 +387,13 @@ class ModelCheckpoint(Checkpoint):
         self.nonfinite = [name for name in self.nonfinite if name in self.kept]
         if trainer.is_global_zero and self._writer is None:
             self._notify_saved(trainer, str(self._in_folder(self._newest() or "")))
+
+    def _find_base(self, trainer: Trainer) -> None:
+        """Sum up the weights that do not train, if these are others than at the last save. Collective."""
+        state = trainer.strategy.module_state()
+        names = frozen_names(trainer.module, state)
+        if self._base is None or [*self._base] != names:
+            self._base = weight_sums(state, names, trainer.strategy.processes.all_gather_object)
 
     def _newest(self) -> str | None:
         return next(reversed(self.kept), None)
@@ -469,6 +486,9 @@ class ModelCheckpoint(Checkpoint):
     def _write(self, trainer: Trainer, state: dict[str, Any], info: Mapping[str, Any]) -> None:
         """Write the checkpoint, here or in the background, then `_commit`."""
         name = self._newest() or ""
+        if self._base is not None:
+            trained = {weight: value for weight, value in state["model"].items() if weight not in self._base}
+            state = {**state, "model": trained, "base": dict(self._base)}
         path, group, overwrite = self._in_folder(name), trainer.checkpoint_group, name in self._obsolete
         directory = CheckpointDirectory(path.parent) if trainer.is_global_zero else None
         obsolete = [one for one in self._obsolete if one != name]

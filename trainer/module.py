@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.schema import require
@@ -339,7 +340,7 @@ class TrainModule(OptionalMethods, nn.Module):
         """
         device = read_map_location(map_location)
         checkpoint = read_checkpoint(locate(path))
-        kinds = {"model": dict, "hyperparameters?": {"module?": {str: object}}}
+        kinds = {"model": dict, "base?": {str: int}, "hyperparameters?": {"module?": {str: object}}}
         require(checkpoint, kinds, "the checkpoint")
         stored = checkpoint.get("hyperparameters", {}).get("module", {})
         check_arguments(cls, stored, hyperparameters)
@@ -352,7 +353,13 @@ class TrainModule(OptionalMethods, nn.Module):
                 f"{module.strict_loading}: leave strict out, or set both to the same value."
             )
         module.on_load_checkpoint(checkpoint)
-        load_weights(module, checkpoint["model"], module.strict_loading if strict is None else strict)
+        strict = module.strict_loading if strict is None else strict
+        if (base := checkpoint.get("base")) is not None:
+            own = module.state_dict()
+            there = [weight for weight in base if weight in own]
+            check_base(base, weight_sums(own, there, lambda part: [part]), cls.__name__)
+            check_names(checkpoint["model"], base, own, strict, cls.__name__)
+        load_weights(module, checkpoint["model"], strict and base is None)
         return module.to(device) if device is not None else module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

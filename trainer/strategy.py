@@ -26,6 +26,7 @@ from trainer.distributed.process_group import SingleProcess
 from trainer.errors import RENAMED, did_you_mean, raise_problems, unknown_name_error
 from trainer.model.activation_checkpointing import enable_activation_checkpointing
 from trainer.model.blocks import BlockPolicy
+from trainer.model.dispatched import dispatched_models, move_the_rest
 from trainer.model.full_parameters import Block, places_of
 from trainer.model.init_device import refuse_meta_tensors
 from trainer.model.weights import load_weights, move_module
@@ -234,6 +235,9 @@ class Strategy:
             ConfigError: the policy matches nothing, or a parameter is on the meta device.
         """
         self.module = module
+        if dispatched_models(module):
+            move_the_rest(module, self.device)
+            return
         refuse_meta_tensors(module)
         if activation_checkpointing is not None:
             enable_activation_checkpointing(module, activation_checkpointing)

@@ -48,6 +48,7 @@ from trainer.loop.training_state import (
 from trainer.metrics.state import check_torchmetrics
 from trainer.model.activation_checkpointing import disable_activation_checkpointing
 from trainer.model.compile import start_compiling
+from trainer.model.dispatched import refuse_dispatched
 from trainer.module import TrainModule
 from trainer.optimizers import check_parameters, parse_optimizers
 from trainer.seed import set_deterministic
@@ -203,11 +204,14 @@ def build_module(
 ) -> None:
     """Build the module's layers, move and wrap them, compile them, and load the checkpoint's or pretrained weights."""
     module, strategy, training = run.module, run.strategy, run.stage == "fit"
-    pretrained = None if weights is None or checkpoint is not None else open_weights(weights)
-    loads_all = module.strict_loading and (checkpoint is not None or pretrained is not None)
+    is_full = checkpoint is not None and "base" not in checkpoint
+    pretrained = None if weights is None or is_full else open_weights(weights)
+    loads_all = module.strict_loading and (is_full or pretrained is not None)
     with strategy.init_context(module, will_load_checkpoint=loads_all):
         module.configure_model()
         check_module(run)
+        converts = strategy.precision.weights not in (None, torch.float32)
+        refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
     if pretrained is not None:
         pretrained = weights_for(module, pretrained, module.key_mapping, module.strict_loading)
     if training:
@@ -221,10 +225,10 @@ def build_module(
     if run.config.compilation is not None:
         trained = (lambda: run.progress.step) if training else None
         cleanup.callback(start_compiling(module, run.config.compilation, trained))
-    restore_weights(run, checkpoint)
     if pretrained is not None:
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
+    restore_weights(run, checkpoint)
 
 
 def build_optimizers(run: Run) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.callback import AddsGroups, Callback, Checkpoint
+from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_metadata
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
 from trainer.checkpoint.optimizer_state import add_saved_groups, check_shapes, with_dtypes_of
@@ -167,6 +168,7 @@ _METRICS = {
 _MAX_COUNT = 2**53
 KINDS: dict[str, Any] = {
     "model": dict,
+    "base?": {str: Integer(0, 2**53)},
     "optimizers": [{"kind": str, "state": {str: dict}, "param_groups": [{"params": [str]}]}],
     "schedulers": [dict],
     "scaler": dict,
@@ -261,8 +263,20 @@ def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """Load the checkpoint's weights, if there is a checkpoint. Called after `setup_module`."""
     if checkpoint is not None:
         with restoring("the weights"):
-            run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading)
+            if "base" in checkpoint:
+                _require_base(run, checkpoint)
+            strict = run.module.strict_loading and "base" not in checkpoint
+            run.strategy.load_module_state(checkpoint["model"], strict)
         log.info("restored %s", run.resumed_from)
+
+
+def _require_base(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Check that the module has the base model of a checkpoint of trained weights alone. Collective."""
+    module, saved, name = run.module, checkpoint["base"], type(run.module).__name__
+    own = run.strategy.module_state()
+    names = [weight for weight in saved if weight in own]
+    check_base(saved, weight_sums(own, names, run.strategy.processes.all_gather_object), name)
+    check_names(checkpoint["model"], saved, own, module.strict_loading, name)
 
 
 def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:

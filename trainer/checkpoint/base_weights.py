@@ -1,0 +1,93 @@
+"""Checkpoints of trained weights alone: which weights they hold, and sums by which the others are recognized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.shards import Shard
+from trainer.errors import CheckpointError, first_of
+
+_PIECE = 2**22
+"""Elements that are summed at once."""
+
+
+def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """Return the names in the state_dict of the parameters that do not train; buffers may change, and are no such."""
+    frozen = [
+        f"{prefix}.{key}".removeprefix(".")
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for key, parameter in owner._parameters.items()
+        if parameter is not None and not parameter.requires_grad
+    ]
+    return [name for name in dict.fromkeys(frozen) if name in state]
+
+
+def weight_sums(
+    state: Mapping[str, torch.Tensor | Shard], names: list[str], gather: Callable[[Any], list[Any]]
+) -> dict[str, int]:
+    """Return sums of the bits of some weights, by name: equal under every strategy and precision. Collective.
+
+    The weights are rounded to bfloat16 before, as frozen ones are under DeepSpeed.
+
+    Args:
+        state: what `Strategy.module_state` returned.
+        gather: `all_gather_object` of the processes.
+    """
+    full = {name: _sum(value) for name in names if not isinstance(value := state[name], Shard)}
+    parts = {
+        name: _sum(value.local) if value.extent.numel else 0
+        for name in names
+        if isinstance(value := state[name], Shard)
+    }
+    everywhere = gather(parts) if parts else []
+    summed = {name: sum(part[name] for part in everywhere) for name in parts}
+    return {name: _wrapped({**full, **summed}[name]) for name in names}
+
+
+def _sum(value: torch.Tensor) -> int:
+    total = 0
+    for piece in value.detach().reshape(-1).split(_PIECE):
+        bits = piece.to(torch.bfloat16).view(torch.int16) if piece.is_floating_point() else piece
+        total += int(bits.sum(dtype=torch.int64))
+    return total
+
+
+def _wrapped(total: int) -> int:
+    """Return the sum as it is stored, within 53 bits."""
+    return total % 2**53
+
+
+def check_base(saved: Mapping[str, int], own: Mapping[str, int], name: str) -> None:
+    """Compare the sums of a checkpoint with those of the weights that the module has.
+
+    Raises:
+        CheckpointError: they are of other weights.
+    """
+    problems = [f"{weight} is not in the module" for weight in saved if weight not in own]
+    problems += [f"{weight} has other values" for weight in saved if weight in own and saved[weight] != own[weight]]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint holds trained weights alone, and {name} has another base model than the one they were "
+            f"trained on: {first_of(problems)}. Build the module with the same pretrained weights "
+            "(from_pretrained, or fit(weights=...)), or save full checkpoints: ModelCheckpoint(trainable_only=False)."
+        )
+
+
+def check_names(
+    model: Mapping[str, Any], saved: Mapping[str, int], own: Mapping[str, Any], strict: bool, name: str
+) -> None:
+    """Check that a checkpoint of trained weights and its base model have all the weights of the module, if `strict`.
+
+    Raises:
+        CheckpointError: names differ.
+    """
+    missing = [weight for weight in own if weight not in model and weight not in saved]
+    unexpected = [weight for weight in model if weight not in own]
+    if strict and (missing or unexpected):
+        lacking = [f"the checkpoint lacks {first_of(missing)}"] if missing else []
+        lacking += [f"the module lacks {first_of(unexpected)}"] if unexpected else []
+        raise CheckpointError(f"the checkpoint of trained weights does not fit {name}: {'; '.join(lacking)}")

@@ -1,0 +1,65 @@
+"""Models that accelerate has placed on several devices, in memory and on disk: for inference, where they stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError
+
+
+def dispatched_models(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the outermost submodules with accelerate's hooks, which bring weights to the layers, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        inside = any(not outer or name == outer or name.startswith(f"{outer}.") for outer in found)
+        if "_hf_hook" in vars(child) and not inside:
+            found[name] = child
+    return found
+
+
+def refuse_dispatched(module: nn.Module, training: bool, strategy: str, shards: bool, converts: bool) -> None:
+    """Raise ConfigError for a dispatched model in a run that cannot have one.
+
+    Args:
+        shards: the strategy shards weights.
+        converts: the precision converts weights.
+    """
+    models = dispatched_models(module)
+    if not models:
+        return
+    name = f"{type(module).__name__}.{next(iter(models))}".removesuffix(".")
+    what = (
+        f"{name} was placed by accelerate (device_map, cpu_offload or disk_offload), so that a forward brings weights "
+    )
+    what += "where they are computed with"
+    if training:
+        raise ConfigError(
+            f"{what}. It can predict, validate and test, but not train: its parameters hold no values. To train what "
+            "does not fit on a device, build the model without device_map, under strategy 'fsdp' or "
+            "'deepspeed_stage_3' (init_device='mixed' or 'meta', and fit(weights=...))."
+        )
+    if shards:
+        raise ConfigError(
+            f"{what}, and strategy {strategy!r} would shard them. Use strategy='single_device' with devices=1, or "
+            "build the model without device_map."
+        )
+    if converts:
+        raise ConfigError(
+            f"{what}, and the precision of the trainer would convert them. Give the dtype where they are loaded, "
+            "load_checkpoint_and_dispatch(..., dtype=torch.bfloat16), and leave precision out."
+        )
+
+
+def _outside(module: nn.Module) -> Iterator[nn.Module]:
+    inside = {id(child) for model in dispatched_models(module).values() for child in model.modules()}
+    return (child for child in module.modules() if id(child) not in inside)
+
+
+def move_the_rest(module: nn.Module, device: torch.device) -> None:
+    """Move what belongs to no dispatched model."""
+    for child in _outside(module):
+        for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+            tensor.data = tensor.data.to(device)
