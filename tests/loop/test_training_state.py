@@ -17,4 +17,6 @@ def test_each_entry_has_a_kind(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", max_steps=1, **QUIET)
     trainer.fit(module, DataLoader(module.data(8), 4))
     trainer.save_checkpoint(tmp_path / "c")
-    assert load_training_state(tmp_path / "c").keys() == {name.removesuffix("?") for name in KINDS}
+    # Of some callbacks alone: an average of the weights, and what a checkpoint of trained weights leaves out.
+    kinds = {name.removesuffix("?") for name in KINDS} - {"average", "base"}
+    assert load_training_state(tmp_path / "c").keys() == kinds
