@@ -15,11 +15,11 @@ _ALLOWED |= {getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "
 _ALLOWED |= {getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "requires_grad_")}
 _ALLOWED |= {getattr(torch.Tensor, name) for name in ("is_floating_point", "is_complex", "register_hook", "__hash__")}
 _ALLOWED |= {torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.element_size, torch.Tensor.type}
-"""What may be asked of an empty parameter: nothing of these reads values."""
+"""Functions that may be called with an empty parameter: none of them reads values."""
 
 
 _VIEWS = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
-"""What gives another tensor with the same memory. `state_dict` detaches, and its names may be wanted alone."""
+"""Functions that return another tensor of the same memory. `state_dict` detaches, and its names may be wanted alone."""
 
 
 class RefusingEmptyParameters(OutsideOfSteps):
