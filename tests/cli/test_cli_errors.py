@@ -13,7 +13,7 @@ from tests.helpers.project import Command
 from tests.tiers import Inputs
 
 NET = "module: mymodel.py:Net\n"
-KEYS = "Top-level keys: module, data, trainer, ckpt_path, allow_changes, weights."
+KEYS = "Top-level keys: module, data, trainer, optimizer, lr_scheduler, ckpt_path, allow_changes, weights."
 
 
 def net(*arguments: str) -> str:
@@ -330,16 +330,12 @@ LINES = {
     "option first": (["--verison"], "error: unknown option '--verison' before the command. Did you mean '--version'?"),
     "nothing": (["fit"], "error: nothing to fit: give a configuration, trainer fit --config run.yaml, or a module,"),
     "stray file": (["fit", "run.yaml"], "error: command line: unexpected 'run.yaml'. Write --config run.yaml.\n"),
-    "no value for config": (["fit", "--config"], "error: command line: argument --config: expected at least one"),
+    "no value for config": (["fit", "--config"], "error: command line: argument -c/--config: expected at least one"),
     "unknown file": (["fit", "--config", "rum.yaml"], "error: rum.yaml: there is no such file in "),
     "folder": (["fit", "--config", "."], "error: .: this is a folder, not a configuration file.\n"),
     "prefix of an option": (
         ["fit", "--config", "run.yaml", "--print-conf"],
         "error: command line: unknown option '--print-conf'. Did you mean --print-config?\n",
-    ),
-    "underscore": (
-        ["fit", "--config", "run.yaml", "--ckpt_path", "last"],
-        "error: command line: unknown option '--ckpt_path'. Did you mean --ckpt-path?\n",
     ),
     "setting without trainer": (
         ["fit", "--config", "run.yaml", "--max_epochs", "3"],
@@ -351,7 +347,7 @@ LINES = {
     ),
     "argument without module": (
         ["fit", "--config", "run.yaml", "--lr=3"],
-        "error: command line: unknown option '--lr'. Write --module.NAME, --data.NAME or --trainer.NAME.\n",
+        "unknown option '--lr'. An argument of the module is written --module.lr, of the data --data.lr.\n",
     ),
     "prefix of a setting": (
         ["fit", "--config", "run.yaml", "--trainer.max_epoch", "3"],

@@ -39,5 +39,6 @@ def restored_imports() -> Iterator[None]:
     finally:
         sys.path[:] = path
         for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folders):
+            file = str(getattr(sys.modules[name], "__file__", None) or "")
+            if file.startswith(folders) and "site-packages" not in file:  # of an environment in the folder
                 del sys.modules[name]

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 import trainer
 
@@ -35,8 +36,24 @@ COMMANDS = {
         "try what a training needs on this machine, and say what is wrong and how to mend it",
     ),
     "checkpoint": ("trainer.cli.checkpoint.command", "look into checkpoints: ls, show, verify, export"),
+    "schema": ("trainer.cli.schema", "print a JSON schema of configurations, for editors"),
+    "completion": ("trainer.cli.completion", "print a script that completes commands and options: bash, zsh, fish"),
+    "help": ("trainer.cli.help", "show a command's help, or the arguments of a class: trainer help ModelCheckpoint"),
 }
 """Name: the module with its `run(arguments)`, which returns the exit code, and a summary."""
+
+OTHERS_WORDS = {
+    "train": "fit",
+    "run": "fit",
+    "eval": "validate",
+    "evaluate": "validate",
+    "infer": "predict",
+    "new": "init",
+    "create": "init",
+    "export": "'checkpoint export'",
+    "estimate-memory": "estimate",
+}
+"""Commands of other programs, and ours."""
 
 USAGE = """\
 usage: trainer COMMAND [OPTIONS]
@@ -56,7 +73,8 @@ examples:
   trainer validate --config runs/version_0/config.yaml --ckpt-path best
 
 exit codes: 0 done, 1 error, 2 wrong configuration or usage,
-            75 stopped before a deadline or by SIGUSR1, 130 by Ctrl-C, 143 by SIGTERM
+            75 stopped before a deadline or by SIGUSR1, 130 by Ctrl-C, 143 by SIGTERM,
+            141 the reader of the output has gone
 """
 
 
@@ -67,9 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line without the program's name; default: `sys.argv[1:]`.
     """
     try:
-        return _main(list(sys.argv[1:] if arguments is None else arguments))
+        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _main(arguments: list[str]) -> int:
@@ -78,7 +101,7 @@ def _main(arguments: list[str]) -> int:
         commands = "\n".join(f"  {name:<22}{summary}" for name, (_, summary) in COMMANDS.items())
         print(USAGE.format(commands=commands), end="", file=sys.stdout if first else sys.stderr)
         return 0 if first else 2
-    if first == "--version":
+    if first in ("--version", "-V", "version"):
         print(f"trainer {trainer.__version__}")
         return 0
     if first not in COMMANDS:
@@ -94,7 +117,13 @@ def _unknown_command(first: str) -> str:
     commands = f"Commands: {', '.join(COMMANDS)}."
     if first.startswith("-"):
         return f"unknown option {first!r} before the command.{did_you_mean(first, ['--help', '--version'])} {commands}"
-    return f"unknown command {first!r}.{did_you_mean(first, COMMANDS)} {commands}"
+    close = f" Did you mean {OTHERS_WORDS[first]}?" if first in OTHERS_WORDS else did_you_mean(first, COMMANDS)
+    return f"unknown command {first!r}.{close} {commands}"
+
+
+def in_colour(stream: TextIO) -> bool:
+    """Whether to colour what is printed: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def usage_error(message: str) -> int:
@@ -105,5 +134,6 @@ def usage_error(message: str) -> int:
     from trainer.errors import printable
 
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {printable(message)}", file=sys.stderr)
+        begin = "\033[1;31merror:\033[0m" if in_colour(sys.stderr) else "error:"
+        print(f"{begin} {printable(message)}", file=sys.stderr)
     return 2

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.cli.main import usage_error
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
+from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
 from trainer.errors import ConfigError, TrainerError, did_you_mean
 from trainer.settings import ARGUMENTS, LIGHTNING_EQUIVALENTS
 
 if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
 
-ROOTS = ("trainer", "module", "data")
-FIXED = ("help", "config", "print-config", "ckpt-path", "allow-changes", "weights", "ray")
+ROOTS = ("trainer", "module", "data", "optimizer", "lr_scheduler")
+FIXED = ("help", "config", "print-config", "ckpt-path", "allow-changes", "weights", "ray", "traceback")
 ALIASES = {"seed": "trainer.seed"}
+DRY_RUN = ("world_size", "nproc_per_node", "device_memory", "no_data", "json")
+"""Options of `fit --dry-run` alone."""
 RAY_HELP = (
     "train in Ray's workers: num_workers=2 max_failures=1; also use_gpu=true, resources_per_worker='{CPU: 4}', "
     "storage_path=/shared/runs, address=auto"
@@ -33,7 +35,11 @@ any value of the configuration (read as YAML; laid over the files):
   --module NAME, --data NAME          another class: package.module.Class or file.py:Class
   --trainer.strategy ddp              another strategy; its arguments are --trainer.strategy.NAME
   --trainer.callbacks.0.patience 5    an argument of the first callback in the file
+  --trainer.callbacks+=NAME           one more callback; without the +, the file's list is replaced
+  --module.lr '${data.lr}'            the value of another place; '${env:NAME}' of an environment variable
+  --optimizer torch.optim.AdamW       for modules without configure_optimizers; --optimizer.lr 0.1, --lr_scheduler NAME
   --seed 3                            short for --trainer.seed 3
+  --module.help, --data.help          the arguments of the class; of others: trainer help NAME
 """
 
 
@@ -43,6 +49,10 @@ class Options:
 
     config: list[str] = field(default_factory=list)
     print_config: bool = False
+    traceback: bool = False
+    """Errors are shown with their traceback."""
+    help_of: str | None = None
+    """"module" or "data": show the arguments of that class, and run nothing."""
     overrides: list[tuple[str, Node]] = field(default_factory=list)
     """Dotted names and values; `--ckpt-path` is one of them."""
     ray: RayOptions | None = None
@@ -64,8 +74,9 @@ class CommandParser(argparse.ArgumentParser):
         """Return the options, and the dotted ones as names and values; problems with these go to `findings`."""
         if "-h" in arguments or "--help" in arguments:
             return self.parse_args(["--help"]), []  # prints it and exits
-        overrides, fixed = overrides_of(arguments, findings)
-        return self.parse(fixed), overrides
+        known = {option for action in self._actions for option in action.option_strings}
+        overrides, fixed = overrides_of(arguments, findings, known)
+        return self.parse([with_hyphens(word, known) for word in fixed]), overrides
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """Return the options; report words that are not options."""
@@ -84,9 +95,10 @@ class CommandParser(argparse.ArgumentParser):
         return given
 
 
-def config_option(container: argparse._ActionsContainer, help: str) -> None:
+def config_option(container: argparse._ActionsContainer, help: str, short: str | None = None) -> None:
     """Add `--config FILE [FILE ...]`."""
-    container.add_argument("--config", metavar="FILE", nargs="+", action="extend", default=[], help=help)
+    names = [short, "--config"] if short else ["--config"]
+    container.add_argument(*names, metavar="FILE", nargs="+", action="extend", default=[], help=help)
 
 
 def reports_errors(run: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
@@ -112,7 +124,7 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
         usage=f"trainer {command} --config FILE [FILE ...] [OPTIONS]",
         description=summary[0].upper() + summary[1:] + ".",
     )
-    config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first")
+    config_option(parser, "configuration (.yaml, .json, .toml); later files are laid over the first", short="-c")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and run nothing")
     parser.add_argument("--ckpt-path", metavar="CHECKPOINT", help="last, best, or the path of a checkpoint")
     if command == "fit":
@@ -120,20 +132,27 @@ def make_parser(command: str, summary: str) -> argparse.ArgumentParser:
         parser.add_argument("--allow-changes", metavar="NAME", nargs="+", help=words)
         words = "pretrained weights to start from: a folder of save_pretrained, or a .safetensors file"
         parser.add_argument("--weights", metavar="PATH", help=words)
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.set_defaults(ray=None)
     if command == "fit":
         parser.add_argument("--ray", metavar="NAME=VALUE", nargs="+", help=RAY_HELP)
     return parser
 
 
-def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tuple[str, Node]], list[str]]:
-    """Return the dotted options of a command line as names and values, and all other words."""
+def overrides_of(
+    arguments: list[str], findings: Diagnostics, own: Collection[str] = ()
+) -> tuple[list[tuple[str, Node]], list[str]]:
+    """Return the dotted options of a command line as names and values, and all other words.
+
+    Args:
+        own: options of the command itself, which have the name of a part of a configuration.
+    """
     from trainer.config.files import MAX_DEPTH, read_value
 
     fixed: list[str] = []
     overrides = []
-    for option, name, value in _split(arguments, fixed):
-        name = ALIASES.get(name, name)
+    for option, name, value in _split(arguments, fixed, own):
+        name = with_underscores(ALIASES.get(name, name))
         if value is None:
             findings.add(COMMAND_LINE, f"{option} needs a value: {option} VALUE.")
         elif not all(name.split(".")):
@@ -141,20 +160,47 @@ def overrides_of(arguments: list[str], findings: Diagnostics) -> tuple[list[tupl
         elif name.count(".") > MAX_DEPTH:
             findings.add(COMMAND_LINE, f"{option[:60]}... has more than {MAX_DEPTH} names, one inside of another.")
         elif (node := read_value(value, option, findings)) is not None:
-            overrides.append((name, node))
+            overrides.append((name.removesuffix("+"), appended(node) if name.endswith("+") else node))
     return overrides, fixed
+
+
+def with_hyphens(word: str, known: Collection[str]) -> str:
+    """Return a known option with hyphens, `--ckpt-path` for `--ckpt_path`; anything else as it is."""
+    option, equals, value = word.partition("=")
+    option = option.replace("_", "-")
+    return f"{option}{equals}{value}" if option in known else word
+
+
+def with_underscores(name: str) -> str:
+    """Return a dotted name with the underscores of Python's names: `trainer.max_epochs` for `trainer.max-epochs`.
+
+    Deeper names may be keys of a user's mapping, which are left alone.
+    """
+    parts = name.split(".")
+    deep = 4 if parts[0] == "trainer" else 2
+    return ".".join([part.replace("-", "_") for part in parts[:deep]] + parts[deep:])
+
+
+def is_assignment(word: str) -> bool:
+    """Whether a word is `trainer.max_epochs=3`, as other programs' command lines have it."""
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.partition(".")[0] in ROOTS
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagnostics) -> Options:
     """Parse a command line; problems go to `findings`."""
     options = Options()
-    options.overrides, fixed = overrides_of(arguments, findings)
+    helps = {f"--{root}.help": root for root in ("module", "data")}
+    options.help_of = next((helps[word] for word in arguments if word in helps), None)
+    options.overrides, fixed = overrides_of([word for word in arguments if word not in helps], findings)
     try:
-        known, rest = parser.parse_known_args(fixed)
+        known, rest = parser.parse_known_args([with_hyphens(word, {f"--{name}" for name in FIXED}) for word in fixed])
     except ConfigError as error:
         findings.add(COMMAND_LINE, f"{error}.")
         return options
-    options.config, options.print_config = known.config, known.print_config
+    options.config = [word for word in known.config if not is_assignment(word)]
+    options.print_config, options.traceback = known.print_config, known.traceback
+    rest += [word for word in known.config if is_assignment(word)]
     if known.ckpt_path is not None:
         options.overrides.append(("ckpt_path", Node(known.ckpt_path, COMMAND_LINE)))
     if getattr(known, "weights", None) is not None:
@@ -171,14 +217,15 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str], findings: Diagn
     return options
 
 
-def _split(arguments: list[str], fixed: list[str]) -> Iterator[tuple[str, str, str | None]]:
+def _split(arguments: list[str], fixed: list[str], own: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
     """Yield the overrides as (option, name, value or None); all other words go to `fixed`."""
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
         option, equals, value = argument.partition("=")
         name = option.removeprefix("--")
-        if not option.startswith("--") or not ("." in name or name in ROOTS or name in ALIASES):
+        dotted = "." in name or name in ALIASES or (name in ROOTS and option not in own)
+        if not option.startswith("--") or not dotted:
             fixed.append(argument)
         elif equals:
             yield option, name, value
@@ -197,14 +244,21 @@ def _unknown(rest: list[str]) -> Iterator[str]:
         option = word.partition("=")[0]
         if word.startswith("-"):
             close = get_close_matches(option.lstrip("-"), known, n=1)
-            hint = (
-                f"Did you mean {known[close[0]]}?" if close else "Write --module.NAME, --data.NAME or --trainer.NAME."
-            )
             name = option.lstrip("-").replace("-", "_")
+            hint = (
+                f"Did you mean {known[close[0]]}?"
+                if close
+                else f"An argument of the module is written --module.{name}, of the data --data.{name}."
+            )
+            if name in DRY_RUN:
+                hint = f"It goes with --dry-run: trainer fit --config FILE --dry-run {option} VALUE."
             if name in LIGHTNING_EQUIVALENTS and name not in ARGUMENTS:
                 hint = f"Use {LIGHTNING_EQUIVALENTS[name]} of the trainer: --trainer.NAME VALUE."
             yield f"unknown option {option!r}. {hint}"
         elif not after_option:
             is_file = word.endswith((".yaml", ".yml", ".json", ".toml"))
-            yield f"unexpected {word!r}. {f'Write --config {word}.' if is_file else 'Options begin with --.'}"
+            hint = f"Write --config {word}." if is_file else "Options begin with --."
+            if is_assignment(word):
+                hint = "Write --" + word.replace("=", " ", 1) + "."
+            yield f"unexpected {word!r}. {hint}"
         after_option = word.startswith("-") and "=" not in word

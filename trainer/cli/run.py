@@ -55,6 +55,7 @@ def run_command(
         prepare: function that changes the checked configuration before anything is built.
     """
     parser = make_parser(command, COMMANDS[command][1])
+    traced = "--traceback" in arguments
     if "-h" in arguments or "--help" in arguments:
         print(parser.format_help(), DOTTED_HELP, arguments_help(), f"examples:\n{examples}", sep="\n", end="")
         return 0
@@ -62,6 +63,13 @@ def run_command(
     try:
         findings = Diagnostics()
         options = parse(parser, arguments, findings)
+        if options.help_of is not None:
+            from trainer.cli.class_help import class_help
+            from trainer.config.load import chosen_class
+
+            findings.report()
+            print(class_help(chosen_class(options.config, options.overrides, options.help_of), options.help_of), end="")
+            return 0
         configuration = _load(command, options, findings)
         if options.print_config:
             print(configuration.resolved, end="")
@@ -76,9 +84,14 @@ def run_command(
             _in_named_run(configuration, local_path(options.config[-1]))
         trainer, module, data = configuration.build()
     except (ConfigError, MissingPackageError) as error:
+        if traced:
+            raise
         return usage_error(str(error))
+    if command in ("validate", "test", "predict") and configuration.ckpt_path is None:
+        note = "no --ckpt-path was given: the weights are those that the module begins with, not trained ones"
+        _print_note(f"{note} (--ckpt-path best, last, or a path).")
     start = configuration.ckpt_path, configuration.allow_changes, configuration.weights
-    return _run(act, Job(trainer, module, data, *start, options.config))
+    return _run(act, Job(trainer, module, data, *start, options.config), traced)
 
 
 def _load(command: str, options: Options, findings: Diagnostics) -> Configuration:
@@ -92,18 +105,23 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
     from trainer.config.load import load  # torch is needed from here on
 
     configuration = load(options.config, options.overrides, findings)
-    if "RANK" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHED not in os.environ):
-        for note in configuration.notes:
-            print(f"note: {printable(note)}", file=sys.stderr)
+    for note in configuration.notes:
+        _print_note(note)
     return configuration
 
 
-def _run(act: Callable[[Job], None], job: Job) -> int:
+def _print_note(note: str) -> None:
+    """Print a note, once for all processes of a job."""
+    if "RANK" not in os.environ or (os.environ["RANK"] == "0" and LAUNCHED not in os.environ):
+        print(f"note: {printable(note)}", file=sys.stderr)
+
+
+def _run(act: Callable[[Job], None], job: Job, traced: bool) -> int:
     """Run a job. Errors that name their fix are printed without a traceback; all others propagate."""
     try:
         act(job)
     except TrainerError as error:
-        if job.trainer.world_size > 1:
+        if traced or job.trainer.world_size > 1:
             raise  # the launcher finds the process that failed first
         from trainer.config.classes import user_frame
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.arguments import options_of
 from trainer.callback import Callback, Logger, available_callbacks
@@ -47,6 +51,14 @@ from trainer.settings import LIGHTNING_EQUIVALENTS, NONE_IS_DEFAULT, Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
 
+SCHEDULER_OPTIONS = {
+    "interval": Literal["epoch", "step"],
+    "frequency": int,
+    "monitor": str | None,
+    "strict": bool,
+    "name": str | None,
+}
+"""Settings of a scheduler that are the trainer's, next to the scheduler's own arguments."""
 INVALID = object()
 """Placeholder of a value that does not fit."""
 
@@ -62,13 +74,16 @@ class ClassSpec:
     sources: dict[str, Source] = field(default_factory=dict)
     """The source of each argument."""
 
-    def build(self) -> Any:
+    def build(self, **provided: Any) -> Any:
         """Return the object.
+
+        Args:
+            provided: arguments that no file can hold, such as an optimizer's parameters.
 
         Raises:
             ConfigError: the constructor refused its arguments, or failed: says what, and where in the user's code.
         """
-        arguments = {name: instantiate(value) for name, value in self.arguments.items()}
+        arguments = provided | {name: instantiate(value) for name, value in self.arguments.items()}
         try:
             return self.cls(**arguments)
         except TrainerError as error:
@@ -125,6 +140,29 @@ class Checker:
     def data(self, node: Node | None) -> ClassSpec | None:
         """Return the data module, if there is one."""
         return None if node is None or node.value is None else self.class_spec(node, (DataModule,), ("data",))
+
+    def optimizer(self, node: Node | None, module: type) -> ClassSpec | None:
+        """Return the optimizer of a module that has no `configure_optimizers`."""
+        if node is None or node.value is None:
+            return None
+        if module.configure_optimizers is not TrainModule.configure_optimizers:  # type: ignore[attr-defined]
+            words = (
+                f"module ({module.__name__}) defines configure_optimizers, which would be replaced. Keep one of them."
+            )
+            self.findings.add(node.source, f"optimizer: {words}")
+            return None
+        return self.class_spec(node, (Optimizer,), ("optimizer",), provided=("params",))
+
+    def scheduler(self, node: Node | None, optimizer: Node | None) -> ClassSpec | None:
+        """Return the learning-rate scheduler of the optimizer; `interval` and the like are among its arguments."""
+        if node is None or node.value is None:
+            return None
+        if optimizer is None or optimizer.value is None:
+            self.findings.add(
+                node.source, "lr_scheduler: there is no optimizer in the configuration. Add optimizer: AdamW."
+            )
+            return None
+        return self.class_spec(node, (LRScheduler,), ("lr_scheduler",), provided=("optimizer",))
 
     def ckpt_path(self, node: Node | None) -> str | None:
         """Return "last", "best" or the absolute path of a checkpoint that exists."""
@@ -196,8 +234,14 @@ class Checker:
 
     # -- classes ------------------------------------------------------------------------------------------------------
 
-    def class_spec(self, node: Node, bases: tuple[type, ...], path: KeyPath) -> ClassSpec | None:
-        """Return a choice of class in canonical form; None when something is wrong with it."""
+    def class_spec(
+        self, node: Node, bases: tuple[type, ...], path: KeyPath, provided: Sequence[str] = ()
+    ) -> ClassSpec | None:
+        """Return a choice of class in canonical form; None when something is wrong with it.
+
+        Args:
+            provided: arguments that are given when the object is made, and not in the configuration.
+        """
         where = dotted(path)
         nested = entries(node).get("init_args")
         name = entries(node).get("class_path")
@@ -209,7 +253,7 @@ class Checker:
             self.findings.add(node.source, words)
             return None
         cls = self.named_class(name, bases, table, path)
-        return None if cls is None else self.spec_of(cls, nested, path, node.source, name.source)
+        return None if cls is None else self.spec_of(cls, nested, path, node.source, name.source, provided)
 
     def named_class(self, node: Node, bases: tuple[type, ...], table: Mapping[str, type], path: KeyPath) -> type | None:
         """Return the class with a name (see `find_class`); None if there is no such class."""
@@ -221,11 +265,19 @@ class Checker:
         node.value = found.name
         return found.cls
 
-    def spec_of(self, cls: type, node: Node | None, path: KeyPath, source: Source, named_at: Source) -> ClassSpec:
+    def spec_of(
+        self,
+        cls: type,
+        node: Node | None,
+        path: KeyPath,
+        source: Source,
+        named_at: Source,
+        provided: Sequence[str] = (),
+    ) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; those that it cannot do without are asked for."""
         arguments = self.arguments(node, cls, path)
         needed = [name for name, p in parameters_of(cls).named.items() if p.default is p.empty]
-        missing = [name for name in needed if name not in entries(node)]
+        missing = [name for name in needed if name not in entries(node) and name not in provided]
         if missing:
             needs = f"needs the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
             fix = f"give it in the file under init_args, or --{dotted((*path, missing[0]))} VALUE."
@@ -240,7 +292,9 @@ class Checker:
         for name, child in entries(node).items():
             if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:
                 continue
-            if name in parameters.named:
+            if path == ("lr_scheduler",) and name in SCHEDULER_OPTIONS:
+                values[name] = self.value(child, SCHEDULER_OPTIONS[name], (*path, name))
+            elif name in parameters.named:
                 values[name] = self.value(child, parameters.named[name].annotation, (*path, name))
             elif parameters.open:
                 values[name] = child.plain()
@@ -307,10 +361,17 @@ def table_of(bases: tuple[type, ...]) -> dict[str, type]:
     table: dict[str, type] = {}
     if Strategy in bases:
         table.update(available_strategies())
+    for kind, package in ((Optimizer, torch.optim), (LRScheduler, torch.optim.lr_scheduler)):
+        if kind in bases:
+            table.update({name: cls for name, cls in vars(package).items() if _is_complete(cls, kind)})
     for base in (Callback, Logger):
         if base in bases:
             table.update({name: cls for name, cls in available_callbacks().items() if issubclass(cls, base)})
     return table
+
+
+def _is_complete(cls: Any, base: type) -> bool:
+    return isinstance(cls, type) and issubclass(cls, base) and cls is not base and not cls.__name__.startswith("_")
 
 
 def sources_of(node: Node | None) -> dict[Any, Source]:

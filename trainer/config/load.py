@@ -9,16 +9,28 @@ from typing import Any
 from trainer.arguments import local_path
 from trainer.callback import Callback
 from trainer.config.check import Checker, ClassSpec, instantiate, sources_of, with_source
-from trainer.config.classes import extend_sys_path
+from trainer.config.classes import extend_sys_path, find_class
 from trainer.config.files import read_file, to_yaml
-from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, Problem, Source, canonical, from_override, merge
+from trainer.config.optimizers import with_optimizer
+from trainer.config.references import with_references
+from trainer.config.tree import (
+    COMMAND_LINE,
+    Diagnostics,
+    Node,
+    Problem,
+    Source,
+    canonical,
+    entries,
+    from_override,
+    merge,
+)
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
 from trainer.module import TrainModule
 from trainer.settings import ARGUMENTS, Settings
 from trainer.trainer import Trainer
 
-KEYS = ("module", "data", "trainer", "ckpt_path", "allow_changes", "weights")
+KEYS = ("module", "data", "trainer", "optimizer", "lr_scheduler", "ckpt_path", "allow_changes", "weights")
 
 
 @dataclass
@@ -74,6 +86,21 @@ def _try(value: Any, found: Diagnostics) -> Any:
         return None
 
 
+def chosen_class(files: Sequence[str], overrides: Sequence[tuple[str, Node]], key: str) -> type:
+    """Return the class of the module or data in a configuration whose other values need not be right.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    findings = Diagnostics()
+    merged = _merged(files, overrides, findings)
+    name = entries(entries(merged).get(key)).get("class_path")
+    if name is None:
+        raise ConfigError(f"no {key} is chosen: give a configuration, or --{key} file.py:Class, before --{key}.help.")
+    base = {"module": TrainModule, "data": DataModule}[key]
+    return find_class(str(name.value), (base,), {}, name.source).cls
+
+
 def load(
     files: Sequence[str], overrides: Sequence[tuple[str, Node]] = (), findings: Diagnostics | None = None
 ) -> Configuration:
@@ -87,6 +114,16 @@ def load(
         ConfigError: lists all problems, each with file and line.
     """
     findings = findings or Diagnostics()
+    merged = _merged(files, overrides, findings)
+    before = len(findings.problems)
+    merged = with_references(merged, findings)
+    if len(findings.problems) > before:  # values that are not there would be reported as wrong ones
+        findings.report()
+    return _checked(merged, findings)
+
+
+def _merged(files: Sequence[str], overrides: Sequence[tuple[str, Node]], findings: Diagnostics) -> Node:
+    """Return the configuration in canonical form."""
     trees = [tree for name in files if (tree := read_file(name, findings)) is not None]
     if len(trees) < len(files):  # what the unread files hold would be reported as missing
         findings.report()
@@ -96,7 +133,7 @@ def load(
     merged = Node({}, trees[0].source if trees else COMMAND_LINE)
     for tree in trees:
         merged = merge(merged, canonical(tree, findings), findings)
-    return _checked(merged, findings)
+    return merged
 
 
 def _checked(tree: Node, findings: Diagnostics) -> Configuration:
@@ -108,6 +145,11 @@ def _checked(tree: Node, findings: Diagnostics) -> Configuration:
         findings.add(given.pop(key).source, f"unknown key {key!r}.{hint} Top-level keys: {', '.join(KEYS)}.")
     trainer = checker.trainer(given.get("trainer"))
     module = checker.module(given.get("module"), tree.source)
+    optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
+    if module is not None:
+        module = with_optimizer(
+            module, checker.optimizer(optimizer, module.cls), checker.scheduler(scheduler, optimizer)
+        )
     data, ckpt_path = checker.data(given.get("data")), checker.ckpt_path(given.get("ckpt_path"))
     allow_changes = checker.allow_changes(given.get("allow_changes"))
     weights = checker.weights(given.get("weights"))

@@ -44,6 +44,8 @@ class Node:
     source: Source
     text: str | None = None
     """The value as it was typed; on the command line only, where users cannot be expected to quote twice."""
+    append: bool = False
+    """Add the elements of this list to the list below: `--trainer.callbacks+=NAME`."""
 
     def plain(self) -> Any:
         """Return the value without its sources."""
@@ -100,17 +102,17 @@ def dotted(path: KeyPath) -> str:
 
 
 # -- class choices ----------------------------------------------------------------------------------------------------
-# In five places a class is chosen. Whatever short form was written there becomes {class_path: ..., init_args: {...}}.
+# In some places a class is chosen. Whatever short form was written there becomes {class_path: ..., init_args: {...}}.
 
 
+CLASS_ROOTS = ("module", "data", "optimizer", "lr_scheduler")
 LISTS_OF_CLASSES = (("trainer", "callbacks"), ("trainer", "logger"))
 
 
 def holds_class(path: KeyPath) -> bool:
     """Whether the value at this place of a configuration is a choice of class."""
-    return path in (("module",), ("data",), ("trainer", "strategy"), ("trainer", "logger")) or (
-        len(path) == 3 and path[:2] in LISTS_OF_CLASSES and is_index(path[2])
-    )
+    one = (len(path) == 1 and path[0] in CLASS_ROOTS) or path in (("trainer", "strategy"), ("trainer", "logger"))
+    return one or (len(path) == 3 and path[:2] in LISTS_OF_CLASSES and is_index(path[2]))
 
 
 def is_index(key: Any) -> bool:
@@ -121,12 +123,16 @@ def is_index(key: Any) -> bool:
 def canonical(node: Node, findings: Diagnostics, path: KeyPath = ()) -> Node:
     """Return a configuration, or the part of it at `path`, with every choice of class in its long form."""
     if path == ("trainer",) and not isinstance(node.value, (dict, NoneType)):
-        findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.")
+        hint = ""
+        if isinstance(node.value, str) and node.source == COMMAND_LINE:
+            hint = f" Write --trainer.{node.value.replace('=', ' ', 1)}." if "=" in node.value else ""
+        findings.add(node.source, f"trainer: given {repr_value(node)}, allowed: the trainer's arguments by name.{hint}")
     if path == LISTS_OF_CLASSES[0] and not (isinstance(node.value, (list, NoneType)) or is_numbered(node)):
         node = Node([node], node.source)
     several = path in LISTS_OF_CLASSES
     if isinstance(node.value, list) and several:
-        return Node([canonical(item, findings, (*path, i)) for i, item in enumerate(node.value)], node.source)
+        items = [canonical(item, findings, (*path, i)) for i, item in enumerate(node.value)]
+        return Node(items, node.source, append=node.append)
     if isinstance(node.value, dict) and (path in ((), ("trainer",)) or (several and is_numbered(node))):
         children = {key: canonical(child, findings, (*path, key)) for key, child in node.value.items()}
         return Node(children, node.source, node.text)
@@ -182,6 +188,8 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
     Another class at a place of choice starts from its own defaults: what was given to the first class is left out,
     with a note. Numbered keys over a list change its elements. Both trees are in the canonical form.
     """
+    if above.append:
+        return _with_appended(below, above)
     if is_numbered(above) and (isinstance(below.value, list) or path in LISTS_OF_CLASSES):
         return _merge_elements(below, above, findings, path)
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
@@ -205,15 +213,32 @@ def merge(below: Node, above: Node, findings: Diagnostics, path: KeyPath = ()) -
     return Node(merged, above.source if "class_path" in above.value else below.source)
 
 
+def appended(node: Node) -> Node:
+    """Return a list, or a single value, as a node that is added to the list below it."""
+    return Node(node.value if isinstance(node.value, list) else [node], node.source, append=True)
+
+
+def _with_appended(below: Node, above: Node) -> Node:
+    """Return the elements of both; a single value below is the first element."""
+    assert isinstance(above.value, list)
+    if isinstance(below.value, list):
+        return Node([*below.value, *above.value], below.source)
+    nothing = below.value is None or below.value == {} or below.value is True
+    return Node(above.value if nothing else [below, *above.value], above.source)
+
+
 def _note_left_out(below: Node, above: Node, findings: Diagnostics, path: KeyPath) -> None:
-    """Note that one file's list of classes replaces another's: easily done unawares, with callbacks."""
-    if above.source == COMMAND_LINE or not isinstance(below.value, list) or not isinstance(above.value, list):
+    """Note that a list of classes replaces another: easily done unawares, with callbacks."""
+    if not isinstance(below.value, list) or not isinstance(above.value, list):
         return
     classes = [str(name.value) for item in below.value if (name := entries(item).get("class_path")) is not None]
+    fix = "Put all of them into one file."
+    if above.source == COMMAND_LINE:
+        fix = f"To keep it and add to it, write --{dotted(path)}+=NAME."
     if classes and below.plain() != above.plain():
         findings.notes.append(
             f"{above.source}: {dotted(path)} takes the place of the list at {below.source} "
-            f"({', '.join(classes)}), which is left out. Put all of them into one file."
+            f"({', '.join(classes)}), which is left out. {fix}"
         )
 
 

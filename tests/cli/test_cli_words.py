@@ -1,0 +1,246 @@
+"""The command line takes what people type: either spelling, lists that grow, references, help on a class."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.project import Command
+from trainer.cli.main import COMMANDS
+
+TRAINED = """
+class Trained(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Bare(TrainModule):
+    def __init__(self, width: int = 2):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=4)
+
+    val_dataloader = train_dataloader
+"""
+QUIET = ["--trainer.max_steps=2", "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture
+def bare(project: Path) -> list[str]:
+    with open(project / "mymodel.py", "a") as file:
+        file.write(TRAINED)
+    return ["--module", "mymodel.py:Bare", *QUIET]
+
+
+def printed(command: Command, *arguments: str) -> dict:
+    code, out, err = command("fit", *arguments, "--print-config")
+    assert code == 0, err
+    found: dict = yaml.safe_load(out)
+    return found
+
+
+def test_hyphens_and_underscores_are_alike(command: Command, bare: list[str]) -> None:
+    found = printed(command, *bare, "--trainer.max-epochs", "3", "--trainer.callbacks.0.save-top-k=2", *_checkpoint())
+    assert found["trainer"]["max_epochs"] == 3
+    assert found["trainer"]["callbacks"][0]["init_args"]["save_top_k"] == 2
+    code, _, err = command("fit", *bare, "--ckpt_path", "nothing", "--print_config")
+    assert code == 2
+    assert "ckpt_path: there is no 'nothing'" in err
+    code, _, err = command("estimate", "--params", "1000", "--num_nodes", "2")
+    assert code == 0, err
+
+
+def _checkpoint() -> list[str]:
+    return ["--trainer.callbacks", "[{class_path: ModelCheckpoint, every_n_epochs: 2}]"]
+
+
+def test_a_list_grows_by_plus_and_a_replaced_one_is_told(command: Command, project: Path, bare: list[str]) -> None:
+    (project / "run.yaml").write_text("trainer:\n  callbacks: [ModelCheckpoint, LearningRateMonitor]\n")
+    more = ["--trainer.callbacks+=Timer", "--trainer.callbacks+", "{class_path: ModelSummary, max_depth: 3}"]
+    found = printed(command, "--config", "run.yaml", *bare, *more)
+    summary = {"class_path": "ModelSummary", "init_args": {"max_depth": 3}}
+    assert found["trainer"]["callbacks"] == ["ModelCheckpoint", "LearningRateMonitor", "Timer", summary]
+    assert printed(command, *bare, "--trainer.callbacks+=Timer")["trainer"]["callbacks"] == ["Timer"]
+    code, _, err = command("fit", "--config", "run.yaml", *bare, "--trainer.callbacks", "[Timer]", "--print-config")
+    assert code == 0
+    assert (
+        "the list at run.yaml:2 (ModelCheckpoint, LearningRateMonitor), which is left out. To keep it and add to it"
+        in err
+    )
+    assert "write --trainer.callbacks+=NAME" in err
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("${trainer.max_steps}", 2),
+        ("${env:MY_WIDTH}", 7),
+        ("${env:MY_OTHER_WIDTH, 9}", 9),
+        ("${oc.env:MY_WIDTH}", 7),
+        ("1${trainer.max_steps}", None),
+        ("${module.nothing}", "module is given no 'nothing' there"),
+        ("${module.width}", "refers to itself: module.width -> module.width"),
+        ("${env:MY_OTHER_WIDTH}", "the environment variable MY_OTHER_WIDTH is not set"),
+    ],
+)
+def test_references(
+    command: Command, bare: list[str], value: str, expected: int | str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_WIDTH", "7")
+    if isinstance(expected, int):
+        assert printed(command, *bare, "--module.width", value)["module"]["init_args"]["width"] == expected
+        return
+    code, _, err = command("fit", *bare, "--module.width", value, "--print-config")
+    assert code == 2
+    assert (expected or 'module.width: given "12" (text), allowed: an integer') in err
+
+
+def test_references_within_texts_and_escaped_ones(command: Command, bare: list[str]) -> None:
+    options = ["--trainer.default_root_dir", "runs/${trainer.max_steps}-$${x}"]
+    assert printed(command, *bare, *options)["trainer"]["default_root_dir"].endswith("runs/2-${x}")
+
+
+def test_a_module_without_configure_optimizers_gets_them_from_the_configuration(
+    command: Command, project: Path, bare: list[str]
+) -> None:
+    code, _, err = command("fit", *bare)
+    assert code == 2
+    assert "Bare has no configure_optimizers" in err
+    optimizer = ["--optimizer", "AdamW", "--optimizer.lr", "0.25"]
+    scheduler = ["--lr_scheduler", "StepLR", "--lr_scheduler.step_size=1", "--lr_scheduler.interval=step"]
+    monitor = [
+        "--trainer.logger=CSVLogger",
+        "--trainer.callbacks+=LearningRateMonitor",
+        "--trainer.log_every_n_steps=1",
+    ]
+    code, _, err = command("fit", *bare, *optimizer, *scheduler, *monitor)
+    assert code == 0, err
+    run = next(project.glob("runs/*"))
+    rates = (run / "metrics.csv").read_text()
+    assert "0.25" in rates
+    assert "0.025" in rates
+    code, _, err = command("fit", "--config", str(run / "config.yaml"), "--print-config")
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--module", "mymodel.py:Trained", "--optimizer", "SGD"], "(Trained) defines configure_optimizers"),
+        (["--optimizer", "Adamw"], "Did you mean 'AdamW'?"),
+        (["--optimizer", "SGD", "--optimizer.learning_rate=1"], "optimizer (SGD) has no argument 'learning_rate'"),
+        (["--lr_scheduler", "StepLR"], "lr_scheduler: there is no optimizer in the configuration"),
+        (["--optimizer", "SGD", "--lr_scheduler", "StepLR"], "needs the argument 'step_size'"),
+        (["--optimizer", "torch.nn.Linear"], "Linear is not derived from Optimizer"),
+    ],
+)
+def test_wrong_optimizers(command: Command, bare: list[str], options: list[str], message: str) -> None:
+    code, _, err = command("fit", *bare, *options)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["help", "fit"], "usage: trainer fit --config"),
+        (["help", "ModelCheckpoint"], "save_top_k: an integer"),
+        (["help", "fsdp"], "sharding_strategy: "),
+        (["help", "AdamW"], "weight_decay: a number (default: 0.01)"),
+        (["help", "mymodel.py:Bare"], "width: an integer (default: 2)"),
+        (["fit", "--module", "mymodel.py:Bare", "--module.help"], "width: an integer (default: 2)"),
+        (["fit", "--module", "mymodel.py:Bare", "--module.nonsense=1", "--module.help"], "width: an integer"),
+        (["version"], "trainer 0."),
+        (["-V"], "trainer 0."),
+    ],
+)
+def test_help_on_anything(command: Command, bare: list[str], arguments: list[str], words: str) -> None:
+    code, out, err = command(*arguments)
+    assert code == 0, err
+    assert words in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train"], "unknown command 'train'. Did you mean fit?"),
+        (["help", "ModelCheckpoin"], "Did you mean 'ModelCheckpoint'?"),
+        (["fit", "--data.help"], "no data is chosen"),
+        (["fit", "--config", "run.yaml", "trainer.max_epochs=3"], "Write --trainer.max_epochs 3."),
+        (["fit", "--trainer", "max_epochs=3"], "Write --trainer.max_epochs 3."),
+        (["fit", "--module", "mymodel.py:Bare", "--world-size", "16"], "It goes with --dry-run"),
+        (["fit", "-c", "nothing.yaml"], "nothing.yaml: there is no such file"),
+        (["completion", "tcsh"], "invalid choice: 'tcsh'"),
+    ],
+)
+def test_other_words_get_ours(command: Command, bare: list[str], arguments: list[str], words: str) -> None:
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_untrained_weights_are_told(command: Command, bare: list[str]) -> None:
+    code, _, err = command("validate", "--module", "mymodel.py:Bare", "--trainer.logger=false")
+    assert code == 0, err
+    assert "note: no --ckpt-path was given: the weights are those that the module begins with" in err
+
+
+def test_traceback_is_shown_where_asked_for(bare: list[str], project: Path) -> None:
+    command = [sys.executable, "-m", "trainer", "fit", *bare]
+    asked = subprocess.run([*command, "--traceback"], cwd=project, capture_output=True, text=True, check=False)
+    assert "Traceback (most recent call last)" in asked.stderr
+    assert "Bare has no configure_optimizers" in asked.stderr
+
+
+def test_a_reader_that_leaves_early_ends_the_command_quietly() -> None:
+    command = f"{sys.executable} -m trainer schema | head -c 10"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert len(ended.stdout) == 10
+    assert ended.stderr == ""
+
+
+def test_the_schema_takes_what_the_command_takes(command: Command) -> None:
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
+    code, out, _ = command("schema")
+    assert code == 0
+    validator.check_schema(json.loads(out))
+    check = validator(json.loads(out))
+    examples = Path(__file__).parents[2] / "examples"
+    for file in examples.glob("*/config.yaml"):
+        assert not [*check.iter_errors(yaml.safe_load(file.read_text()))], file
+    wrong = [
+        {"trainer": {"max_epoch": 3}},
+        {"trainer": {"max_epochs": "three"}},
+        {"trainer": {"callbacks": [{"class_path": "Timer", "init_args": {"durations": 3}}]}},
+        {"modul": "x.py:Y"},
+    ]
+    assert [not check.is_valid(configuration) for configuration in wrong] == [True] * len(wrong)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
+    code, out, _ = command("completion", shell)
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+    assert "trainer.max_epochs" in out
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed: the script is not run")
+    (tmp_path / "script").write_text(out)
+    if shell == "bash":
+        words = "COMP_WORDS=(trainer fit --trainer.max_e); COMP_CWORD=2; _trainer; echo ${COMPREPLY[@]}"
+        ended = subprocess.run(["bash", "-c", f". ./script; {words}"], cwd=tmp_path, capture_output=True, text=True)
+        assert ended.stdout.split() == ["--trainer.max_epochs"]

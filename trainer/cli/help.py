@@ -1,0 +1,73 @@
+"""`trainer help`: the help of a command, or the arguments of a callback, logger, strategy, optimizer or scheduler."""
+
+from __future__ import annotations
+
+from trainer.cli.main import COMMANDS, main
+from trainer.cli.options import reports_errors
+from trainer.errors import ConfigError, did_you_mean
+
+HELP = """\
+usage: trainer help [NAME]
+
+Show the help of a command, or the arguments of a class.
+
+NAME: a command; a callback, logger, strategy, optimizer or scheduler; or a class of yours (file.py:Class).
+
+examples:
+  trainer help
+  trainer help fit
+  trainer help ModelCheckpoint
+  trainer help fsdp
+  trainer help torch.optim.lr_scheduler.StepLR
+"""
+
+
+@reports_errors
+def run(arguments: list[str]) -> int:
+    """Show the help of a name. Returns the exit code."""
+    if not arguments:
+        return main(["--help"])
+    if arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    name = arguments[0]
+    if name in COMMANDS:
+        return main([name, "--help"])
+    from trainer.cli.class_help import class_help
+
+    found = _classes().get(name)
+    if found is None and (":" in name or "." in name):
+        found = _own_class(name), "module"
+    if found is None:
+        close = did_you_mean(name, [*COMMANDS, *_classes()])
+        raise ConfigError(f"there is no command and no class {name!r}.{close} Or write file.py:Class.")
+    print(class_help(*found), end="")
+    return 0
+
+
+def _classes() -> dict[str, tuple[type, str]]:
+    """Return the classes that have short names, and the places of their arguments."""
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from trainer.callback import available_callbacks
+    from trainer.config.check import table_of
+    from trainer.strategy import available_strategies
+    from trainer.trainer import Trainer
+
+    found: dict[str, tuple[type, str]] = {
+        name: (cls, "trainer.callbacks.N") for name, cls in available_callbacks().items()
+    }
+    for name, strategy in available_strategies().items():
+        found[name] = found[strategy.__name__] = (strategy, "trainer.strategy")
+    found |= {name: (cls, "optimizer") for name, cls in table_of((Optimizer,)).items()}
+    found |= {name: (cls, "lr_scheduler") for name, cls in table_of((LRScheduler,)).items()}
+    return found | {"Trainer": (Trainer, "trainer")}
+
+
+def _own_class(name: str) -> type:
+    from trainer.config.classes import extend_sys_path, find_class
+    from trainer.config.tree import COMMAND_LINE
+
+    extend_sys_path([])
+    return find_class(name, (object,), {}, COMMAND_LINE).cls

@@ -1,0 +1,129 @@
+"""`trainer schema`: a JSON schema of configurations, by which editors complete and check them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainer.cli.options import CommandParser, reports_errors
+
+EXAMPLES = """\
+In an editor that uses yaml-language-server (VS Code's YAML extension and others), the first line of a configuration
+names the file:
+
+    # yaml-language-server: $schema=trainer.schema.json
+
+examples:
+  trainer schema > trainer.schema.json
+"""
+OWN_CLASS = {"type": "string", "pattern": "[.:]", "description": "package.module.Class, or file.py:Class"}
+REFERENCE = {"type": "string", "pattern": r"\$\{.*\}", "description": "a reference to another value"}
+
+
+@reports_errors
+def run(arguments: list[str]) -> int:
+    """Print the schema. Returns the exit code."""
+    parser = CommandParser(
+        prog="trainer schema",
+        description="Print a JSON schema of configurations: names, types and descriptions of all arguments.",
+        epilog=EXAMPLES,
+    )
+    parser.parse(arguments)
+    print(json.dumps(schema(), indent=1))
+    return 0
+
+
+def schema() -> dict[str, Any]:
+    """Return the schema of a configuration."""
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from trainer.callback import Logger, available_callbacks
+    from trainer.config.check import table_of
+    from trainer.strategy import available_strategies
+    from trainer.trainer import Trainer
+
+    callbacks = available_callbacks()
+    loggers = {name: cls for name, cls in callbacks.items() if issubclass(cls, Logger)}
+    trainer = arguments_schema(Trainer)
+    properties = trainer["properties"]
+    properties["strategy"] = _choice(available_strategies(), ["auto"]) | _words(properties["strategy"])
+    for name, table in (("callbacks", callbacks), ("logger", loggers)):
+        chosen = _choice(table)
+        others = [{"type": "boolean"}] if name == "logger" else [{"type": "null"}]
+        several = {"type": "array", "items": chosen}
+        properties[name] = {"anyOf": [chosen, several, *others]} | _words(properties[name])
+    own = {"anyOf": [OWN_CLASS, _object(OWN_CLASS, {"type": "object"})]}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Configuration of trainer fit, validate, test and predict",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "module": own | {"description": "The class to train."},
+            "data": own | {"description": "The class of the data module."},
+            "trainer": trainer,
+            "optimizer": _choice(table_of((Optimizer,))),
+            "lr_scheduler": _choice(table_of((LRScheduler,))),
+            "ckpt_path": {"type": ["string", "null"], "description": "last, best, or the path of a checkpoint."},
+            "allow_changes": {"type": "array", "items": {"type": "string"}},
+            "weights": {"type": ["string", "null"], "description": "Pretrained weights to start from."},
+        },
+    }
+
+
+def arguments_schema(cls: type) -> dict[str, Any]:
+    """Return the schema of the arguments of a class."""
+    from trainer.cli.class_help import argument_texts
+    from trainer.config.types import parameters_of
+
+    texts = _trainer_texts() if cls.__name__ == "Trainer" else argument_texts(inspect.getdoc(cls) or "")
+    parameters = parameters_of(cls)
+    properties: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.named.items():
+        properties[name] = {"anyOf": [_type_schema(parameter.annotation), REFERENCE]}
+        if name in texts:
+            properties[name] |= {"description": texts[name]}
+    return {"type": "object", "properties": properties, "additionalProperties": parameters.open}
+
+
+def _trainer_texts() -> Mapping[str, str]:
+    from dataclasses import fields
+
+    from trainer.settings import Settings
+
+    return {field.name: field.metadata["help"] for field in fields(Settings)}
+
+
+def _type_schema(annotation: Any) -> dict[str, Any]:
+    """Return the schema of an annotation; that of anything, where JSON has no values of a type."""
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+
+    if annotation is inspect.Parameter.empty:
+        return {}
+    try:
+        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+        return adapter.json_schema()
+    except PydanticUserError:
+        return {}
+
+
+def _choice(table: Mapping[str, type], further: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the schema of a place where a class of a table is chosen, by name or with its arguments."""
+    known = [_object({"const": name}, arguments_schema(cls)) for name, cls in table.items()]
+    own = _object(OWN_CLASS, {"type": "object"})
+    return {"anyOf": [{"enum": [*further, *table]}, *known, OWN_CLASS, own]}
+
+
+def _object(class_path: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"class_path": class_path, "init_args": arguments},
+        "required": ["class_path"],
+    }
+
+
+def _words(described: dict[str, Any]) -> dict[str, Any]:
+    return {"description": described["description"]} if "description" in described else {}

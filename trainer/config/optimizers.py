@@ -1,0 +1,41 @@
+"""Give a module the optimizer and the learning-rate scheduler of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from trainer.config.check import SCHEDULER_OPTIONS, ClassSpec
+from trainer.module import TrainModule
+
+
+def with_optimizer(module: ClassSpec, optimizer: ClassSpec | None, scheduler: ClassSpec | None) -> ClassSpec:
+    """Return the module's spec; with an optimizer, the module that it builds has a `configure_optimizers`."""
+    if optimizer is None:
+        return module
+    fields = {name: getattr(module, name) for name in ("cls", "arguments", "source", "path", "sources")}
+    return _ModuleWithOptimizer(**fields, optimizer=optimizer, scheduler=scheduler)
+
+
+@dataclass
+class _ModuleWithOptimizer(ClassSpec):
+    optimizer: ClassSpec | None = None
+    scheduler: ClassSpec | None = None
+
+    def build(self, **provided: Any) -> Any:
+        assert self.optimizer is not None
+        module = super().build(**provided)
+        module.configure_optimizers = partial(configured_optimizers, module, self.optimizer, self.scheduler)
+        return module
+
+
+def configured_optimizers(module: TrainModule, optimizer: ClassSpec, scheduler: ClassSpec | None) -> dict[str, Any]:
+    """Return what `configure_optimizers` would: the optimizer of all parameters that are trained, and its scheduler."""
+    made = optimizer.build(params=[parameter for parameter in module.parameters() if parameter.requires_grad])
+    if scheduler is None:
+        return {"optimizer": made}
+    own = {name: value for name, value in scheduler.arguments.items() if name not in SCHEDULER_OPTIONS}
+    options = {name: value for name, value in scheduler.arguments.items() if name in SCHEDULER_OPTIONS}
+    spec = ClassSpec(scheduler.cls, own, scheduler.source, scheduler.path, scheduler.sources)
+    return {"optimizer": made, "lr_scheduler": {"scheduler": spec.build(optimizer=made), **options}}

@@ -1,0 +1,98 @@
+"""Replace references in a configuration: `${data.size}` by that value, `${env:NAME}` by an environment variable."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from trainer.config.files import read_value
+from trainer.config.tree import Diagnostics, Node, dotted, entries, is_index
+from trainer.errors import did_you_mean
+
+REFERENCE = re.compile(r"(\$?)\$\{\s*([^${}]*?)\s*\}")
+"""`${name}`; a second `$` before it makes it plain text."""
+ENVIRONMENT = ("env:", "oc.env:")
+
+
+def with_references(tree: Node, findings: Diagnostics) -> Node:
+    """Return a configuration of canonical form without references; those that lead nowhere are problems.
+
+    A value that is one reference has the type of what it refers to. Within a text, the values are written as text.
+    `${env:NAME}` is read as YAML, and `${env:NAME,default}` has a value for a variable that is not set.
+    """
+    return _Resolver(tree, findings).resolved(tree)
+
+
+class _Resolver:
+    def __init__(self, tree: Node, findings: Diagnostics) -> None:
+        self.tree = tree
+        self.findings = findings
+        self.open: list[str] = []
+
+    def resolved(self, node: Node) -> Node:
+        if isinstance(node.value, dict):
+            return Node({key: self.resolved(child) for key, child in node.value.items()}, node.source, node.text)
+        if isinstance(node.value, list):
+            return Node([self.resolved(item) for item in node.value], node.source, node.text)
+        if not isinstance(node.value, str) or "${" not in node.value:
+            return node
+        only = REFERENCE.fullmatch(node.value)
+        if only is not None and not only[1]:
+            found = self.look_up(only[2], node)
+            return Node(None, node.source) if found is None else Node(found.value, node.source, found.text)
+        return Node(REFERENCE.sub(lambda match: self.as_text(match, node), node.value), node.source)
+
+    def as_text(self, match: re.Match[str], node: Node) -> str:
+        """Return the text that stands for one reference among other text."""
+        if match[1]:
+            return match[0].removeprefix("$")
+        found = self.look_up(match[2], node)
+        if found is not None and isinstance(found.value, (dict, list)):
+            self.findings.add(node.source, f"{match[0]} is not a single value, and cannot be a part of a text.")
+        value = None if found is None else found.value
+        return ("true" if value else "false") if isinstance(value, bool) else str(value)
+
+    def look_up(self, name: str, node: Node) -> Node | None:
+        """Return what a name refers to, itself without references; None, and a problem, where there is nothing."""
+        if name.startswith(ENVIRONMENT):
+            return self.variable(name.partition(":")[2], node)
+        if name in self.open:
+            circle = " -> ".join([*self.open[self.open.index(name) :], name])
+            self.findings.add(node.source, f"${{{name}}} refers to itself: {circle}.")
+            return None
+        found, names = self.tree, name.split(".")
+        for number, part in enumerate(names):
+            children = _children(found)
+            if part not in children:
+                before = dotted(tuple(names[:number])) or "the configuration"
+                close = did_you_mean(part, list(children))
+                words = f"${{{name}}}: {before} is given no {part!r} there.{close}"
+                self.findings.add(
+                    node.source, f"{words} A reference takes values that are written in the configuration."
+                )
+                return None
+            found = children[part]
+        self.open.append(name)
+        try:
+            return self.resolved(found)
+        finally:
+            self.open.pop()
+
+    def variable(self, text: str, node: Node) -> Node | None:
+        """Return an environment variable, read as YAML."""
+        name, comma, default = (part.strip() for part in text.partition(","))
+        value = os.environ.get(name, default if comma else None)
+        if value is None:
+            fix = f"Set it, or give a default: ${{env:{name},VALUE}}."
+            self.findings.add(node.source, f"${{env:{name}}}: the environment variable {name} is not set. {fix}")
+            return None
+        return read_value(value, f"${{env:{name}}}", self.findings)
+
+
+def _children(node: Node) -> dict[str, Node]:
+    """Return what can follow a name: entries, arguments of a class as if they stood in its place, or positions."""
+    if isinstance(node.value, list):
+        return {str(position): item for position, item in enumerate(node.value)}
+    found: dict[Any, Node] = {**entries(entries(node).get("init_args")), **entries(node)}
+    return {str(key): child for key, child in found.items() if isinstance(key, str) or is_index(key)}
