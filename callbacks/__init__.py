@@ -31,6 +31,7 @@ from trainer.callbacks.prediction_writer import read_predictions as read_predict
 from trainer.callbacks.profiler import SimpleProfiler as SimpleProfiler
 from trainer.callbacks.progress_bar import ProgressBar as ProgressBar
 from trainer.callbacks.replica_check import ReplicaCheck as ReplicaCheck
+from trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
 from trainer.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
 from trainer.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
 from trainer.callbacks.throughput import ThroughputMonitor as ThroughputMonitor

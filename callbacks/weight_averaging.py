@@ -145,6 +145,9 @@ class WeightAveraging(Callback):
         require(state, kinds, type(self).__name__)
         self._count = state["updates"]
         self.latest_update_step, self.latest_update_epoch = state["latest_update_step"], state["latest_update_epoch"]
+        if self._weights is not None:  # the run goes back to a checkpoint
+            self._weights.load(self._stored or {}, self._count)
+            self._stored = None
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         if self._weights is not None:

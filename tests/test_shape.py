@@ -352,6 +352,7 @@ ASSIGNED_BY_THE_LOOP = {
         *("progress.step", "progress.batch", "progress.samples", "progress.epoch_ended"),
     },
     "loop.evaluation": {"watchdog.heartbeats", "metrics.batch"},
+    "loop.batch_statistics": {"watchdog.heartbeats"},
     "loop.manual": {"metrics.batch"},
 }
 """By file: attributes of parts of a run that are assigned to at every step or batch, where a call would cost time."""

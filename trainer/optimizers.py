@@ -47,6 +47,7 @@ class SchedulerConfig:
     """Name of the scheduler in the logs of LearningRateMonitor."""
     reduce_on_plateau: bool = False
     """True if `scheduler.step` takes the monitored value; set for ReduceLROnPlateau."""
+    rests: bool = field(default=False, init=False)
     known_groups: int = field(default=0, init=False)
     """The groups that the scheduler changes; 0: all."""
     value_step: int = field(default=-1, init=False)
@@ -77,7 +78,11 @@ class SchedulerConfig:
 
     def is_due(self, interval: str, count: int) -> bool:
         """Whether the scheduler steps after `count` epochs or steps."""
-        return self.interval == interval and count % self.frequency == 0
+        return self.interval == interval and count % self.frequency == 0 and not self.rests
+
+    def rest(self) -> None:
+        """Step no more in this run: a callback sets the learning rates."""
+        self.rests = True
 
 
 def parse_optimizers(

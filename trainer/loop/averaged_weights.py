@@ -56,6 +56,11 @@ class AveragedWeights:
                 average.copy_(value)
         self.count += 1
 
+    def keep_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Keep values of buffers that belong to the averages."""
+        self._averages.update(values)
+        self.forget_places()
+
     def forget_places(self) -> None:
         """Look up anew where the weights are, before the next update: parameters may have been replaced or unfrozen."""
         self._current = None
@@ -72,7 +77,8 @@ class AveragedWeights:
         """Return the weights to average by name, tied ones once, in the memory that the optimizer changes."""
         state, module = self._strategy.module_state(), self._strategy.module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad or name in self._averages]
-        names = [name for name, _ in named + (list(module.named_buffers()) if self._use_buffers else [])]
+        named += [(n, b) for n, b in module.named_buffers() if self._use_buffers or n in self._averages]  # type: ignore[misc]
+        names = [name for name, _ in named]
         return {name: state[name] for name in names if isinstance(state.get(name), (torch.Tensor, Shard))}
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
@@ -133,11 +139,13 @@ class AveragedWeights:
     def load(self, stored: Mapping[str, Loadable], count: int) -> None:
         """Restore averages that a run with any strategy has saved, of which this process reads its shards.
 
+        Averages that are not stored begin again.
+
         Raises:
             ConfigError: this process has copies of shards in 16 bits, for which the averages would be rounded.
         """
-        self.count = count
-        copies = {}
+        self.count, copies = count, {}
+        self._averages = {name: value for name, value in self._averages.items() if name in stored}
         for name, entry in self._entries().items():
             if name not in stored:
                 continue

@@ -1,0 +1,189 @@
+"""StochasticWeightAveraging: the mean of the weights of the last epochs, at a learning rate of its own."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.arguments import Limit, NonNegativeInt, PositiveFloat, PositiveInt
+from trainer.callback import Callback
+from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.errors import ConfigError
+from trainer.loop.averaged_weights import AveragedWeights, each, equal_weights
+from trainer.loop.batch_statistics import redo_batch_statistics
+
+if TYPE_CHECKING:
+    from trainer.loop.resolved_config import ResolvedConfig
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+
+class StochasticWeightAveraging(Callback):
+    """Average the weights with which the last epochs begin (Izmailov et al., 2018, https://arxiv.org/abs/1803.05407).
+
+    From the first of these epochs on the learning rate goes to `swa_lrs` and stays there; the module's schedulers rest.
+    At the end of the last epoch the statistics of BatchNorms are computed again with the average, in a pass over the
+    training data. The average is in the module from the end of `fit` on. Checkpoints hold both, as with
+    `WeightAveraging`: `test` and the like with this callback and a `ckpt_path`, and `trainer checkpoint export --ema`,
+    use the average.
+
+    Args:
+        swa_lrs: the learning rate, or one for each parameter group.
+        swa_epoch_start: the first of these epochs, counted from 1; or as a part of `max_epochs`.
+        annealing_epochs: epochs in which the learning rate goes there.
+        annealing_strategy: "cos" or "linear".
+        avg_fn: another average, as of `torch.optim.swa_utils.AveragedModel`, for each tensor or shard.
+        device: where the average is kept; None: where the weights are.
+    """
+
+    agree_on: ClassVar[tuple[str, ...] | None] = (
+        "swa_lrs",
+        "swa_epoch_start",
+        "annealing_epochs",
+        "annealing_strategy",
+    )
+
+    def __init__(
+        self,
+        swa_lrs: PositiveFloat | list[PositiveFloat],
+        swa_epoch_start: PositiveInt | Annotated[float, Limit("from", 0), Limit("up to", 1)] = 0.8,
+        annealing_epochs: NonNegativeInt = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: Callable[..., torch.Tensor] | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        if isinstance(swa_lrs, list) and not swa_lrs:
+            raise ConfigError("StochasticWeightAveraging: swa_lrs=[] is empty: give a rate, or one for each group.")
+        self.swa_lrs = swa_lrs
+        self.swa_epoch_start = swa_epoch_start
+        self.annealing_epochs = annealing_epochs
+        self.annealing_strategy = annealing_strategy
+        self.device = None if device is None else torch.device(device)
+        self.latest_update_epoch = -1
+        self._change = equal_weights if avg_fn is None else each(avg_fn)
+        self._rates: list[float] = []
+        """The learning rates before the first of these epochs, by group."""
+        self._weights: AveragedWeights | None = None
+        self._stored: Any = None
+        self._count = 0
+
+    def should_update(self, epoch_idx: int, max_epochs: int | None) -> bool:
+        """Return True to average the weights with which this epoch, counted from 0, begins."""
+        return self.first_epoch(max_epochs) <= epoch_idx < (math.inf if max_epochs is None else max_epochs)
+
+    def first_epoch(self, max_epochs: int | None) -> int:
+        """Return the first epoch, counted from 0, whose weights are averaged."""
+        start = self.swa_epoch_start
+        if isinstance(start, float):
+            assert max_epochs is not None
+            start = int(max_epochs * start)
+        return max(start - 1, 0)
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        if stage != "fit":
+            return []
+        problems = []
+        if isinstance(self.swa_epoch_start, float) and config.max_epochs is None:
+            problems.append(
+                f"StochasticWeightAveraging(swa_epoch_start={self.swa_epoch_start}) is a part of max_epochs, which is "
+                "not given: give an integer, or Trainer(max_epochs=...)."
+            )
+        if config.device_type in ("xla", "tpu"):
+            problems.append("StochasticWeightAveraging does not run on XLA devices: use another device.")
+        if not module.automatic_optimization:
+            problems.append("StochasticWeightAveraging sets learning rates: use automatic optimization with it.")
+        several = [one for one in config.callbacks if hasattr(one, "should_update")]
+        if len(several) > 1 and several[0] is self:
+            problems.append(f"{len(several)} callbacks average the weights, and one takes their place: give one.")
+        return problems
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.latest_update_epoch, self._count, self._rates = -1, 0, []
+        self._weights = self._stored = None
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                f"StochasticWeightAveraging needs one optimizer, and there are {len(trainer.optimizers)}: use "
+                "WeightAveraging, which leaves learning rates alone."
+            )
+        groups = trainer.optimizers[0].param_groups
+        if isinstance(self.swa_lrs, list) and len(self.swa_lrs) != len(groups):
+            raise ConfigError(
+                f"StochasticWeightAveraging: swa_lrs has {len(self.swa_lrs)} rates for {len(groups)} parameter groups."
+            )
+        self._weights = AveragedWeights(trainer.strategy, use_buffers=False, device=self.device)
+        if self._stored is not None:
+            self._weights.load(self._stored, self._count)
+            self._stored = None
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        epoch = trainer.current_epoch
+        if not self.should_update(epoch, trainer.max_epochs):
+            return
+        for config in trainer.scheduler_configs:
+            config.rest()
+        if epoch <= self.latest_update_epoch:
+            return  # a resumed run goes on inside the epoch
+        groups = trainer.optimizers[0].param_groups
+        self._rates = self._rates or [float(group["lr"]) for group in groups]
+        rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
+        part = self._annealed(epoch - self.first_epoch(trainer.max_epochs))
+        for group, before, after in zip(groups, self._rates, rates, strict=True):
+            group["lr"] = after * part + before * (1 - part)
+        assert self._weights is not None
+        self._weights.forget_places()
+        self._weights.update(self._change)
+        self.latest_update_epoch = epoch
+
+    def _annealed(self, epochs: int) -> float:
+        """Return how far the learning rate has gone after so many epochs, from 0 to 1."""
+        part = min(1.0, epochs / self.annealing_epochs) if self.annealing_epochs else 1.0
+        return (1 - math.cos(math.pi * part)) / 2 if self.annealing_strategy == "cos" else part
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        has_norms = any(isinstance(one, _BatchNorm) and one.track_running_stats for one in module.modules())
+        if self._weights is not None and has_norms and trainer.current_epoch + 1 == trainer.max_epochs:
+            self._weights.swap_in()
+            statistics = redo_batch_statistics(trainer.run)
+            self._weights.swap_out()
+            self._weights.keep_buffers(statistics)
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._weights is not None:
+            self._weights.swap_in()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        count = self._count if self._weights is None else self._weights.count
+        return {"updates": count, "latest_update_epoch": self.latest_update_epoch, "rates": list(self._rates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kinds = {"updates": Integer(), "latest_update_epoch": Integer(-1), "rates": [NUMBER]}
+        require(state, kinds, "StochasticWeightAveraging")
+        self._count, self.latest_update_epoch = state["updates"], state["latest_update_epoch"]
+        self._rates = list(state["rates"])
+        if self._weights is not None:  # the run goes back to a checkpoint
+            self._weights.load(self._stored or {}, self._count)
+            self._stored = None
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if self._weights is not None:
+            self._weights.save(checkpoint)
+
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        average = checkpoint.get("average")
+        if trainer.stage == "fit":
+            self._stored = average
+        elif average is not None:
+            checkpoint["model"] = {**checkpoint["model"], **average}

@@ -1,0 +1,57 @@
+"""Compute the running statistics of BatchNorms again, for other weights than those they were collected with."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.loop.run import Run
+from trainer.metrics.metric_log import MetricScope
+from trainer.seed import isolated_rng
+
+log = logging.getLogger("trainer")
+
+
+@torch.no_grad()
+def redo_batch_statistics(run: Run) -> dict[str, torch.Tensor]:
+    """Return the running means and variances by name, as means over the batches of an epoch and over all readers.
+
+    The module's own buffers and the random numbers stay as they are. Collective.
+    """
+    module, strategy, loader = run.module, run.strategy, run.train_loader
+    assert loader is not None
+    norms = {
+        name: one
+        for name, one in module.named_modules()
+        if isinstance(one, _BatchNorm) and one.track_running_stats and one.running_mean is not None
+    }
+    if loader.one_shot:
+        log.warning("the data can be read only once, so the statistics of BatchNorms stay those of the training")
+        return {}
+    before = [(buffer, buffer.clone()) for one in norms.values() for buffer in one.buffers()]
+    momenta = {name: one.momentum for name, one in norms.items()}
+    for one in norms.values():
+        one.reset_running_stats()
+        one.momentum = None  # the mean over all batches
+    run.watchdog.expect_slow_work()
+    with isolated_rng(strategy.device), run.metrics.recording(MetricScope(batches=True, steps=False)):
+        for number, batch in enumerate(loader.iterate(run.progress.epoch)):
+            run.metrics.start_batch(batch.data, batch.samples)
+            data = run.transfer(batch.data, 0)
+            strategy.call_step("training_step", data, number)
+            run.watchdog.heartbeats += 1
+    strategy.release_gathered()
+    found: dict[str, torch.Tensor] = {}
+    readers = strategy.processes.readers
+    for name, one in norms.items():
+        assert one.running_mean is not None
+        assert one.running_var is not None
+        mean = strategy.processes.sum_over_readers(one.running_mean) / readers
+        square = strategy.processes.sum_over_readers(one.running_var + one.running_mean.square()) / readers
+        found |= {f"{name}.running_mean": mean, f"{name}.running_var": (square - mean.square()).clamp(min=0)}
+        one.momentum = momenta[name]
+    for buffer, value in before:
+        buffer.copy_(value)
+    return found
