@@ -13,6 +13,9 @@ if __name__ != "trainer.callbacks":
 from trainer.callback import Callback as Callback
 from trainer.callback import Logger as Logger
 from trainer.callback import Tracker as Tracker
+from trainer.callbacks.advanced_profiler import AdvancedProfiler as AdvancedProfiler
+from trainer.callbacks.advanced_profiler import PassThroughProfiler as PassThroughProfiler
+from trainer.callbacks.advanced_profiler import Profiler as Profiler
 from trainer.callbacks.bad_step_guard import BadStepGuard as BadStepGuard
 from trainer.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger as CSVLogger
@@ -26,10 +29,13 @@ from trainer.callbacks.lambda_callback import LambdaCallback as LambdaCallback
 from trainer.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
 from trainer.callbacks.mlflow_logger import MLFlowLogger as MLFlowLogger
 from trainer.callbacks.model_summary import ModelSummary as ModelSummary
+from trainer.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+from trainer.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
 from trainer.callbacks.prediction_writer import PredictionWriter as PredictionWriter
 from trainer.callbacks.prediction_writer import read_predictions as read_predictions
 from trainer.callbacks.profiler import SimpleProfiler as SimpleProfiler
 from trainer.callbacks.progress_bar import ProgressBar as ProgressBar
+from trainer.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
 from trainer.callbacks.replica_check import ReplicaCheck as ReplicaCheck
 from trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
 from trainer.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
@@ -51,9 +57,9 @@ packages inside the functions that need them."""
 
 if not TYPE_CHECKING:  # with it, a type checker would accept every name
 
-    def __getattr__(name: str) -> None:
+    def __getattr__(name: str) -> object:
         import sys
 
-        from trainer.errors import no_such_name
+        from trainer.compat.finder import lightning_name
 
-        raise no_such_name(sys.modules[__name__], name)
+        return lightning_name(sys.modules[__name__], name)

@@ -76,7 +76,8 @@ class ModelCheckpoint(Checkpoint):
         mode: "min" or "max": which value of `monitor` is better. Default: "min"; a name that says that larger is better
             (acc, f1, ...) needs "max".
         save_top_k: how many of the best (without monitor: of the newest) to keep; -1: all; 0: none.
-        save_last: keep the newest one, whatever its value; None: the same as True.
+        save_last: keep the newest one, whatever its value; None: the same as True, and so is "link": "last" is a
+            pointer in either case.
         every_n_train_steps: write after every so many steps; 0: not by steps.
         every_n_epochs: write at the end of every so many epochs, and after validations inside an epoch; 0: not by
             epochs. Default: 1 if nothing else is set, not even to 0.
@@ -90,6 +91,8 @@ class ModelCheckpoint(Checkpoint):
         save_on_exception: write one when an error ends the run; with a single process only, since others could be
             anywhere. A resume from it is not exact when the error came from inside a step, which has already drawn
             random numbers.
+        save_weights_only: leave out the state of optimizers and schedulers: training cannot go on from it.
+        save_on_train_epoch_end: no effect: a checkpoint is written when the value it is scored by is known.
         auto_insert_metric_name: "{step}" becomes "step=12", not "12".
         verbose: print the path of each checkpoint written.
         trainable_only: hold only the weights that train (and buffers), such as LoRA's adapters. Loading needs the same
@@ -120,7 +123,7 @@ class ModelCheckpoint(Checkpoint):
         monitor: str | None = None,
         mode: Literal["min", "max"] | None = None,
         save_top_k: Annotated[int, Limit("from", -1), "0: none, -1: all"] = 1,
-        save_last: bool | None = True,
+        save_last: bool | Literal["link"] | None = True,
         every_n_train_steps: Interval | None = None,
         every_n_epochs: Interval | None = None,
         train_time_interval: str | timedelta | dict[str, float] | float | None = None,
@@ -130,6 +133,8 @@ class ModelCheckpoint(Checkpoint):
         auto_insert_metric_name: bool = True,
         verbose: bool = False,
         trainable_only: bool = False,
+        save_weights_only: bool = False,
+        save_on_train_epoch_end: bool | None = None,
     ) -> None:
         problems = [
             *_contradictions(monitor, mode, save_top_k, every_n_train_steps, every_n_epochs, train_time_interval),
@@ -155,6 +160,7 @@ class ModelCheckpoint(Checkpoint):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.verbose = verbose
         self.trainable_only = trainable_only
+        self.save_weights_only = save_weights_only
         self._retention = Retention(monitor is not None, self.mode, save_top_k, self.save_last)
         self._folder: StoragePath | None = None
         self._writer: BackgroundWriter | None = None
@@ -211,6 +217,36 @@ class ModelCheckpoint(Checkpoint):
         if self.best is None:
             return self._restored_best[1] if self._earlier_best is not None else None
         return self.kept.get(self.best)
+
+    @property
+    def best_k_models(self) -> dict[str, float | None]:
+        """The paths of the best checkpoints on disk, `save_top_k` at most, with their monitored values; best first."""
+        scored = [(name, value) for name, value in self.kept.items() if value is not None]
+        ordered = sorted(scored, key=lambda one: one[1], reverse=self.mode == "max")
+        most = len(ordered) if self.save_top_k == -1 else self.save_top_k
+        return {str(self._in_folder(name)): value for name, value in ordered[:most]}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of `best_k_models`; empty without one."""
+        return next(reversed(self.best_k_models), "")
+
+    @property
+    def kth_value(self) -> float | None:
+        """The monitored value of the worst of `best_k_models`."""
+        return next(reversed(self.best_k_models.values()), None)
+
+    @property
+    def current_score(self) -> float | None:
+        """The monitored value of the newest checkpoint."""
+        return None if self.last is None else self.kept.get(self.last)
+
+    def to_yaml(self, filepath: str | Path | None = None) -> None:
+        """Write the paths and values of `best_k_models` to a YAML file, by default `best_k_models.yaml`."""
+        import yaml
+
+        path = Path(str(self._in_folder("best_k_models.yaml")) if filepath is None else filepath)
+        path.write_text(yaml.safe_dump(self.best_k_models))
 
     @property
     def last_model_path(self) -> str:
@@ -371,7 +407,8 @@ class ModelCheckpoint(Checkpoint):
         if self.trainable_only:
             self._find_base(trainer)
         try:
-            trainer.save_with(partial(self._write, trainer), partial(self._decide, trainer, metrics, again, value))
+            decide = partial(self._decide, trainer, metrics, again, value)
+            trainer.save_with(partial(self._write, trainer), decide, self.save_weights_only)
         except WriteError as error:
             if isinstance(error, PointerError):
                 self.kept = self._remaining()
@@ -567,6 +604,8 @@ class ModelCheckpoint(Checkpoint):
         if self.verbose:
             trainer.print(f"step {trainer.global_step}: saved {path}")
         trainer.hooks.on_checkpoint_saved(path)
+        for logger in trainer.loggers:
+            logger.after_save_checkpoint(self)
 
     def _in_folder(self, name: str) -> StoragePath:
         assert self._folder is not None

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.arguments import NonNegativeFloat, local_path, make_folder
-from trainer.callback import Logger
+from trainer.arguments import NonNegativeFloat, PositiveInt, make_folder
+from trainer.callback import DummyExperiment, Logger, Overridable
 from trainer.checkpoint.disk import (
     NotRegularError,
     flush_file,
@@ -23,6 +23,7 @@ from trainer.checkpoint.disk import (
 )
 from trainer.checkpoint.schema import Integer, require
 from trainer.errors import ConfigError
+from trainer.metrics.logger_place import LoggerPlace, plain_number
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule
@@ -42,13 +43,26 @@ class CSVLogger(Logger):
 
     Args:
         save_dir: folder of the files. Default: the run directory.
+        name, version: a folder in it, `name/version`, as in Lightning; a number n is the version `version_n`.
+            Default of `version` beside `name`: that of the run directory.
+        prefix: put before all names, with a "-".
+        flush_logs_every_n_steps: write after so many steps; None: by time.
         flush_seconds: longest time between two writes to the file, as long as values are logged.
     """
 
-    def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
-        self.save_dir = None if save_dir is None else local_path(save_dir, "save_dir")
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: PositiveInt | None = None,
+        flush_seconds: NonNegativeFloat = 5.0,
+    ) -> None:
+        self.place = LoggerPlace(save_dir, name, version)
+        self.prefix = prefix
+        self.flush_logs_every_n_steps = flush_logs_every_n_steps
         self.flush_seconds = flush_seconds
-        self._trainer: Trainer | None = None
         self._file: _File | None = None
         self._resumed: dict[str, Any] = {}
         self._flushed_at = 0.0
@@ -63,9 +77,18 @@ class CSVLogger(Logger):
         return None if self.path is None else ("CSV log:", self.path)
 
     def _folder(self) -> Path | None:
-        if self.save_dir is not None or self._trainer is None:
-            return self.save_dir
-        return self._trainer.run_dir
+        return self.place.folder(self._run_dir)
+
+    log_dir = Overridable(lambda self: self.place.folder(self._run_dir))
+    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
+    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
+    name = Overridable(lambda self: self.place.name_in(self._run_dir))
+    version = Overridable(lambda self: self.place.version_in(self._run_dir))
+
+    @property
+    def experiment(self) -> Any:
+        """This logger, for `log_metrics`; on other ranks than 0 its calls do nothing."""
+        return self if self._is_rank_zero else DummyExperiment()
 
     # -- state: the newest row, which may not be on the disk when the run is killed ------------------------------------
 
@@ -100,7 +123,10 @@ class CSVLogger(Logger):
         make_folder(folder, "CSVLogger(save_dir=...)")
         replace_notes(folder / "hparams.json", json.dumps(hyperparameters, indent=2, default=str).encode() + b"\n")
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        step = self._step if step is None else step
+        if not self._is_rank_zero:
+            return
         if "step" in metrics:
             raise ConfigError(
                 "CSVLogger.log_metrics got a value 'step', the name of its first column: give it as step=, or give the "
@@ -109,7 +135,11 @@ class CSVLogger(Logger):
         if self._file is None:
             self._open(continue_from=None)
         assert self._file is not None
-        self._file.put(step, {name: repr(value) for name, value in metrics.items()})
+        prefix = f"{self.prefix}-" if self.prefix else ""
+        self._file.put(step, {f"{prefix}{name}": repr(plain_number(value)) for name, value in metrics.items()})
+        every = self.flush_logs_every_n_steps
+        if every is not None and step % every == 0:
+            self.flush()
         if time.monotonic() - self._flushed_at > self.flush_seconds:
             self._flushed_at = time.monotonic()
             self._file.write()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.arguments import PositiveInt
@@ -29,6 +30,25 @@ STATE = {
 }
 
 
+class EarlyStoppingReason(IntEnum):
+    """The kinds of reasons to stop."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
+REASONS = {
+    "better than the threshold": EarlyStoppingReason.STOPPING_THRESHOLD,
+    "divergence threshold": EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+    "has not improved": EarlyStoppingReason.PATIENCE_EXHAUSTED,
+    "is not finite": EarlyStoppingReason.NON_FINITE_METRIC,
+}
+"""Parts of the messages -> their kinds."""
+
+
 class EarlyStopping(Callback):
     """Stop the run when `monitor` has not improved in `patience` checks.
 
@@ -45,6 +65,8 @@ class EarlyStopping(Callback):
         check_finite: stop when the value is NaN or infinite.
         stopping_threshold: stop when the value is better than this.
         divergence_threshold: stop when the value is worse than this.
+        verbose: print each value that is checked.
+        log_rank_zero_only: no effect: what is printed comes from rank 0.
         check_on_train_epoch_end: True: check after training epochs only; False: after validations only; None: as above.
 
     Raises:
@@ -52,7 +74,7 @@ class EarlyStopping(Callback):
     """
 
     runs_last: ClassVar[bool] = True
-
+    stops_early = True
     agree_on = (
         "monitor",
         "min_delta",
@@ -76,6 +98,8 @@ class EarlyStopping(Callback):
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
         check_on_train_epoch_end: bool | None = None,
+        verbose: bool = False,
+        log_rank_zero_only: bool = False,
     ) -> None:
         if not monitor:
             raise ConfigError(
@@ -91,12 +115,17 @@ class EarlyStopping(Callback):
         self.stopping_threshold = stopping_threshold
         self.divergence_threshold = divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.verbose, self.log_rank_zero_only = verbose, log_rank_zero_only
         self._start_afresh()
 
     def _start_afresh(self) -> None:
         self.best_score: float | None = None
         """The best value so far; None before the first check."""
         self.last_score: float | None = None
+        self.stopped_epoch = 0
+        """The epoch in which training was stopped; 0 before."""
+        self.stopping_reason_message: str | None = None
+        """The reason, in words."""
         self.wait_count = 0
         """Checks in a row without improvement."""
         self._checked_at = {None: None, True: "train epoch", False: "validation"}[self.check_on_train_epoch_end]
@@ -153,7 +182,11 @@ class EarlyStopping(Callback):
         elif measured.step > self._value_step and (measured.kind != "interim" or self._checked_at == "validation"):
             self._checked_at, self._value_step = checked_at, measured.step
             self._take(measured.value)
+            if self.verbose:
+                trainer.print(f"{self.monitor} = {measured.value:.6g}; best {self.best_score}")
             self._stop_if_due(trainer.stop)
+            if self.stopping_reason_message is not None:
+                self.stopped_epoch = trainer.current_epoch
 
     def _report_missing(self, logged: list[str]) -> None:
         message = (
@@ -180,9 +213,18 @@ class EarlyStopping(Callback):
         return score < than - by if self.mode == "min" else score > than + by
 
     def _stop_if_due(self, stop: Callable[[str], None]) -> None:
-        reason = self._reason_to_stop()
+        self.stopping_reason_message = reason = self._reason_to_stop()
         if reason is not None:
             stop(reason)
+
+    @property
+    def stopping_reason(self) -> EarlyStoppingReason:
+        """The kind of the reason: Lightning's enumeration."""
+        message = self.stopping_reason_message or ""
+        for part, reason in REASONS.items():
+            if part in message:
+                return reason
+        return EarlyStoppingReason.NOT_STOPPED
 
     def _reason_to_stop(self) -> str | None:
         score = self.last_score

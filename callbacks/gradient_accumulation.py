@@ -36,6 +36,19 @@ class GradientAccumulationScheduler(AccumulationSchedule):
         started = [first for first in self.scheduling if first <= epoch]
         return self.scheduling[max(started)] if started else otherwise
 
+    @property
+    def epochs(self) -> list[int]:
+        """The epochs of the schedule, in order."""
+        return sorted(self.scheduling)
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Return the micro-batches of a window in `epoch`; 1 before the first epoch of the schedule."""
+        return self.micro_batches(epoch, 1)
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Return True if a window of the schedule has several micro-batches."""
+        return any(micro_batches > 1 for micro_batches in self.scheduling.values())
+
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return

@@ -51,7 +51,7 @@ class JSONLLogger(Logger):
     def path(self) -> Path | None:
         """The path of `metrics.jsonl`; None before a run."""
         if self.save_dir is not None:
-            return self.save_dir / "metrics.jsonl"
+            return Path(self.save_dir) / "metrics.jsonl"
         return None if self._trainer is None else self._trainer.run_dir / "metrics.jsonl"
 
     def output_location(self) -> tuple[str, Path] | None:

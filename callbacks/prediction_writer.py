@@ -50,6 +50,7 @@ class PredictionWriter(Callback):
     """
 
     agree_on = ("write_interval", "format")
+    takes_predictions = True
 
     def __init__(
         self,
@@ -119,6 +120,57 @@ class PredictionWriter(Callback):
             self._kept = []
         assert self._parts is not None
         self._parts.finish()
+
+
+class BasePredictionWriter(Callback):
+    """Base class of Lightning's prediction writers: subclasses write in `write_on_batch_end` or `write_on_epoch_end`.
+
+    Args:
+        write_interval: "batch": call `write_on_batch_end` after every batch; "epoch": keep the predictions in memory,
+            and call `write_on_epoch_end`; "batch_and_epoch": both.
+    """
+
+    takes_predictions = True
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        self.write_interval = write_interval
+        self._kept: list[list[Any]] = []
+        self._indices: list[list[Any]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write one batch's prediction. `batch_indices`: None, since the samples' indices stay in the loader."""
+
+    def write_on_epoch_end(self, trainer: Trainer, module: TrainModule, predictions: Any, batch_indices: Any) -> None:
+        """Write all predictions of this process: a list, of several loaders a list for each. Likewise the indices."""
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._kept = [[] for _ in trainer.num_predict_batches]
+        self._indices = [[] for _ in trainer.num_predict_batches]
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if "batch" in self.write_interval:
+            self.write_on_batch_end(trainer, module, outputs, None, batch, batch_idx, dataloader_idx)
+        if "epoch" in self.write_interval:
+            self._kept[dataloader_idx].append(outputs)
+            self._indices[dataloader_idx].append(None)
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if "epoch" in self.write_interval:
+            one = len(self._kept) == 1
+            predictions, indices = (self._kept[0], self._indices) if one else (self._kept, self._indices)
+            self.write_on_epoch_end(trainer, module, predictions, indices)
+            self._kept, self._indices = [], []
 
 
 class _Parts:

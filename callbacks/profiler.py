@@ -6,12 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from trainer.arguments import check_clock
-from trainer.callback import Callback
+from trainer.arguments import check_clock, local_path, make_folder
+from trainer.callbacks.advanced_profiler import Profiler
 from trainer.profiling import DATA
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ log = logging.getLogger("trainer")
 LOOP = "the loop itself"
 
 
-class SimpleProfiler(Callback):
+class SimpleProfiler(Profiler):
     """Print, at the end of `fit`, the time in each part of it on rank 0: waiting for data, transfer, forward,
     backward, optimizer, logging, checkpoints, and every hook of a callback by name.
 
@@ -40,18 +41,30 @@ class SimpleProfiler(Callback):
         synchronize: synchronize with the device at each end of a part, so that its work counts in the right part. The
             run gets slower, as host and device no longer overlap; the table shows the device's proportions.
         clock: function that returns the time, in seconds.
+        dirpath: folder of a file with the table; None: print it.
+        filename: of that file, without its suffix. Default: "profile".
+        extended: no effect: the table always has calls, totals, means and shares.
     """
 
     MUCH = 0.2
     """From this share of the time on, waiting for data is worth a hint."""
 
-    def __init__(self, synchronize: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        synchronize: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        extended: bool = True,
+    ) -> None:
         check_clock("SimpleProfiler(clock", clock)
         self.seconds: dict[str, float] = {}
         """Seconds by part."""
         self.calls: dict[str, int] = {}
         """Number of times each part was entered."""
         self.synchronize = synchronize
+        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath")
+        self.filename = filename
         self._clock = clock
         self._running = False
         self._inside: list[str] = []
@@ -71,6 +84,15 @@ class SimpleProfiler(Callback):
             )
         lines.append(f"{'total':<{width}}{'':>10}{total:>12.3f}")
         return "\n".join(lines)
+
+    def start(self, action_name: str) -> None:
+        self.begin_phase(action_name)
+
+    def stop(self, action_name: str) -> None:
+        self.end_phase(action_name)
+
+    def summary(self) -> str:
+        return self.table() if self.seconds else ""
 
     # -- the clock -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +145,10 @@ class SimpleProfiler(Callback):
             return
         self._count_time()
         self._running = False
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.dirpath is not None:
+            make_folder(self.dirpath, "SimpleProfiler(dirpath=...)")
+            (self.dirpath / f"{self.filename or 'profile'}.txt").write_text(self.table() + "\n")
+        elif trainer.is_global_zero:
             trainer.print(self.table())
             hint = self._hint(trainer.train_loader)
             if hint is not None:

@@ -181,6 +181,20 @@ def _open_display(stream: TextIO, leave: bool) -> _Bars | _Lines:
     return _Bars(stream, leave) if bars else _Lines(stream)
 
 
+class TQDMProgressBar(ProgressBar):
+    """`ProgressBar` under Lightning's name.
+
+    Args:
+        refresh_rate, leave: as in `ProgressBar`.
+        process_position: no effect: the bar draws below what is printed.
+    """
+
+    def __init__(
+        self, refresh_rate: NonNegativeInt = 1, process_position: NonNegativeInt = 0, leave: bool = False
+    ) -> None:
+        super().__init__(refresh_rate, leave)
+
+
 class _Bars:
     """Bars of tqdm. Tasks nest: validation starts and ends inside an epoch."""
 

@@ -10,14 +10,19 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from trainer.arguments import NonNegativeFloat, local_path, make_folder
-from trainer.callback import Logger
+import torch
+
+from trainer.arguments import NonNegativeFloat, make_folder
+from trainer.callback import DummyExperiment, Logger, Overridable
 from trainer.checkpoint.disk import without_links
 from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, MissingPackageError
+from trainer.metrics.logger_place import LoggerPlace, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
+from trainer.strategy import eval_mode
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -36,16 +41,32 @@ class TensorBoardLogger(Logger):
 
     Args:
         save_dir: folder of the event files. Default: the run directory.
+        name, version: a folder in it, `name/version`, as in Lightning; a number n is the version `version_n`.
+            Default of `version` beside `name`: that of the run directory.
+        log_graph: record the module's graph, from its `example_input_array`.
+        default_hp_metric: write the metric `hp_metric` with the hyperparameters, so that TensorBoard lists the run.
+        prefix: put before all names, with a "-".
+        sub_dir: a folder below that of the run.
         flush_seconds: longest time between two writes to the file, as long as values are logged.
 
     Raises:
         MissingPackageError: at the start of a run, when tensorboard is not installed.
     """
 
-    def __init__(self, save_dir: str | Path | None = None, flush_seconds: NonNegativeFloat = 5.0) -> None:
-        self.save_dir = None if save_dir is None else local_path(save_dir, "save_dir")
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | Path | None = None,
+        flush_seconds: NonNegativeFloat = 5.0,
+    ) -> None:
+        self.place = LoggerPlace(save_dir, name, version, sub_dir)
+        self.logs_graph, self.default_hp_metric, self.prefix = log_graph, default_hp_metric, prefix
         self.flush_seconds = flush_seconds
-        self._trainer: Trainer | None = None
         self._file: _EventFile | None = None
         self._flushed_at = 0.0
         self._writer: SummaryWriter | None = None
@@ -53,32 +74,47 @@ class TensorBoardLogger(Logger):
         self._newest: dict[str, Any] = {}
         """The newest step and what was logged at it."""
 
+    log_dir = Overridable(lambda self: self.place.folder(self._run_dir))
+    save_dir = Overridable(lambda self: self.place.save_dir(self._run_dir))
+    root_dir = Overridable(lambda self: self.place.root_dir(self._run_dir))
+    sub_dir = Overridable(lambda self: self.place.sub_dir)
+    name = Overridable(lambda self: self.place.name_in(self._run_dir))
+    version = Overridable(lambda self: self.place.version_in(self._run_dir))
+
     @property
-    def log_dir(self) -> Path | None:
-        """The folder of the event files; None before a run."""
-        if self.save_dir is not None or self._trainer is None:
-            return self.save_dir
-        return self._trainer.run_dir
+    def hparams(self) -> dict[str, Any]:
+        """The hyperparameters that were logged."""
+        return self._hyperparameters
+
+    def log_graph(self, model: TrainModule, input_array: Any = None) -> None:
+        inputs = model.example_input_array if input_array is None else input_array
+        if self.logs_graph and self._is_rank_zero:
+            if inputs is None:
+                log.warning("TensorBoardLogger(log_graph=True) needs the module's example_input_array")
+                return
+            with eval_mode(model), torch.no_grad():
+                self.experiment.add_graph(model, move_data_to_device(inputs, model.device))
 
     def output_location(self) -> tuple[str, Path] | None:
         return None if self.log_dir is None else ("TensorBoard:    tensorboard --logdir", self.log_dir)
 
     @property
     def experiment(self) -> SummaryWriter:
-        """torch's `SummaryWriter`, for what `log_image` and the like do not do. Only on rank 0: ask
-        `trainer.is_global_zero`.
+        """torch's `SummaryWriter`, for what `log_image` and the like do not do. On other ranks than 0 its calls do
+        nothing.
 
         From the first use on, scalars go through it too, because TensorBoard reads one growing file of a run.
 
         Raises:
-            ConfigError: there is no run yet, or this is not rank 0.
+            ConfigError: there is no run yet, nor a `save_dir`.
         """
-        if self._trainer is None:
+        if not self._is_rank_zero:
+            return cast("SummaryWriter", DummyExperiment())
+        if self.log_dir is None:
             raise ConfigError(
-                "TensorBoardLogger.experiment exists inside a run: use it in fit, validate, test or predict."
+                "TensorBoardLogger.experiment exists inside a run: use it in fit, validate, test or predict, or give "
+                "TensorBoardLogger a save_dir."
             )
-        if not self._trainer.is_global_zero:
-            raise ConfigError("TensorBoardLogger.experiment exists on rank 0 only: ask trainer.is_global_zero first.")
         if self._writer is None:
             file = self._opened()
             file.flush()
@@ -125,7 +161,12 @@ class TensorBoardLogger(Logger):
         # Kept until the writer is opened, because a resumed run must first know its step.
         self._hyperparameters = hyperparameters
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        step = self._step if step is None else step
+        if not self._is_rank_zero:
+            return
+        prefix = f"{self.prefix}-" if self.prefix else ""
+        metrics = {f"{prefix}{name}": plain_number(value) for name, value in metrics.items()}
         if self._writer is not None:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
@@ -163,10 +204,9 @@ class TensorBoardLogger(Logger):
     def _open(self) -> _EventFile:
         folder, trainer = self.log_dir, self._trainer
         assert folder is not None
-        assert trainer is not None
         before = sorted(path.name for path in folder.glob("events.out.tfevents.*"))
-        step = trainer.global_step
-        continues = bool(before) and trainer.stage == "fit"
+        step = self._step
+        continues = bool(before) and trainer is not None and trainer.stage == "fit"
         if before:
             _wait_until_after(before[-1])
         file = _EventFile(folder, purge_step=step if continues else None)
@@ -174,7 +214,7 @@ class TensorBoardLogger(Logger):
             # The values logged at this step before the checkpoint; those after it are about to be logged again.
             file.add_scalars(dict(self._newest["values"]), step)
         if _flat(self._hyperparameters) and not (continues and step):
-            _write_hyperparameters(file, self._hyperparameters)
+            _write_hyperparameters(file, self._hyperparameters, {"hp_metric": -1.0} if self.default_hp_metric else {})
         return file
 
 
@@ -250,13 +290,13 @@ def _wait_until_after(name: str) -> None:
         time.sleep(0.02)
 
 
-def _write_hyperparameters(file: _EventFile, hyperparameters: dict[str, Any]) -> None:
+def _write_hyperparameters(file: _EventFile, hyperparameters: dict[str, Any], metrics: dict[str, float]) -> None:
     """Write them flat for the HPARAMS page, and nested for the TEXT page."""
     from torch.utils.tensorboard.summary import hparams, text
 
     nested = text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
     # `SummaryWriter.add_hparams` would make a folder of its own, which shows as a second run.
-    for summary in (nested, *hparams(_flat(hyperparameters), {})):
+    for summary in (nested, *hparams(_flat(hyperparameters), metrics)):
         file.add(step=0, summary=summary)
 
 

@@ -28,6 +28,7 @@ class Timer(Callback):
         duration: a `timedelta`, `"DD:HH:MM:SS"`, a dict of `timedelta`'s arguments (`{"hours": 12}`), or seconds. It
             counts all of training, validation included. None: only measure.
         interval: "step": stop after any step; "epoch": only after a whole epoch.
+        verbose: no effect: the reason of the stop is always printed.
 
     Raises:
         ConfigError: `duration` or `interval` is something else.
@@ -35,9 +36,11 @@ class Timer(Callback):
 
     agree_on = ("duration", "interval")
 
-    def __init__(self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step") -> None:
+    def __init__(
+        self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step", verbose: bool = True
+    ) -> None:
         self.duration = None if duration is None else read_duration(duration)
-        self.interval = interval
+        self.interval, self.verbose = interval, verbose
         self._before = dict.fromkeys(STAGES, 0.0)
         """Seconds of each stage before the current one: before a resume, and in finished evaluations of this run."""
         self._since: dict[str, float] = {}
@@ -52,9 +55,17 @@ class Timer(Callback):
         running = time.monotonic() - self._since[stage] if stage in self._since else 0.0
         return self._before[stage] + running
 
-    def time_remaining(self) -> float | None:
-        """Return the seconds of training left, at least 0; None without a duration."""
-        return None if self.duration is None else max(0.0, self.duration - self.time_elapsed("train"))
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Return the seconds of training (or what `stage` would have) left, at least 0; None without a duration."""
+        return None if self.duration is None else max(0.0, self.duration - self.time_elapsed(stage))
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """Return the start of a stage in progress, by `time.monotonic`; None if it is not in progress."""
+        return self._since.get(stage)
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """Return the end that a stage has by now, by `time.monotonic`; None while it is in progress, or before it."""
+        return None if stage in self._since or not self.time_elapsed(stage) else time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
         return {"elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}

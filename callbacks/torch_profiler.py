@@ -12,7 +12,7 @@ from torch.autograd.profiler import record_function
 from torch.profiler import profile, schedule
 
 from trainer.arguments import NonNegativeInt, PositiveInt, local_path, make_folder
-from trainer.callback import Callback
+from trainer.callbacks.advanced_profiler import Profiler
 from trainer.checkpoint.disk import atomic_file, reason, refuse_link, replace_file
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 
-class TorchProfiler(Callback):
+class TorchProfiler(Profiler):
     """Record steps of `fit` with torch.profiler, on every process, and write two files for each recording to
     `<run directory>/profile/`: `rank0.<step>.pt.trace.json.gz`, a trace for https://ui.perfetto.dev or for TensorBoard
     with the plugin torch-tb-profiler (`tensorboard --logdir <run directory>`), and `rank0.<step>.txt`, a table of the

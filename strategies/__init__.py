@@ -34,9 +34,9 @@ heavy packages, torch.distributed.fsdp too, inside the functions that need them.
 
 if not TYPE_CHECKING:  # with it, a type checker would accept every name
 
-    def __getattr__(name: str) -> None:
+    def __getattr__(name: str) -> object:
         import sys
 
-        from trainer.errors import no_such_name
+        from trainer.compat.finder import lightning_name
 
-        raise no_such_name(sys.modules[__name__], name)
+        return lightning_name(sys.modules[__name__], name)

@@ -162,7 +162,7 @@ class DDPStrategy(DistributedStrategy):
         # Not through super(): from fit to backward there are four frames.
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        loss.backward()
+        self._run_backward(loss)
         if self.wrapped is not None and self.wrapped.require_backward_grad_sync:
             # A parameter without a gradient leaves those of this step unsynchronized; torch itself looks a step later.
             self.wrapped._check_reducer_finalized()

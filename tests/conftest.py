@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from trainer.fault_tolerance.signals import _undo_keep_exit_code
-from trainer.seed import isolated_rng, seed_everything
+from trainer.seed import GLOBAL_SEED, isolated_rng, seed_generators
 
 torch.set_num_threads(1)
 
@@ -64,5 +64,6 @@ def _no_process_group() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> Iterator[None]:
     with isolated_rng():
-        seed_everything(0)
+        seed_generators(0)
         yield
+    os.environ.pop(GLOBAL_SEED, None)  # of the test's `seed_everything`

@@ -76,7 +76,7 @@ def test_none_means_the_default_where_it_is_lightnings_default() -> None:
     assert [type(logger) for logger in trainer.loggers] == [type(logger) for logger in Trainer().loggers]
 
 
-@pytest.mark.parametrize("name", ["check_val_every_n_epoch", "accumulate_grad_batches"])
+@pytest.mark.parametrize("name", ["num_nodes", "accumulate_grad_batches"])
 def test_none_for_a_number_that_is_needed_is_refused_at_once(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=None: give an integer"):
         Trainer(**{name: None})

@@ -41,17 +41,19 @@ MOST_LINES_OF_A_FUNCTION = 60
 
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("compat",),
     ("arguments",),
     ("precision", "hyperparameters", "optimizers", "profiling", "settings"),
     ("distributed",),
     ("model",),
     ("metrics", "fault_tolerance", "seed"),
-    ("checkpoint", "data", "launchers"),
+    ("checkpoint", "launchers"),
+    ("data",),
     ("module",),
     ("callback", "strategy"),
     ("loop", "strategies"),
     ("trainer",),
-    ("callbacks", "compat", "config", "tuner"),
+    ("callbacks", "config", "tuner"),
     ("cli", "testing"),
     ("__main__",),
 )
@@ -168,7 +170,7 @@ def test_imports_of_types_alone_are_found() -> None:
     assert sorted(imports_of(source, types=True)) == [("errors", []), ("trainer", ["Trainer"])]
 
 
-BY_NAME = {"", "callback", "strategy", "cli.main", "config.classes", "strategies.xla.strategy"}
+BY_NAME = {"", "callback", "strategy", "cli.main", "compat.finder", "config.classes", "strategies.xla.strategy"}
 """Files that import modules by name: tables of public names, callbacks, strategies and commands; others' modules."""
 
 

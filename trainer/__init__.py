@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainer.compat.finder import install
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -49,6 +51,7 @@ _HOMES = {
     "seed_everything": "trainer.seed",
 }
 
+install()  # Lightning's modules, such as trainer.loggers
 
 if not TYPE_CHECKING:  # with it, a type checker would accept every name
 
@@ -57,9 +60,9 @@ if not TYPE_CHECKING:  # with it, a type checker would accept every name
         if name not in _HOMES:
             import sys
 
-            from trainer.errors import no_such_name
+            from trainer.compat.finder import lightning_name
 
-            raise no_such_name(sys.modules[__name__], name)
+            return lightning_name(sys.modules[__name__], name)
         from importlib import import_module
 
         return getattr(import_module(_HOMES[name]), name)

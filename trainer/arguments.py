@@ -21,7 +21,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
-from trainer.errors import ConfigError, TrainerError, did_you_mean, raise_problems
+from trainer.compat.answers import argument_words
+from trainer.errors import ArgumentError, ConfigError, TrainerError, did_you_mean, raise_problems
 
 LISTS = (list, tuple, set, frozenset, Sequence, Iterable, Collection)
 MAPPINGS = (dict, Mapping, MutableMapping)
@@ -81,8 +82,8 @@ def check_constructor(cls: type) -> None:
             known = list(signature.parameters)[1:]
             unknown = next((name for name in options if name not in known), None)
             if unknown is not None:
-                hint = did_you_mean(unknown, known)
-                raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {unknown!r}.{hint}") from None
+                hint = did_you_mean(unknown, known, argument_words(cls.__name__))
+                raise ArgumentError(f"{cls.__name__}() got an unexpected keyword argument {unknown!r}.{hint}") from None
             init(self, *args, **options)  # raises Python's own error
             raise
         try:

@@ -95,13 +95,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TextIO
 
 from trainer.arguments import check_constructor
 from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.compat.answers import answer_members
 from trainer.distributed.environment import detect_environment
 from trainer.errors import ConfigError, did_you_mean, raise_problems, unknown_name_error
 from trainer.metrics.background_calls import BackgroundCalls
@@ -137,6 +138,10 @@ class Callback:
     agree_on: ClassVar[tuple[str, ...] | None] = None
     """For a callback that communicates, or decides for the run: all processes must have one, with equal values of these
     attributes. None: some processes may have it and others not."""
+    stops_early: ClassVar[bool] = False
+    """True for `trainer.early_stopping_callback`."""
+    takes_predictions: ClassVar[bool] = False
+    """True if this callback takes the outputs of `predict`, which then keeps none in memory."""
     in_place_of: ClassVar[str | None] = None
     """The key of `DEFAULT_CALLBACKS` whose callback the trainer leaves out where this one is given."""
 
@@ -145,6 +150,7 @@ class Callback:
         super().__init_subclass__(**options)
         if cls.__module__.startswith("trainer."):
             check_constructor(cls)
+            answer_members(cls, cls.__name__)
 
     @property
     def state_key(self) -> str:
@@ -238,6 +244,17 @@ class Callback:
     ) -> None: ...
 
 
+class Overridable:
+    """A property that an object may replace by an attribute of its own."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+        self.__doc__ = read.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else self.read(instance)
+
+
 class Logger(Callback):
     """A callback that receives the metrics. `log_hyperparameters`, `log_metrics`, `log_media` and `flush` are called
     on rank 0 only.
@@ -246,21 +263,91 @@ class Logger(Callback):
     after the resumed step are dropped, so that there is one row per step.
     """
 
+    group_separator: ClassVar[str] = "/"
     _trainer: Trainer | None = None
     _told_media = False
 
     def attach(self, trainer: Trainer) -> None:
-        """Remember the trainer of the run, for the step and the rank of `log_image` and the like."""
+        """Remember the trainer of the run, for its folder, step and rank."""
         self._trainer = trainer
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
+        if type(self).log_hyperparams is not Logger.log_hyperparams:
+            self.log_hyperparams(hyperparameters)
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Record values at `step`, the number of completed steps and the only step axis."""
 
     def flush(self) -> None:
         """Write all logged values to the files. Called before each checkpoint and at the end."""
+        self.save()
+
+    # -- Lightning's names ---------------------------------------------------------------------------------------------
+
+    def log_hyperparams(self, params: Any = None, metrics: Any = None) -> None:
+        """Record hyperparameters, a dict or an `argparse.Namespace`; `metrics`: values to record with them."""
+        values = {} if params is None else params if isinstance(params, Mapping) else vars(params)
+        if self._is_rank_zero:
+            self.log_hyperparameters(dict(values))
+            if metrics:
+                self.log_metrics(metrics if isinstance(metrics, dict) else {"hp_metric": metrics}, self._step)
+
+    def log_graph(self, model: TrainModule, input_array: Any = None) -> None:
+        """Record the graph of the module. Called once, before the first step."""
+
+    def save(self) -> None:
+        """Write what was logged. Called by `flush`."""
+
+    def finalize(self, status: str) -> None:
+        """Finish the work of a stage. Called after it with "success" or "failed"."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Checkpoint) -> None:
+        """Record a checkpoint. Called when one is committed."""
+
+    @Overridable
+    def experiment(self) -> Any:
+        """The object behind the logger. On other ranks than 0 its attributes may be called, and do nothing."""
+        return DummyExperiment()
+
+    @Overridable
+    def name(self) -> str | None:
+        """The name of the experiment: the folder in which the runs are."""
+        return None if self._trainer is None else self._trainer.run_dir.parent.name
+
+    @Overridable
+    def version(self) -> int | str | None:
+        """The name or number of the run."""
+        folder = "" if self._trainer is None else self._trainer.run_dir.name
+        number = folder.removeprefix("version_")
+        return int(number) if number != folder and number.isdecimal() else folder or None
+
+    @Overridable
+    def save_dir(self) -> Any:
+        """The folder in which the folders of experiments are."""
+        return None if self._trainer is None else str(self._trainer.settings.root)
+
+    @Overridable
+    def root_dir(self) -> Any:
+        """The folder of the experiment."""
+        return None if self._trainer is None else str(self._trainer.run_dir.parent)
+
+    @Overridable
+    def log_dir(self) -> Any:
+        """The folder of the run."""
+        return None if self._trainer is None else self._trainer.run_dir
+
+    @property
+    def _run_dir(self) -> Path | None:
+        return None if self._trainer is None else self._trainer.run_dir
+
+    @property
+    def _is_rank_zero(self) -> bool:
+        return detect_environment().rank == 0 if self._trainer is None else self._trainer.is_global_zero
+
+    @property
+    def _step(self) -> int:
+        return 0 if self._trainer is None else self._trainer.global_step
 
     def log_media(self, key: str, media: Media, step: int) -> None:
         """Record `Images`, a `Text`, a `Histogram` or a `Table` of `trainer.metrics.media`; a logger that can overrides
@@ -343,6 +430,16 @@ class Logger(Callback):
         elif type(step) is not int or step < 0:
             raise ConfigError(f"{key!r}: step={step!r}: give the number of completed steps, an integer from 0.")
         self.log_media(key, make(*args), step)
+
+
+def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a method `experiment` that gives other ranks than 0 an object whose calls do nothing."""
+
+    @wraps(function)
+    def experiment(self: Logger) -> Any:
+        return function(self) if self._is_rank_zero else DummyExperiment()
+
+    return experiment
 
 
 class Tracker(Logger):
@@ -890,7 +987,12 @@ DEFAULT_CALLBACKS = {
 }
 """The Trainer's arguments that add a callback -> classes of `trainer.callbacks`."""
 
-PROFILERS = {"simple": "SimpleProfiler", "torch": "TorchProfiler"}
+PROFILERS = {
+    "simple": "SimpleProfiler",
+    "advanced": "AdvancedProfiler",
+    "torch": "TorchProfiler",
+    "pytorch": "TorchProfiler",
+}
 """Names for `Trainer(profiler=)` -> classes of `trainer.callbacks`."""
 
 

@@ -53,6 +53,10 @@ class NotRunningError(ConfigError, AttributeError):
     """An attribute of the trainer that exists from the first run on; `hasattr` returns False before."""
 
 
+class ArgumentError(ConfigError, TypeError):
+    """An argument that a constructor or method does not take."""
+
+
 class CheckpointError(TrainerError):
     """A checkpoint cannot be written or read. The message names the file or field."""
 
@@ -151,23 +155,27 @@ def unknown_name_error(
     "unknown strategy 'dpd'. Did you mean 'ddp'? Known: ddp, single_device."
     """
     names = sorted(known)
-    return ConfigError(
-        f"unknown {kind} {name!r}.{did_you_mean(str(name), names, equivalents)} Known: {', '.join(names)}."
-    )
+    listed = f" Known: {', '.join(names)}." if names else ""
+    return ConfigError(f"unknown {kind} {name!r}.{did_you_mean(str(name), names, equivalents)}{listed}")
 
 
-def no_such_name(package: ModuleType, name: str) -> AttributeError | ImportError:
+def no_such_name(package: ModuleType, name: str, instead: str = "", depth: int = 2) -> AttributeError | ImportError:
     """Return the error that `__getattr__` of a package raises for an unknown name.
+
+    Args:
+        instead: what to use instead.
+        depth: number of calls between the import system, or whoever else asks, and this function.
 
     An AttributeError, on which `hasattr`, `pickle` and `inspect` rely; but in `from package import name`, where Python
     would replace it and its message, an ImportError.
     """
-    public = [known for known, value in vars(package).items() if callable(value) and not known.startswith("_")]
-    text = str(unknown_name_error(f"name in {package.__name__}:", name, vars(package).get("__all__", public)))
-    caller = sys._getframe(2)  # Python's import system asks for an attribute, and then for a submodule
+    public = [one for one, value in vars(package).items() if callable(value) and not one.startswith("_")]
+    known = vars(package).get("__all__", public)
+    text = str(unknown_name_error(f"name in {package.__name__}:", name, known, {name: instead} if instead else None))
+    caller = sys._getframe(depth)  # Python's import system asks for an attribute, and then for a submodule
     in_import = caller.f_code.co_name == "_handle_fromlist" and caller.f_globals["__name__"] == "importlib._bootstrap"
     if in_import and not name.startswith("__") and find_spec(f"{package.__name__}.{name}") is None:
-        return ImportError(text, name=package.__name__, path=package.__file__)
+        return ImportError(text, name=package.__name__, path=vars(package).get("__file__"))
     return AttributeError(text)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
-from collections.abc import Collection, Mapping
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
-from trainer.errors import CheckpointError, ConfigError, did_you_mean
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, raise_problems
+
+log = logging.getLogger("trainer")
 
 SCALARS = frozenset({type(None), bool, int, float, str})
 NUMPY_NUMBERS: dict[str, type[np.generic]] = {
@@ -45,91 +51,281 @@ class Hyperparameters(dict[str, Any]):
         self[name] = value
 
 
+class HasHyperparameters:
+    """Base of what has hyperparameters: `save_hyperparameters` keeps them in `hparams`."""
+
+    @property
+    def hparams(self) -> Hyperparameters:
+        """The values that `save_hyperparameters` kept; empty without it."""
+        stored: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
+        return stored
+
+    @property
+    def hparams_initial(self) -> Hyperparameters:
+        """The hyperparameters as they were first saved."""
+        return Hyperparameters(self.__dict__.get("_hparams_initial", self.hparams))
+
+    def _check_constructed(self) -> None:
+        """Raise ConfigError if the object is not ready to keep anything."""
+
+    @property
+    def hyperparameter_problems(self) -> list[str]:
+        """The problems of values in `hparams` that are no data, but for those that a warning has named."""
+        told = self.__dict__.get("_hparams_left_out", ())
+        found = [data_problem(value, str(name)) for name, value in self.hparams.items() if str(name) not in told]
+        return [problem for problem in found if problem is not None]
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Any = None, frame: FrameType | None = None, logger: bool = True, **values: Any
+    ) -> None:
+        """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call this inside `__init__`.
+
+        A base class that calls this keeps the arguments of its subclasses, too. Paths, enumerations and configurations
+        are stored as texts, values and dicts. What is no data at all (a module, a function) is kept in `hparams` only,
+        and a warning names it: `load_from_checkpoint` has to be given it.
+
+        Args:
+            args: names of arguments to keep; or a dict, namespace or configuration whose entries are kept.
+            ignore: names of arguments to leave out.
+            frame: that of `__init__`; default: the caller's.
+            logger: give the hyperparameters to the loggers.
+            values: keep these instead of what the arguments say.
+
+        Raises:
+            ConfigError: a value that was asked for by name is not data, so that no checkpoint could store it.
+        """
+        if frame is None:
+            own = inspect.currentframe()
+            frame = own.f_back if own is not None else None
+            while frame is not None and frame.f_code.co_name == "save_hyperparameters":  # an override that calls super
+                frame = frame.f_back
+        self._check_constructed()
+        kept = collect_hyperparameters(frame, self, args, ignore, values)
+        self.hparams.update(kept.values)
+        state = self.__dict__
+        state["_hparams_argument"], state["_hparams_for_loggers"] = kept.argument, logger
+        state["_hparams_initial"] = dict(self.hparams)
+        state["_hparams_left_out"] = kept.left_out
+        if kept.left_out and os.environ.get("RANK", "0") == "0":
+            names = ", ".join(kept.left_out)
+            log.warning(
+                "%s: the hyperparameters %s are no data, and no checkpoint contains them: give them to "
+                "load_from_checkpoint, or leave them out with save_hyperparameters(ignore=%s)",
+                type(self).__name__,
+                names,
+                list(kept.left_out),
+            )
+
+
+class Collected(NamedTuple):
+    """The hyperparameters that `save_hyperparameters` keeps."""
+
+    values: dict[str, Any]
+    argument: str | None
+    """The argument that holds all of them, as in `__init__(self, config)`; None: they are arguments themselves."""
+    left_out: tuple[str, ...]
+    """The names of values that are no data: kept on the object, and in no checkpoint."""
+
+
 def collect_hyperparameters(
-    frame: FrameType | None, owner: type, names: Collection[str], ignore: Collection[str], values: dict[str, Any]
-) -> dict[str, Any]:
+    frame: FrameType | None, owner: object, names: Collection[Any], ignore: Any, values: dict[str, Any]
+) -> Collected:
     """Return the hyperparameters for `save_hyperparameters(*names, ignore=..., **values)`, called in `frame`.
 
+    The arguments are those of the constructor that runs in `frame`, and of the subclasses' that called it.
+
+    Args:
+        names: arguments to keep; or one dict, namespace or configuration, whose entries are kept.
+
     Raises:
-        ConfigError: `frame` does not run `__init__`, or a value is not data.
+        ConfigError: `frame` does not run a method of `owner`, or a value that was asked for by name is not data.
     """
-    if frame is None or frame.f_code.co_name != "__init__":
+    if frame is None or not _runs_constructor_of(frame, owner):
         raise ConfigError("save_hyperparameters() must be called inside __init__: that is where the arguments are.")
-    arguments = arguments_of(frame, owner)
-    ignore = [ignore] if isinstance(ignore, str) else ignore
-    for name in (*names, *ignore):
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"save_hyperparameters got a {type(name).__name__} where the name of an argument is expected. To keep "
-                "other values, give them names: save_hyperparameters(lr=0.1), or save_hyperparameters(**values)."
-            )
-        if name not in arguments:
-            raise ConfigError(f"{owner.__name__}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
-    kept = {name: value for name, value in arguments.items() if name not in ignore and (not names or name in names)}
+    arguments, kind = arguments_of(frame, owner), type(owner).__name__
+    ignore = [] if ignore is None else [ignore] if isinstance(ignore, str) else list(ignore)
+    objects = [one for one in names if not isinstance(one, str)]
+    if len(objects) == 1 and len(names) == 1:
+        entries = entries_of(objects[0])
+        argument = next((name for name, value in arguments.items() if value is objects[0]), None)
+        kept = {name: value for name, value in entries.items() if name not in ignore}
+        asked: Collection[str] = ()
+    else:
+        for name in names:
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"save_hyperparameters got a {type(name).__name__} among several arguments: give names of "
+                    "arguments; or one dict; or values with names, save_hyperparameters(lr=0.1)."
+                )
+            if name not in arguments:
+                raise ConfigError(f"{kind}.__init__ has no argument {name!r}.{did_you_mean(name, arguments)}")
+        kept = {name: value for name, value in arguments.items() if name not in ignore and (not names or name in names)}
+        argument, asked = None, names
     kept.update(values)
-    for name, value in kept.items():
-        check_data(value, name)
-    return kept
+    problems = {name: problem for name, value in kept.items() if (problem := data_problem(value, str(name)))}
+    refused = [problem for name, problem in problems.items() if name in asked or name in values]
+    raise_problems(refused, "the hyperparameters")
+    return Collected(kept, argument, tuple(map(str, problems)))
 
 
-def arguments_of(frame: FrameType, owner: type) -> dict[str, Any]:
-    """Return the arguments of the call of `owner.__init__` that runs in `frame`, with `**kwargs` merged in.
+def _runs_constructor_of(frame: FrameType, owner: object) -> bool:
+    """Whether `frame` runs a method, called by the constructor of `owner` or that itself."""
+    found: FrameType | None = frame
+    while found is not None and found.f_locals.get(next(iter(found.f_code.co_varnames), "")) is owner:
+        if found.f_code.co_name == "__init__":
+            return True
+        found = found.f_back
+    return False
 
-    Raises:
-        ConfigError: the call has further positional arguments (*args), which have no names.
+
+def arguments_of(frame: FrameType, owner: object) -> dict[str, Any]:
+    """Return the arguments of the constructors of `owner` that run in `frame` and its callers, the outermost last.
+
+    `**kwargs` are merged in; `*args`, which have no names, are left out.
     """
-    values = inspect.getargvalues(frame)
-    arguments = {name: values.locals[name] for name in values.args[1:]}
-    if values.varargs and values.locals[values.varargs]:
-        raise ConfigError(
-            f"{owner.__name__}.__init__ takes *{values.varargs}; hyperparameters need names. "
-            "Give them as keywords, or pass them to save_hyperparameters(name=value)."
-        )
-    if values.keywords:
-        arguments.update(values.locals[values.keywords])
+    arguments: dict[str, Any] = {}
+    found: FrameType | None = frame
+    while found is not None:
+        code = found.f_code
+        if code.co_argcount == 0 or found.f_locals.get(code.co_varnames[0]) is not owner:
+            break
+        if code.co_name == "__init__":
+            values = inspect.getargvalues(found)
+            count = code.co_argcount + code.co_kwonlyargcount
+            passed = {} if values.keywords is None else dict(values.locals.get(values.keywords, {}))
+            named = {name: values.locals[name] for name in code.co_varnames[1:count] if name in values.locals}
+            arguments = {**arguments, **passed, **named}
+        found = found.f_back
     return arguments
 
 
-def check_arguments(owner: type, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Check that `owner` can be built with a checkpoint's hyperparameters and those of the caller.
+def entries_of(value: Any) -> dict[str, Any]:
+    """Return the entries of a dict, configuration, dataclass or namespace.
+
+    Raises:
+        ConfigError: `value` is something else.
+    """
+    if isinstance(value, Mapping):
+        return dict(value.items())
+    if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        return dict(vars(value))
+    raise ConfigError(
+        f"save_hyperparameters got a {type(value).__name__}: give names of arguments, a dict, or values with names, "
+        "save_hyperparameters(lr=0.1)."
+    )
+
+
+def constructor_arguments(
+    owner: type, stored: Mapping[str, Any], argument: str | None, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments with which `owner` is built from a checkpoint's hyperparameters and the caller's values.
+
+    Those that only a base class takes are left out.
+
+    Args:
+        argument: the argument that takes all of them in one; None: they are arguments themselves.
 
     Raises:
         CheckpointError: an argument is missing or unknown.
     """
+    signature = inspect.signature(owner)
+    if argument is not None:
+        entries = {**stored, **{name: value for name, value in given.items() if name in stored}}
+        others = {name: value for name, value in given.items() if name not in stored}
+        arguments = {argument: _nested(entries), **others}
+    else:
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+        known = {name: v for name, v in stored.items() if takes_any or name in signature.parameters}
+        arguments = {**as_annotated(owner, known), **given}
     try:
-        inspect.signature(owner).bind(**{**stored, **given})
+        signature.bind(**arguments)
     except TypeError as error:
         raise CheckpointError(
             f"{owner.__name__} cannot be built with the checkpoint's hyperparameters ({', '.join(stored) or 'none'}): "
             f"{error}. Give missing ones by keyword, load_from_checkpoint(path, name=value); to have them stored, call "
             "self.save_hyperparameters() in __init__. Or the checkpoint is another module's."
         ) from None
+    return arguments
+
+
+def _nested(value: Any) -> Any:
+    """Return dicts as `Hyperparameters`, at any depth, as a configuration's entries are attributes."""
+    if isinstance(value, dict):
+        return Hyperparameters({name: _nested(item) for name, item in value.items()})
+    return [_nested(item) for item in value] if isinstance(value, list) else value
+
+
+def data_problem(value: Any, where: str) -> str | None:
+    """Return the problem of a value that is not data, which names its path inside the hyperparameters; or None.
+
+    Data are None, bool, int, float, str, a number of numpy, a path, a member of an enumeration, and mappings, lists,
+    tuples and sets of data.
+    """
+    if is_scalar(value) or isinstance(value, (os.PathLike, enum.Enum)):
+        return None
+    if isinstance(value, Mapping):
+        if not all(is_scalar(key) or isinstance(key, enum.Enum) for key in value):
+            return f"hyperparameter {where} is a dict with keys that are neither texts nor numbers: give it others."
+        found = (data_problem(item, f"{where}[{key!r}]") for key, item in value.items())
+        return next(filter(None, found), None)
+    if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (str, bytes, bytearray)):
+        return next(filter(None, (data_problem(item, f"{where}[{i}]") for i, item in enumerate(value))), None)
+    if isinstance(value, (str, int, float)):  # of a class of its own
+        return None
+    argument = where.split("[")[0]
+    return (
+        f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
+        "(None, bool, int, float, str, paths, enumerations, lists and dicts of them). "
+        f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
+    )
 
 
 def check_data(value: Any, where: str) -> None:
-    """Check that a value is data: None, bool, int, float, str, a number of numpy, or a list, tuple or dict of data.
+    """Raise ConfigError if a value is not data; see `data_problem`."""
+    problem = data_problem(value, where)
+    if problem is not None:
+        raise ConfigError(problem)
 
-    The keys of a dict are strings.
 
-    Raises:
-        ConfigError: the value is not data; the message names its path inside the hyperparameters.
-    """
+def as_stored(value: Any) -> Any:
+    """Return data as a checkpoint stores it: paths as texts, enumerations by value, sets as lists."""
     if is_scalar(value):
-        return
-    if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            check_data(item, f"{where}[{index}]")
-        return
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        for key, item in value.items():
-            check_data(item, f"{where}[{key!r}]")
-        return
-    argument = where.split("[")[0]
-    raise ConfigError(
-        f"hyperparameter {where} is a {type(value).__name__}; a checkpoint stores data only "
-        "(None, bool, int, float, str, lists and dicts of them). "
-        f"Leave it out with save_hyperparameters(ignore=[{argument!r}]), or pass a name or number instead."
-    )
+        return value
+    if isinstance(value, enum.Enum):
+        return as_stored(value.value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {as_stored(key): as_stored(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(as_stored, value))
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(as_stored, value), key=repr)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [*map(as_stored, value)]
+    return next((kind(value) for kind in (str, bool, int, float) if isinstance(value, kind)), value)
+
+
+def stored_hyperparameters(hparams: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return those hyperparameters that are data, as a checkpoint stores them."""
+    return {str(name): as_stored(value) for name, value in hparams.items() if data_problem(value, str(name)) is None}
+
+
+def as_annotated(owner: type, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stored hyperparameters with paths and enumerations where the constructor is annotated so."""
+    try:
+        hints = get_type_hints(owner.__init__)  # type: ignore[misc]
+    except Exception:  # a name known to type checkers only
+        return dict(stored)
+    values = dict(stored)
+    for name, value in stored.items():
+        options = [hints.get(name), *get_args(hints.get(name))]
+        for kind in options:
+            if isinstance(value, str) and kind is Path:
+                values[name] = Path(value)
+            elif isinstance(kind, type) and issubclass(kind, enum.Enum) and value is not None:
+                values[name] = next((one for one in kind if as_stored(one) == value), value)
+    return values
 
 
 def with_plain_numbers(value: Any) -> Any:

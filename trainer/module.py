@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, Self
@@ -15,9 +14,13 @@ from torch.optim import Optimizer
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.checkpoint.schema import require
+from trainer.compat.answers import member_words
+from trainer.data.transfer import move_data_to_device
+from trainer.distributed.all_gather import gather_nested
 from trainer.errors import ConfigError, restoring
-from trainer.hyperparameters import Hyperparameters, check_arguments, collect_hyperparameters
+from trainer.hyperparameters import HasHyperparameters, constructor_arguments
 from trainer.metrics.log_arguments import reject_unknown_options
 from trainer.model.compile import GRAPH_BREAKING_METHODS
 from trainer.model.optional_methods import OptionalMethods
@@ -31,16 +34,20 @@ if TYPE_CHECKING:
 Reduction = Literal["mean", "sum", "min", "max"]
 EXCLUDED_FROM_PICKLE = ("_trainer", "_toggled_parameters", "_wrapper", "_compiled_call_impl", *GRAPH_BREAKING_METHODS)
 """Attributes excluded when a module is copied or pickled."""
-READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch")
+READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch", "global_rank", "local_rank", "loggers")
 
 
-class TrainModule(OptionalMethods, nn.Module):
+class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
     """Base class of what a `Trainer` trains: subclasses define `training_step` and `configure_optimizers`.
 
     Every other method has a default. The hooks `on_...` that a module may also define, and the order of all calls, are
     listed at the top of `trainer/callback.py`.
     """
 
+    example_input_array: Any = None
+    """Inputs of `forward`, for the model summary, `to_onnx` and the graph of a logger."""
+    prepare_data_per_node: bool = True
+    """True: `prepare_data` runs once on every machine. False: once in all."""
     automatic_optimization: bool = True
     """With False, `training_step` itself calls `manual_backward` and steps the optimizers of `optimizers()`."""
     key_mapping: Mapping[str, str] = {}
@@ -53,9 +60,13 @@ class TrainModule(OptionalMethods, nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hparams = Hyperparameters()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "hparams":
+            raise ConfigError(
+                "self.hparams is not assigned: call self.save_hyperparameters(...) in __init__, with names of "
+                "arguments or a dict; or self.hparams.update(...)."
+            )
         if name in READ_ONLY:
             raise ConfigError(f"self.{name} is set by the trainer: call yours something else, such as self.my_{name}.")
         if isinstance(value, (nn.Module, nn.Parameter)):
@@ -164,13 +175,18 @@ class TrainModule(OptionalMethods, nn.Module):
         self,
         name: str,
         value: Any,
-        *,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        reduce_fx: Reduction = "mean",
+        reduce_fx: Reduction | str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: object = None,
+        add_dataloader_idx: bool = True,
         batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
         weight: float | torch.Tensor | None = None,
         **unknown: Never,
     ) -> None:
@@ -185,7 +201,13 @@ class TrainModule(OptionalMethods, nn.Module):
                 in training, unless an epoch hook is running, or `value` is a metric that was only updated.
             on_epoch: log the reduction over the epoch. Default: where `on_step` is not the default. With `on_step` and
                 `on_epoch` the names are `name_step` and `name_epoch`.
-            reduce_fx: reduction over batches and processes: "mean" (weighted), "sum", "min" or "max".
+            reduce_fx: reduction over batches and processes: "mean" (weighted), "sum", "min" or "max", or torch's
+                function of that name.
+            enable_graph, sync_dist, sync_dist_group, metric_attribute: no effect: values are kept without their graph,
+                and are always reduced over all processes; metrics are found among the module's attributes.
+            add_dataloader_idx: with several evaluation loaders, log "name/loader" for each, and "name" over all of
+                them. False: "name" only.
+            rank_zero_only: record the value of rank 0 only.
             batch_size: number of samples that `value` is a mean over. Default: the samples of this batch, as the
                 DataLoader tells; else the first dimension of the batch's tensors.
             weight: as `batch_size`, for means over other things, such as tokens.
@@ -195,19 +217,25 @@ class TrainModule(OptionalMethods, nn.Module):
         """
         if unknown:
             reject_unknown_options(unknown)
+        if rank_zero_only and self.trainer.rank:
+            return
         weight = weight if weight is not None else batch_size
-        self.trainer.run.metrics.log(name, value, weight, reduce_fx, on_step, on_epoch, prog_bar, logger)
+        metrics = self.trainer.run.metrics
+        if add_dataloader_idx or not metrics.scope.loader:
+            metrics.log(name, value, weight, reduce_fx, on_step, on_epoch, prog_bar, logger)
+        else:
+            metrics.log_without_loader(name, value, weight, reduce_fx, on_step, on_epoch, prog_bar, logger)
 
-    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         """Call `log` for each entry, with the same options.
 
         Raises:
-            ConfigError: `values` is not a dict; or as `log` does.
+            ConfigError: `dictionary` is not a dict; or as `log` does.
         """
-        if not hasattr(values, "items"):
-            raise ConfigError(f"self.log_dict takes a dict of values, and got a {type(values).__name__}.")
-        for name, value in values.items():
-            self.log(name, value, **options)
+        if not hasattr(dictionary, "items"):
+            raise ConfigError(f"self.log_dict takes a dict of values, and got a {type(dictionary).__name__}.")
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only, without breaking the progress bar."""
@@ -215,25 +243,31 @@ class TrainModule(OptionalMethods, nn.Module):
 
     # -- manual optimization -------------------------------------------------------------------------------------------
 
-    def optimizers(self) -> Any:
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer, or a list of several optimizers, for manual optimization.
 
         Each has `step`, `zero_grad`, `toggle_model`, and all attributes of the wrapped torch optimizer.
+
+        Args:
+            use_pl_optimizer: False for torch's own optimizers.
         """
-        wrapped = self.trainer.manual_optimizers
+        wrapped: list[Any] = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def lr_schedulers(self) -> Any:
-        """Return the scheduler, or a list of several; with manual optimization, `training_step` calls their `step`."""
+        """Return the scheduler, a list of several, or None; with manual optimization, `training_step` steps them."""
         schedulers = [config.scheduler for config in self.trainer.scheduler_configs]
-        return schedulers[0] if len(schedulers) == 1 else schedulers
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
 
-    def manual_backward(self, loss: torch.Tensor) -> None:
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization: scale the loss, and average the gradients over processes.
 
         `loss` is a mean over the batch's items (see `num_items`): a process with fewer items counts less.
+
+        Args:
+            args, kwargs: of `torch.Tensor.backward`, such as `retain_graph=True`.
         """
-        self.trainer.manual_backward(loss)
+        self.trainer.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Disable gradients of the other optimizers' parameters, until `untoggle_optimizer`.
@@ -267,7 +301,27 @@ class TrainModule(OptionalMethods, nn.Module):
         toggled: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled_parameters", {})
         return toggled
 
-    # -- gradient clipping and schedules, to override ------------------------------------------------------------------
+    # -- one step, to override -----------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients. An override is called in place of `loss.backward()`, with the loss as it is scaled."""
+        loss.backward(*args, **kwargs)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Step an optimizer, with automatic optimization. An override that does not step keeps the gradients.
+
+        Args:
+            epoch, batch_idx: of the step's last micro-batch.
+            optimizer: its `step` clips and steps through the strategy.
+            optimizer_closure: returns the loss, which is computed already.
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear the gradients before a step, with automatic optimization."""
+        optimizer.zero_grad()
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -305,47 +359,43 @@ class TrainModule(OptionalMethods, nn.Module):
 
     # -- hyperparameters and checkpoints -------------------------------------------------------------------------------
 
-    def save_hyperparameters(self, *names: str, ignore: Collection[str] = (), **values: Any) -> None:
-        """Save the arguments of `__init__` in `self.hparams` and in every checkpoint. Call this inside `__init__`.
-
-        Args:
-            names: save only these arguments.
-            ignore: do not save these arguments.
-            values: save these values instead of those of the arguments.
-
-        Raises:
-            ConfigError: a value is not data (a module, a function, a path ...): a checkpoint could not store it.
-        """
-        self._check_constructed()
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        self.hparams.update(collect_hyperparameters(caller, type(self), names, ignore, values))
-
     @classmethod
     def load_from_checkpoint(
-        cls, path: str | Path, map_location: MapLocation = None, strict: bool | None = None, **hyperparameters: Any
+        cls,
+        checkpoint_path: str | Path = "",
+        map_location: MapLocation = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **hyperparameters: Any,
     ) -> Self:
         """Build the module from a checkpoint's hyperparameters, call its `on_load_checkpoint`, and load its weights.
 
         Args:
-            path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../checkpoints/best`.
+            checkpoint_path: a checkpoint folder, written under any strategy; or `.../checkpoints/last`, `.../best`.
             map_location: device of the module, in the forms of `torch.load`; default: the CPU. A checkpoint does not
                 record the devices of its training: a dict is asked for "cpu", and a function gets "cpu" as location.
+            hparams_file: a file of hyperparameters, YAML or JSON, which replace those of the checkpoint.
+            weights_only: no effect: no checkpoint contains code.
             strict: refuse missing and unexpected weights; default: `strict_loading` of the module.
             hyperparameters: override the stored hyperparameters, or pass those that were ignored when saving.
 
         Raises:
             ConfigError: `map_location` names no device of this machine; or `strict` contradicts `strict_loading`.
-            CheckpointError: there is no valid checkpoint at `path`, or its weights do not fit.
+            CheckpointError: there is no valid checkpoint at `checkpoint_path`, or its weights do not fit.
         """
         device = read_map_location(map_location)
-        checkpoint = read_checkpoint(locate(path))
-        kinds = {"model": dict, "base?": {str: int}, "hyperparameters?": {"module?": {str: object}}}
+        if not checkpoint_path and "path" in hyperparameters:
+            checkpoint_path = hyperparameters.pop("path")  # its name in earlier versions
+        checkpoint = read_checkpoint(locate(checkpoint_path))
+        of_hyperparameters = {"module?": {str: object}, "arguments?": {str: (str, None)}}
+        kinds = {"model": dict, "base?": {str: int}, "hyperparameters?": of_hyperparameters}
         require(checkpoint, kinds, "the checkpoint")
-        stored = checkpoint.get("hyperparameters", {}).get("module", {})
-        check_arguments(cls, stored, hyperparameters)
+        kept = checkpoint.get("hyperparameters", {})
+        stored = kept.get("module", {}) if hparams_file is None else read_hyperparameters(hparams_file)
+        arguments = constructor_arguments(cls, stored, kept.get("arguments", {}).get("module"), hyperparameters)
         with isolated_rng(), restoring(f"{cls.__name__}, with the hyperparameters") if stored else nullcontext():
-            module = cls(**{**stored, **hyperparameters})
+            module = cls(**arguments)
             module.configure_model()
         if strict is not None and module.overrides("strict_loading") and strict != module.strict_loading:
             raise ConfigError(
@@ -414,7 +464,77 @@ class TrainModule(OptionalMethods, nn.Module):
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
 
+    # -- for users -----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return the tensors and numbers in `data` (nested) of all processes, with the processes as first dimension.
+
+        On one process `data` is returned as it is. Collective.
+
+        Args:
+            group: the process group; None: all.
+            sync_grads: let gradients through, which are added up over the processes.
+        """
+        if self.trainer.world_size == 1:
+            return data
+        return gather_nested(data, self.device, group, sync_grads)
+
+    def freeze(self) -> None:
+        """Train none of the parameters, and put the module in eval mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Train all parameters, and put the module in train mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad = True
+        self.train()
+
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export the module as ONNX, in eval mode; return what `torch.onnx.export` does.
+
+        Args:
+            file_path: the file; None for none.
+            input_sample: inputs of `forward`; default: `example_input_array`.
+            kwargs: of `torch.onnx.export`.
+
+        Raises:
+            ConfigError: there is no sample.
+        """
+        sample = self.example_input_array if input_sample is None else input_sample
+        if sample is None:
+            raise ConfigError("to_onnx needs inputs: give input_sample=, or set self.example_input_array.")
+        training = self.training
+        inputs = move_data_to_device(sample, self.device)
+        try:
+            with torch.no_grad():
+                self.eval()
+                path = str(file_path) if isinstance(file_path, Path) else file_path
+                return torch.onnx.export(self, inputs if isinstance(inputs, tuple) else (inputs,), path, **kwargs)
+        finally:
+            self.train(training)
+
     # -- where it runs -------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter, buffer or layer, as `nn.Module` does; name the fix for a name of Lightning's.
+
+        Not by calling `nn.Module`'s, because every read of a layer comes through here.
+        """
+        registries = self.__dict__
+        modules = registries.get("_modules")
+        if modules is not None and name in modules:
+            return modules[name]
+        for registry in ("_parameters", "_buffers"):
+            entries = registries.get(registry)
+            if entries is not None and name in entries:
+                return entries[name]
+        if name == "on_gpu":  # no method: it would count as a hook
+            return self.device.type == "cuda"
+        words = member_words("LightningModule", name)
+        hint = f" Use {words}." if words is not None else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 
     @property
     def trainer(self) -> Trainer:
@@ -435,6 +555,26 @@ class TrainModule(OptionalMethods, nn.Module):
     def logger(self) -> Logger | None:
         """The trainer's first logger."""
         return self.trainer.logger
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The trainer's loggers; none without a trainer."""
+        return self.trainer.loggers if self.__dict__.get("_trainer") else []
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process; 0 without a trainer."""
+        return self.trainer.rank if self.__dict__.get("_trainer") else 0
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process on its machine; 0 without a trainer."""
+        return self.trainer.local_rank if self.__dict__.get("_trainer") else 0
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh of the strategy's processes; None for a strategy without one."""
+        return self.trainer.strategy.processes.mesh
 
     @property
     def device(self) -> torch.device:

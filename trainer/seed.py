@@ -35,7 +35,37 @@ class HasState(Protocol):
         """Restore what `get_state` returned."""
 
 
-def seed_everything(seed: int) -> None:
+GLOBAL_SEED = "TRAINER_GLOBAL_SEED"
+"""The environment variable with the seed of the last `seed_everything`, by which later runs without a seed begin."""
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed the global generators, as `seed_generators` does, and later runs of a Trainer without a seed; return it.
+
+    Args:
+        seed: None for that of the last call in this process, or of the environment variable PL_GLOBAL_SEED; else 0.
+        workers: no effect: the workers of a run are always seeded, by its seed.
+        verbose: no effect: the run directory has the seed.
+
+    Raises:
+        ConfigError: `seed` is not an integer from 0 to 2**63 - 1.
+    """
+    if seed is None:
+        text = os.environ.get(GLOBAL_SEED, os.environ.get("PL_GLOBAL_SEED", "0"))
+        seed = int(text) if text.isdecimal() else 0
+    seed = int(seed) if isinstance(seed, np.integer) else seed
+    seed_generators(seed)
+    os.environ[GLOBAL_SEED] = str(seed)
+    return seed
+
+
+def global_seed() -> int | None:
+    """Return the seed of the last `seed_everything`; None without one."""
+    text = os.environ.get(GLOBAL_SEED, "")
+    return int(text) if text.isdecimal() else None
+
+
+def seed_generators(seed: int) -> None:
     """Seed the global generators of torch (all devices), numpy (with the lower 32 bits) and `random`.
 
     Raises:

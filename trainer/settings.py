@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.arguments import local_path
+from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -83,10 +84,14 @@ class Settings:
         "Run one batch (or this many) of everything, without loggers and checkpoints, to see that the code works.",
     )
 
-    val_check_interval: int | float = argument(
-        1.0, "Validate every so many training batches (int), or fraction of an epoch (float)."
+    val_check_interval: int | float | str | timedelta | dict[str, float] = argument(
+        1.0,
+        'Validate every so many training batches (int), fraction of an epoch (float), or time: "00:01:00:00", a '
+        "timedelta.",
     )
-    check_val_every_n_epoch: int = argument(1, "Validate in every n-th epoch only.")
+    check_val_every_n_epoch: int | None = argument(
+        1, "Validate in every n-th epoch only; None: val_check_interval counts batches across epochs."
+    )
     num_sanity_val_steps: int = argument(
         2, "Validation batches run before training, to find errors early; -1: all, 0: none."
     )
@@ -121,12 +126,23 @@ class Settings:
     )
 
     seed: int | None = argument(
-        None, "Seed of everything random: weights, dropout, order of the data. Default: one is drawn, and logged."
+        None,
+        "Seed of everything random: weights, dropout, order of the data. Default: that of seed_everything, or new.",
     )
     seed_per_sample: bool = argument(
         False,
         "Seed random augmentation for each sample, not each micro-batch: the same on any number of processes. Slower.",
     )
+    use_distributed_sampler: bool = argument(
+        True, "Split DataLoaders over the processes. False: each process gets what its own sampler gives."
+    )
+    reload_dataloaders_every_n_epochs: int = argument(
+        0, "Ask the module or data module for its loaders anew every so many epochs; 0: never."
+    )
+    sync_batchnorm: bool = argument(
+        False, "BatchNorm over the batches of all processes (torch.nn.SyncBatchNorm); needs GPUs."
+    )
+    plugins: Any = argument(None, "Lightning's plugins: a precision, a cluster environment, or TorchSyncBatchNorm.")
     deterministic: bool | Literal["warn"] = argument(
         False, "Use only deterministic algorithms (torch.use_deterministic_algorithms)."
     )
@@ -151,6 +167,8 @@ class Settings:
         for field in dataclasses.fields(self):
             if field.name in NONE_IS_DEFAULT and getattr(self, field.name) is None:
                 object.__setattr__(self, field.name, field.default)
+        if type(self.gradient_clip_val) in (int, float) and self.gradient_clip_val == 0:  # off, as in Lightning
+            object.__setattr__(self, "gradient_clip_val", None)
 
     def problems(self) -> list[str]:
         """Return the problems of the values, one sentence each; `loop.resolved_config` checks names and types."""
@@ -164,6 +182,12 @@ class Settings:
     def max_seconds(self) -> float | None:
         """Return `max_time` in seconds."""
         return None if self.max_time is None else read_duration(self.max_time, "max_time")
+
+    @property
+    def validation_seconds(self) -> float | None:
+        """Return `val_check_interval` in seconds, if it is a time."""
+        interval = self.val_check_interval
+        return read_duration(interval) if isinstance(interval, (str, timedelta, dict)) else None
 
     @property
     def least_epochs(self) -> int:
@@ -207,43 +231,10 @@ def wrong_names(positional: Collection[object], unknown: Iterable[str]) -> list[
     """Return a problem for positional arguments, and one for each name that `Trainer` does not take."""
     problems = ["Trainer takes its arguments by keyword, for example Trainer(max_epochs=3)."] if positional else []
     for name in unknown:
-        hint = did_you_mean(name, ARGUMENTS, LIGHTNING_EQUIVALENTS) or " trainer fit --help lists them all."
+        hint = did_you_mean(name, ARGUMENTS, TRAINER_ARGUMENTS) or " trainer fit --help lists them all."
         problems.append(f"Trainer has no argument {name!r}.{hint}")
     return problems
 
-
-LIGHTNING_EQUIVALENTS = {
-    "plugins": "precision=, strategy=",
-    "use_distributed_sampler": "nothing: a plain DataLoader is split over processes without repeating samples",
-    "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm in the module's __init__",
-    "gpus": "accelerator='cuda', devices=",
-    "resume_from_checkpoint": "fit(..., ckpt_path=...)",
-    "weights_save_path": "ModelCheckpoint(dirpath=...)",
-    "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False",
-    "checkpoint_callback": "enable_checkpointing=, callbacks=[ModelCheckpoint(...)]",
-    "distributed_backend": "strategy=",
-    "tpu_cores": "accelerator=, devices=",
-    "num_processes": "devices=",
-    "amp_backend": "precision=",
-    "mixed_precision": "precision='16-mixed' or 'bf16-mixed'",
-    "gradient_accumulation_steps": "accumulate_grad_batches=",
-    "max_grad_norm": "gradient_clip_val=",
-    "progress_bar_refresh_rate": "callbacks=[ProgressBar(refresh_rate=...)]",
-    "reload_dataloaders_every_n_epochs": "an iterable of your own: its __iter__ is called in every epoch",
-    "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
-    "cpu": "accelerator='cpu'",
-    "config": "trainer fit --config FILE",
-    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "strategy=DeepSpeedStrategy(...) of trainer.strategies"),
-    "fsdp_plugin": "strategy=FSDPStrategy(...) of trainer.strategies",
-    "megatron_lm_plugin": "strategy='fsdp' or 'deepspeed_stage_3', which shard the weights",
-    "kwargs_handlers": "options of the strategy, such as DDPStrategy(find_unused_parameters=True)",
-    "gradient_accumulation_plugin": "accumulate_grad_batches=",
-    **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "compile="),
-    **dict.fromkeys(("project_dir", "project_config"), "default_root_dir="),
-    "log_with": "logger=TensorBoardLogger(), WandbLogger(), MLFlowLogger() or CSVLogger() of trainer.callbacks",
-    "split_batches": "a DataLoader with the batch_size of one process",
-}
-"""Arguments of other trainers -> the equivalents here."""
 
 _INTEGERS = {  # name: smallest value
     "num_nodes": 1,
@@ -255,10 +246,11 @@ _INTEGERS = {  # name: smallest value
     "num_sanity_val_steps": -1,
     "accumulate_grad_batches": 1,
     "log_every_n_steps": 0,
+    "reload_dataloaders_every_n_epochs": 0,
     "max_restarts": 0,
     "seed": 0,
 }
-_OPTIONAL_NUMBERS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "seed")
+_OPTIONAL_NUMBERS = ("max_epochs", "max_steps", "min_epochs", "min_steps", "seed", "check_val_every_n_epoch")
 
 DEFAULT_MAX_EPOCHS = 1000
 """Epochs of a `fit` without max_epochs, max_steps and max_time."""
@@ -292,6 +284,8 @@ def _wrong_numbers(settings: Settings) -> list[str]:
             problems.append(f"{name}={value!r}: give an integer from {smallest}.{hint}")
     for name in (*_LIMITS, "overfit_batches", "val_check_interval"):
         value = getattr(settings, name)
+        if name == "val_check_interval" and isinstance(value, (str, timedelta, dict)):
+            continue  # a time
         maximum = 1 if type(value) is float else 2**63 - 1
         if type(value) not in (int, float) or not 0 <= value <= maximum:
             problems.append(f"{name}={value!r}: give a number of batches (int), or a fraction from 0.0 to 1.0 (float).")
@@ -301,8 +295,8 @@ def _wrong_numbers(settings: Settings) -> list[str]:
     if isinstance(devices, int) and devices > MOST_DEVICES:
         problems.append(f"devices={settings.devices!r}: no machine has more than {MOST_DEVICES}: give their number.")
     clip = settings.gradient_clip_val
-    if clip is not None and not (is_finite_number(clip) and clip > 0):
-        problems.append(f"gradient_clip_val={clip!r}: give a number above 0, or None for no clipping.")
+    if clip is not None and not (is_finite_number(clip) and clip >= 0):
+        problems.append(f"gradient_clip_val={clip!r}: give a number from 0; 0 or None: no clipping.")
     if settings.gradient_clip_algorithm not in ("norm", "value"):
         problems.append(
             f"gradient_clip_algorithm={settings.gradient_clip_algorithm!r}: allowed are 'norm' and 'value'."
@@ -321,11 +315,18 @@ def _wrong_times(settings: Settings) -> list[str]:
         least_is_wrong = value == 0 and name == "watchdog_seconds"
         if value is not None and (not is_finite_number(value) or value < 0 or least_is_wrong):
             problems.append(f"{name}={value!r}: give seconds above 0, or None.")
-    if settings.max_time is not None:
-        try:
-            read_duration(settings.max_time, "max_time")
-        except ConfigError as error:
-            problems.append(str(error))
+    interval = settings.val_check_interval
+    for name, time in (("max_time", settings.max_time), ("val_check_interval", interval)):
+        if time is not None and (name == "max_time" or isinstance(time, (str, timedelta, dict))):
+            try:
+                read_duration(time, name)
+            except ConfigError as error:
+                problems.append(str(error))
+    if settings.check_val_every_n_epoch is None and isinstance(interval, float):
+        problems.append(
+            f"check_val_every_n_epoch=None with val_check_interval={interval}: give the number of batches (an int) or "
+            "the time between validations."
+        )
     if settings.deadline is not None:
         try:
             late = read_deadline(settings.deadline) <= datetime.now().astimezone()

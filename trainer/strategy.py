@@ -112,6 +112,8 @@ class Strategy:
     """The blocks of `full_parameters` in progress."""
     _trains_what_it_began_with: bool = False
     """True if no parameter can be unfrozen, or added to the optimizer, while training."""
+    _run_backward: Callable[..., Any] = staticmethod(torch.Tensor.backward)
+    """Computes the gradients of a loss: that of the module, if it overrides `backward`."""
     _keeps_wrapper: bool = False
     """True if a module stays wrapped after the run, for later runs with the same strategy."""
 
@@ -235,6 +237,7 @@ class Strategy:
             ConfigError: the policy matches nothing, or a parameter is on the meta device.
         """
         self.module = module
+        self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         if dispatched_models(module):
             move_the_rest(module, self.device)
             return
@@ -278,7 +281,17 @@ class Strategy:
         """
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        loss.backward()
+        self._run_backward(loss)
+
+    @contextmanager
+    def backward_with(self, *args: Any, **options: Any) -> Iterator[None]:
+        """Have the backward in the block use these arguments of `torch.Tensor.backward`."""
+        before = self._run_backward
+        self._run_backward = lambda loss: before(loss, *args, **options)
+        try:
+            yield
+        finally:
+            self._run_backward = before
 
     def end_window(self) -> None:
         """Complete the gradients of a window; called after the backward of its last micro-batch."""
@@ -620,6 +633,19 @@ def unknown_methods(strategy: Strategy) -> list[str]:
 def may_unfreeze(strategy: Strategy) -> bool:
     """Whether parameters can be unfrozen while training."""
     return not strategy._trains_what_it_began_with
+
+
+def override_problems(module: TrainModule | None, name: str) -> list[str]:
+    """Return the problem of overriding the parts of a step, for a strategy that has its own."""
+    overridden = [
+        one for one in ("backward", "optimizer_step", "optimizer_zero_grad") if module and module.overrides(one)
+    ]
+    if not overridden:
+        return []
+    return [
+        f"{type(module).__name__}.{' and '.join(overridden)}: strategy {name!r} runs backward and step itself. Leave "
+        "the override out (hooks such as on_before_optimizer_step are called), or use 'ddp' or 'fsdp'."
+    ]
 
 
 def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:

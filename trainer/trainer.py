@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
@@ -17,10 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.arguments import with_python_numbers
-from trainer.callback import Callback, CallbackList, Checkpoint, Logger, print_text
+from trainer.callback import Callback, CallbackList, Checkpoint, Logger, callback_named, print_text
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
+from trainer.compat.answers import answer_members
+from trainer.compat.states import TrainerState, state_of
 from trainer.data.datamodule import DataModule
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError, NotRunningError, shown, unknown_name_error
@@ -36,6 +37,7 @@ from trainer.loop.accumulation import (
     outputs_for_hooks,
 )
 from trainer.loop.bad_steps import BadStep, BadSteps
+from trainer.loop.call import Call, read_call
 from trainer.loop.compare import compare
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
@@ -49,19 +51,22 @@ from trainer.loop.training_state import check_states_storable, save_state
 from trainer.metrics.metric_log import MetricLog, MetricScope
 from trainer.metrics.reductions import as_tensors
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig, copy_gradients, zero_grad_fast
+from trainer.optimizers import SchedulerConfig, copy_gradients
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.profiling import DATA, each_wait
-from trainer.seed import isolated_rng, seed_everything
+from trainer.seed import isolated_rng, seed_generators
 from trainer.settings import ARGUMENTS, Settings, wrong_names
 from trainer.strategy import SkippedBatch, Strategy, full_state_dict
 
 log = logging.getLogger("trainer")
 
+__path__: list[str] = []  # so that Lightning's trainer.trainer.states can be imported; see compat/finder.py
+
 _WRITE_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to write their shards of a checkpoint."""
 
 
+@partial(answer_members, lightning="Trainer")
 class Trainer:
     """Runs a `TrainModule`: `Trainer(max_epochs=3).fit(module, train_loader, val_loader)`.
 
@@ -72,6 +77,10 @@ class Trainer:
     Raises:
         ConfigError: the arguments have problems; the message lists all of them.
     """
+
+    _manual: ManualOptimization | None = None
+    _losses: Sequence[torch.Tensor] = ()
+    """The losses of the last window, if an override of `optimizer_step` wants them."""
 
     def __init__(
         self,
@@ -94,8 +103,8 @@ class Trainer:
         limit_predict_batches: int | float = 1.0,
         overfit_batches: int | float = 0,
         fast_dev_run: bool | int = False,
-        val_check_interval: int | float = 1.0,
-        check_val_every_n_epoch: int = 1,
+        val_check_interval: int | float | str | timedelta | dict[str, float] = 1.0,
+        check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -111,6 +120,10 @@ class Trainer:
         watchdog_seconds: float | None = 1800.0,
         seed: int | None = None,
         seed_per_sample: bool = False,
+        use_distributed_sampler: bool = True,
+        reload_dataloaders_every_n_epochs: int = 0,
+        sync_batchnorm: bool = False,
+        plugins: Any = None,
         deterministic: bool | Literal["warn"] = False,
         benchmark: bool | None = None,
         detect_anomaly: bool = False,
@@ -127,13 +140,14 @@ class Trainer:
         self._session = Session(settings)
         end_by_sigusr1_with_retry()
         self._run: Run | None = None
-        self._manual: ManualOptimization | None = None
         if settings.seed is not None:
-            seed_everything(settings.seed)
+            seed_generators(settings.seed)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            name: value for name, value in vars(self).items() if name not in ("config", "_session", "_run", "_manual")
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("config", "_session", "_run", "_manual", "_losses")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -145,19 +159,21 @@ class Trainer:
 
     def fit(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         allow_changes: Sequence[str] = (),
         weights: str | Path | None = None,
+        **others: Any,
     ) -> None:
         """Train.
 
         Args:
-            module: the module to train.
-            train_dataloaders: a DataLoader or any iterable of batches; default: the data module's or the module's.
+            module: the module to train; `model=` is the same.
+            train_dataloaders: a DataLoader or any iterable of batches, or several, see `CombinedLoader`; or the data
+                module. Default: the data module's or the module's loaders.
             val_dataloaders: a validation loader, a list of loaders, or a dict of loaders by name.
             datamodule: provides the loaders instead.
             ckpt_path: the checkpoint to resume from: a folder, "best", or "last", which starts a new training if there
@@ -167,6 +183,7 @@ class Trainer:
             weights: pretrained weights to start from, unless a checkpoint is there to resume from: a folder that
                 Hugging Face's `save_pretrained` has written, or a safetensors file. Each process reads its part only.
                 See `TrainModule.key_mapping` and `strict_loading`.
+            others: Lightning's further names of these arguments.
 
         Raises:
             ConfigError: the run cannot work; raised before the first step where possible.
@@ -174,7 +191,8 @@ class Trainer:
                 complete and saved (not in a REPL or notebook).
         """
         data = {"train": train_dataloaders, "val": val_dataloaders}
-        with self._start("fit", module, data, datamodule, ckpt_path, allow_changes, weights) as run:
+        call = self._call("fit", module, data, datamodule, ckpt_path, others)
+        with self._start(call, allow_changes, weights) as run:
             self._start_training(run)
             while not self._finished(run):
                 self._train_epoch(run)
@@ -182,67 +200,81 @@ class Trainer:
 
     def validate(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
-        datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
-    ) -> dict[str, float]:
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        **others: Any,
+    ) -> list[dict[str, float]]:
         """Run `validation_step` over the validation loaders; return the logged values, reduced over all processes.
 
-        Every sample counts exactly once, on any number of processes.
+        Every sample counts exactly once, on any number of processes. The values are a dict for each loader: in that of
+        one of several loaders names end with "/" and the loader's name, by default "dataloader_idx_0" and so on.
+        `callback_metrics` also has the values over all loaders.
 
         Args:
-            module: its `validation_step` is called.
-            dataloaders: a loader, a list of loaders, or a dict of loaders by name; default: those of `datamodule` or
-                `module`.
-            datamodule: provides the loaders instead.
+            module: its `validation_step` is called. Default: the module of the last run, with the weights of its best
+                checkpoint if that wrote any.
+            dataloaders: a loader, a list of loaders, or a dict of loaders by name; or the data module. Default: those
+                of `datamodule` or `module`.
             ckpt_path: the checkpoint whose weights to use: a folder, "best" or "last"; None: the module's weights.
+            verbose: print the values.
+            datamodule: provides the loaders instead.
+            others: Lightning's further names of these arguments.
 
         Raises:
             ConfigError: the run cannot work; raised before the first batch where possible.
             CheckpointError: there is no such checkpoint, or it does not fit the module.
         """
-        with self._start("validate", module, {"val": dataloaders}, datamodule, ckpt_path) as run:
-            return run_validation(run)
+        call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
+        with self._start(call) as run:
+            return self._results(run_validation(run), verbose)
 
     def test(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
-        datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
-    ) -> dict[str, float]:
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+        **others: Any,
+    ) -> list[dict[str, float]]:
         """Run `test_step` over the test loaders; arguments, results and errors are those of `validate`."""
-        with self._start("test", module, {"test": dataloaders}, datamodule, ckpt_path) as run:
-            return run_test(run)
+        call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
+        with self._start(call) as run:
+            return self._results(run_test(run), verbose)
 
     def predict(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
-        return_predictions: bool = False,
+        **others: Any,
     ) -> list[Any] | None:
-        """Run `predict_step` over the prediction loaders.
+        """Run `predict_step` over the prediction loaders; return the outputs of this process, of each batch.
 
-        Outputs go to callbacks such as PredictionWriter, batch by batch.
+        Those of several loaders are in a list each. Outputs also go to callbacks such as PredictionWriter, batch by
+        batch; with one, or with `return_predictions=False`, none are kept in memory, and None is returned.
 
         Args:
-            module, dataloaders, datamodule, ckpt_path: as in `validate`.
-            return_predictions: keep the outputs of this process in memory, and return them in order.
+            module, dataloaders, datamodule, ckpt_path, others: as in `validate`.
+            return_predictions: keep the outputs. Default: unless a callback takes them.
 
         Raises:
             ConfigError, CheckpointError: as in `validate`.
         """
-        if not isinstance(return_predictions, bool):
+        if not isinstance(return_predictions, bool | None):
             raise ConfigError(f"return_predictions={shown(return_predictions)}: give True or False.")
-        with self._start("predict", module, {"predict": dataloaders}, datamodule, ckpt_path) as run:
-            outputs = run_prediction(run)
-            if return_predictions:
-                return list(outputs)
-            deque(outputs, maxlen=0)
-            return None
+        call = self._call("predict", module, {"predict": dataloaders}, datamodule, ckpt_path, others)
+        with self._start(call) as run:
+            kept = return_predictions
+            if kept is None:
+                kept = not any(callback.takes_predictions for callback in run.callbacks)
+            outputs = run_prediction(run, keep=kept)
+            return None if not kept else outputs[0] if len(outputs) == 1 else outputs
 
     def stop(self, reason: str) -> None:
         """Request the end of `fit`: all processes stop after the same step. Any process may call this at any time.
@@ -252,33 +284,55 @@ class Trainer:
         if self._run is not None:
             self._run.stop(reason)
 
-    def save_checkpoint(self, path: str | Path, info: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint folder at `path`, or at a URL such as s3://bucket/name.
+    def save_checkpoint(
+        self,
+        filepath: str | Path,
+        weights_only: bool = False,
+        storage_options: None = None,
+        info: dict[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint folder at `filepath`, or at a URL such as s3://bucket/name.
 
         Collective: every process must call this, at the end of a step.
 
+        Args:
+            filepath: the folder or URL.
+            weights_only: leave out the state of optimizers and schedulers: training cannot go on from it.
+            storage_options: None; fsspec reads the options of a URL from its own configuration.
+            info: data of your own, for `trainer checkpoint list` and the like.
+
         Raises:
+            ConfigError: `storage_options` is given.
             CheckpointError: the checkpoint could not be written; nothing is left at `path`.
         """
         run = self._begun("save_checkpoint")
+        if storage_options is not None:
+            raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
         run.check_all_ranks_call("save_checkpoint")
         if self.strategy.shards_state:
             fix = "All processes write their shards into one folder: give the same path everywhere."
-            compare(self.strategy.processes, iter([("save_checkpoint, path", f"folder {path}")]), fix)
+            compare(self.strategy.processes, iter([("save_checkpoint, path", f"folder {filepath}")]), fix)
         if self.stage == "fit":
             # Values logged so far belong to this step, not to the first step after a resume.
             run.read_metrics()
         group = run.checkpoint_group
-        self.save_with(lambda state, about: write_checkpoint(path, state, info=about, process_group=group), info or {})
+        self.save_with(
+            lambda state, about: write_checkpoint(filepath, state, info=about, process_group=group),
+            info or {},
+            weights_only,
+        )
         if self.is_global_zero:
-            run.hooks.on_checkpoint_saved(str(as_storage_path(path)))
+            run.hooks.on_checkpoint_saved(str(as_storage_path(filepath)))
 
     def save_with(
         self,
         write: Callable[[dict[str, Any], dict[str, Any]], None],
         info: Mapping[str, Any] | Callable[[list[str]], Mapping[str, Any]],
+        weights_only: bool = False,
     ) -> None:
         """Pass the state of the run, and `info` with step, epoch and time, to `write` on rank 0. Collective.
+
+        With `weights_only` without optimizers, schedulers and loss scaling, so that training cannot go on from it.
 
         `info` may be a function, called on all processes with the names of tensors that are not finite: these also go
         into the info, as "nonfinite".
@@ -288,7 +342,7 @@ class Trainer:
         """
         run = self._begun("save_with")
         run.check_all_ranks_call(f"save_with at step {self.global_step}")
-        save_state(run, write, info)
+        save_state(run, write, info, weights_only)
 
     def full_state_dict(self, everywhere: bool = False) -> dict[str, torch.Tensor]:
         """Return the module's full weights and buffers, in CPU memory, under the keys of the plain module.
@@ -338,19 +392,28 @@ class Trainer:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def _start(
+    def _call(
         self,
         stage: str,
-        module: TrainModule,
+        module: TrainModule | None,
         data: dict[str, Any],
         datamodule: DataModule | None,
         ckpt_path: str | Path | None,
-        allow_changes: Sequence[str] = (),
-        weights: str | Path | None = None,
+        others: dict[str, Any],
+    ) -> Call:
+        best = self.checkpoint_callback.best_model_path if self.checkpoint_callback is not None else ""
+        return read_call(stage, module, data, datamodule, ckpt_path, others, self._run, best)
+
+    def _start(
+        self, call: Call, allow_changes: Sequence[str] = (), weights: str | Path | None = None
     ) -> AbstractContextManager[Run]:
-        return start_run(
-            self.config, self._session, stage, module, data, datamodule, ckpt_path, self.adopt, allow_changes, weights
-        )
+        return start_run(self.config, self._session, *call, self.adopt, allow_changes, weights)
+
+    def _results(self, results: list[dict[str, float]], verbose: bool) -> list[dict[str, float]]:
+        """Print the results of an evaluation, and return them."""
+        for values in results if verbose else ():
+            self.print("\n".join(f"{name:<24} {value:.6g}" for name, value in values.items()))
+        return results
 
     def adopt(self, run: Run) -> Trainer:
         """Attach the trainer to `run`, its module and its data module; return the first argument of its hooks."""
@@ -366,7 +429,8 @@ class Trainer:
     def _start_training(self, run: Run) -> None:
         self._session.has_fit = True
         for logger in run.loggers if self.is_global_zero else ():
-            logger.log_hyperparameters(with_plain_numbers(run.hyperparameters()))
+            logger.log_hyperparameters(with_plain_numbers(run.logged_hyperparameters()))
+            logger.log_graph(run.module)
         run.hooks.on_fit_start()
         if run.progress.step == 0:
             sanity_check(run)
@@ -375,6 +439,7 @@ class Trainer:
         ]:
             log.warning("in eval mode at the start of training, and staying so: %s", ", ".join(evaluating[:10]))
         run.begin_training()
+        run.bind_overrides(partial(self._before_optimizer_step, run), lambda: self._losses)
         run.hooks.on_train_start()
 
     def _train_epoch(self, run: Run) -> None:
@@ -392,7 +457,7 @@ class Trainer:
                     self._count(run, window, refused=True)
                     continue
                 else:
-                    outputs, data, _ = self._train_step(run, window)
+                    outputs, data, self._losses = self._train_step(run, window)
                     if run.skipping.epoch_ended:
                         break
                     bad = self._update(run, window)
@@ -415,6 +480,7 @@ class Trainer:
 
     def _start_epoch(self, run: Run) -> None:
         """Call the first hook of an epoch, and restore the random numbers of a resumed run."""
+        run.reload_if_due()
         run.begin_epoch(self._validation_interval(run))
         resumed = run.progress.batch > 0
         if not resumed:
@@ -452,7 +518,7 @@ class Trainer:
         for optimizer in run.optimizers:
             if hooked:
                 hooks.on_before_zero_grad(optimizer)
-            zero_grad_fast(optimizer)
+            run.zero_grad(optimizer)
         losses: list[torch.Tensor] = []
         last = len(window) - 1
         plain = last == 0 and not run.divides_loss
@@ -488,7 +554,7 @@ class Trainer:
                     run.backward(loss)
                     if hooked:
                         hooks.on_after_backward()
-                    if run.closure_needed:
+                    if run.keeps_losses:
                         losses.append(loss.detach())
                     del loss
             outputs = outputs_for_hooks(hooks, outputs)
@@ -647,23 +713,34 @@ class Trainer:
 
     def validation_due(self) -> bool:
         """Return True if val_check_interval asks for validation after the last window."""
-        interval = None if self._run is None else self._run.validation_interval
-        batch, micro_batches = self.progress.batch, self.accumulate_grad_batches
-        return interval is not None and batch > 0 and batch % interval < (batch % micro_batches or micro_batches)
+        run, batch, micro_batches = self._run, self.progress.batch, self.accumulate_grad_batches
+        if run is None or run.validation_interval is None or batch == 0:
+            return False
+        if run.validation_clock is not None:
+            return run.validation_clock.is_up(self.progress.step)
+        if self.settings.check_val_every_n_epoch is None:
+            batch += self.progress.epoch * (run.num_training_batches or 0)
+        return batch % run.validation_interval < (batch % micro_batches or micro_batches)
 
     def _validation_interval(self, run: Run) -> int | None:
+        """Return the batches between validations inside this epoch; 1, if they come by time; None: no validation."""
         interval = self.val_check_interval
-        if not run.val_loaders or not self._epoch_may_validate() or (isinstance(interval, float) and interval == 1.0):
+        if not run.val_loaders or not self._epoch_may_validate():
             return None
-        return interval if isinstance(interval, int) else max(1, int((run.num_training_batches or 1) * interval))
+        if run.validation_clock is not None:
+            return 1
+        if isinstance(interval, int):
+            return interval
+        return None if interval == 1.0 else max(1, int((run.num_training_batches or 1) * interval))
 
     def _epoch_validates(self) -> bool:
         """Return True if validation is due at the end of this epoch."""
-        interval = self.val_check_interval
-        return bool(self.val_loaders) and isinstance(interval, float) and interval == 1.0 and self._epoch_may_validate()
+        interval, by_time = self.val_check_interval, self.run.validation_clock is not None
+        whole_epoch = isinstance(interval, float) and interval == 1.0 and not by_time
+        return bool(self.val_loaders) and whole_epoch and self._epoch_may_validate()
 
     def _epoch_may_validate(self) -> bool:
-        every = 1 if self.settings.fast_dev_run else self.settings.check_val_every_n_epoch
+        every = 1 if self.settings.fast_dev_run else self.settings.check_val_every_n_epoch or 1
         return (self.progress.epoch + 1) % every == 0
 
     def _step_schedulers(self, run: Run, interval: str, count: int, on_plateau: bool | None = False) -> None:
@@ -724,9 +801,9 @@ class Trainer:
         """
         return self.run.gradient_norms.of(optimizer)
 
-    def manual_backward(self, loss: torch.Tensor) -> None:
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization; see `TrainModule.manual_backward`."""
-        self._manual_optimization.backward(loss)
+        self._manual_optimization.backward(loss, *args, **kwargs)
 
     def background_checkpoint_group(self, name: str) -> ProcessGroup:
         """Return `checkpoint_group` for a background thread. `name`: of the write, not used before."""
@@ -818,6 +895,43 @@ class Trainer:
         return self._run is not None and self.stage is not None and self._run.evaluating
 
     @property
+    def testing(self) -> bool:
+        """Whether `test` is in progress."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether `predict` is in progress."""
+        return self.stage == "predict"
+
+    @property
+    def state(self) -> TrainerState:
+        """Lightning's description of what runs: `fn`, `stage`, `status`."""
+        run = self._run
+        activity = None if run is None else run.activity
+        return state_of(self.stage, None if run is None else run.stage, activity, self.interrupted)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an error or a signal ended the run."""
+        return self._run is not None and (self._run.interrupted or exit_code(self.stop_reason) != 0)
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether SIGTERM ends the run, or has ended it."""
+        return exit_code(self.stop_reason) == 143
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch in progress, or the one that has just ended, is the last of its epoch."""
+        return self._run is not None and self._run.is_last_batch
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint from which the run was started; None without one."""
+        return None if self._run is None or self._run.resumed_from is None else str(self._run.resumed_from)
+
+    @property
     def stop_reason(self) -> str | None:
         """The reason why the run is stopping or was stopped; None: it is running or has reached its end."""
         return None if self._run is None else self._run.stop_reason
@@ -868,6 +982,34 @@ class Trainer:
     def predict_loaders(self) -> dict[str, BatchLoader]:
         """The prediction loaders by name."""
         return {} if self._run is None else self._run.loaders.predict
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader as it was given; None outside of `fit`."""
+        return self._given("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loader, or list or dict of loaders, as it was given; None without."""
+        return self._given("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders as they were given; None without."""
+        return self._given("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The prediction loaders as they were given; None without."""
+        return self._given("predict")
+
+    def _given(self, kind: str) -> Any:
+        return None if self._run is None else self._run.loaders.given.get(kind)
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether `fit` validates: there are a `validation_step`, loaders, and batches to take."""
+        return bool(self.val_loaders)
 
     @property
     def dataloader_names(self) -> list[str]:
@@ -934,6 +1076,12 @@ class Trainer:
     def num_val_batches(self) -> list[int | None]:
         """Batches of each validation loader on this process; None: unknown."""
         return [loader.length for loader in self.val_loaders.values()]
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | None]:
+        """Batches of each validation loader in the sanity check."""
+        most = self.settings.num_sanity_val_steps
+        return [length if most == -1 or length is None else min(length, most) for length in self.num_val_batches]
 
     @property
     def num_test_batches(self) -> list[int | None]:
@@ -1074,6 +1222,33 @@ class Trainer:
     def checkpoint_group(self) -> ProcessGroup:
         """The processes that write a checkpoint: all processes if the state is sharded, else rank 0."""
         return self.strategy.processes if self.strategy.shards_state else SINGLE_PROCESS
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of the first logger, as text; by default the run directory."""
+        folder = self.logger.log_dir if self.logger is not None else None
+        return str(self.run_dir if folder is None else folder)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Callback]:
+        """The callbacks that stop training early."""
+        return [callback for callback in self.callbacks if callback.stops_early]
+
+    @property
+    def early_stopping_callback(self) -> Callback | None:
+        """The first callback that stops training early."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def profiler(self) -> Any:
+        """The profiler; one that measures nothing without `Trainer(profiler=)`."""
+        found = (callback for callback in self.callbacks if hasattr(callback, "profile"))
+        return next(found, None) or callback_named("PassThroughProfiler")()
+
+    @property
+    def progress_bar_callback(self) -> Callback | None:
+        """The progress bar."""
+        return next((one for one in self.callbacks if one.in_place_of == "enable_progress_bar"), None)
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:

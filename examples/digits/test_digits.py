@@ -15,7 +15,7 @@ def test_it_learns(tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=5, seed=1, default_root_dir=tmp_path, enable_progress_bar=False, logger=False)
     module, data = Digits(), DigitsData()
     trainer.fit(module, datamodule=data)
-    assert trainer.test(module, datamodule=data)["test_acc"] > 0.8
+    assert trainer.test(module, datamodule=data)[0]["test_acc"] > 0.8
 
     again = Digits.load_from_checkpoint(next(trainer.run_dir.glob("checkpoints/epoch=*")))
     images = torch.rand(4, 1, 8, 8)

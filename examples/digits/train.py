@@ -38,7 +38,7 @@ def main() -> None:
     trainer.fit(module, datamodule=data)
 
     # The best weights of the run, on images that were never looked at before.
-    results = trainer.test(module, datamodule=data, ckpt_path="best")
+    (results,) = trainer.test(module, datamodule=data, ckpt_path="best")
     trainer.print(f"test accuracy: {results['test_acc']:.4f}")
     trainer.print(f"run directory: {trainer.run_dir}")
 

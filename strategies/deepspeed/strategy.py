@@ -71,7 +71,7 @@ from trainer.strategies.deepspeed.problems import (
 )
 from trainer.strategies.distributed import DistributedStrategy, StepForward
 from trainer.strategies.full_parameters import SwappedParameters, is_compiled, unchanged_while_gathered, without_hooks
-from trainer.strategy import StepConfig
+from trainer.strategy import StepConfig, override_problems
 
 log = logging.getLogger("trainer")
 
@@ -162,6 +162,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             ]
         if self.init_device != "cpu" and self.stage != 3:
             problems.append(f"init_device={self.init_device!r} needs stage 3, and the stage is {self.stage}.")
+        problems += override_problems(module, self.name)
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:
             problems += cpu_adam_problems(self.offload_optimizer)

@@ -271,6 +271,7 @@ class FSDPStrategy(DistributedStrategy):
         from trainer.strategies.fsdp.dtensors import set_values
 
         self.module, self._full = module, SwappedParameters(self, self._computing_full)
+        self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         self._explaining.end()
         self._explaining = ExplainingShards(module, self.name)
         self._explaining.begin()
@@ -673,7 +674,7 @@ class FSDPStrategy(DistributedStrategy):
             return
         if not self._steps_by_hand:
             with self._loss_context():
-                loss.backward()
+                self._run_backward(loss)
             if self._reuses_memory and not self._communicates:
                 copy_gradients(unsharded_parameters(self.wrapped))
             return
@@ -681,7 +682,7 @@ class FSDPStrategy(DistributedStrategy):
         # sharded after the backward, although this step may use it again.
         if loss.requires_grad:
             loss.register_hook(self.wrapped._get_fsdp_state()._pre_backward)
-        loss.backward()
+        self._run_backward(loss)
         self.wrapped.unshard()
 
     def _backward_of(self, communicates: bool, backward: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from trainer.strategies.full_parameters import SwappedParameters
 from trainer.strategies.xla.patches import advance_seed, barrier_after_backward, recompute, unbiased_running_variance
 from trainer.strategies.xla.recompiles import XlaRecompilationMonitor
 from trainer.strategies.xla.sharding import Spec, SpmdMesh, copied_to_host, to_device_preserving_ties
-from trainer.strategy import StepConfig, Strategy
+from trainer.strategy import StepConfig, Strategy, override_problems
 
 log = logging.getLogger("trainer")
 
@@ -91,6 +91,7 @@ class XlaStrategy(Strategy):
     ) -> list[str]:
         problem = torch_xla_problem()
         problems = [f"strategy {self.name!r}: {problem}"] if problem else []
+        problems += override_problems(module, self.name)
         if device_type == "tpu":
             problems.append(
                 f"strategy {self.name!r} is made for torch_xla, and accelerator='tpu' is TorchTPU here: use "

@@ -109,7 +109,7 @@ def test_hyperparameters_once() -> None:
 def test_the_writer_is_there_for_other_things() -> None:
     logger = TensorBoardLogger("elsewhere")
     with pytest.raises(ConfigError, match="inside a run"):
-        assert logger.experiment
+        assert TensorBoardLogger().experiment
 
     class Histograms(Toy):
         def on_train_epoch_end(self) -> None:

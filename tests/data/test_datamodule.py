@@ -40,7 +40,7 @@ def test_hyperparameters() -> None:
 
     class Bad(DataModule):
         def __init__(self, path: object) -> None:
-            self.save_hyperparameters()
+            self.save_hyperparameters("path")
 
     with pytest.raises(ConfigError, match=r"ignore=\['path'\]"):
         Bad(object())

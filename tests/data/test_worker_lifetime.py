@@ -85,7 +85,7 @@ def test_persistent_workers_end_with_each_stage(make: Callable[[], Any], capfd: 
         quiet(max_epochs=2, limit_val_batches=2).fit(module, train, val)
         assert workers() == 0
     trainer = quiet()
-    assert "val_loss" in trainer.validate(module, val)
+    assert "val_loss" in trainer.validate(module, val)[0]
     assert workers() == 0
     trainer.test(module, val)
     assert workers() == 0

@@ -1378,7 +1378,7 @@ SCENARIOS = [
         action=fit_validate_and_test,
         differs={"logged": "step axis"},
     ),
-    Scenario("predict of several loaders", predicts, action=predict_several, differs={"noted": "predictions"}),
+    Scenario("predict of several loaders", predicts, action=predict_several),
     Scenario("validate", action=validate, differs={"logged": "step axis"}),
     Scenario("test", action=lambda trainer, module: trainer.test(module, loader()), differs={"logged": "step axis"}),
     Scenario("predict", predicts, action=predict),

@@ -107,10 +107,13 @@ def evaluate_everything(devices: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for length, size in SIZES:
         trainer, module = make_trainer(devices), Measured()
-        results["validate", length, size] = trainer.validate(module, DataLoader(make_data(length), size))
-        results["test", length, size] = trainer.test(module, DataLoader(make_data(length), size, shuffle=True))
+        results["validate", length, size] = trainer.validate(module, DataLoader(make_data(length), size))[0]
+        loader = DataLoader(make_data(length), size, shuffle=True)
+        results["test", length, size] = trainer.test(module, loader)[0]
     trainer, module = make_trainer(devices), Measured()
-    results["several"] = trainer.validate(module, several_loaders())
+    of_loaders = trainer.validate(module, several_loaders())
+    assert [{name.split("/")[1] for name in one} for one in of_loaders] == [{name} for name in LOADERS]
+    results["several"] = as_floats(trainer.callback_metrics)
     seen = Positions()
     trainer = make_trainer(devices, callbacks=seen)
     outputs = trainer.predict(Measured(), DataLoader(make_data(13), 2), return_predictions=True)
@@ -192,8 +195,8 @@ class CountAlive(Callback):
 def test_predictions_are_kept_in_memory_only_when_asked_for() -> None:
     streaming, keeping = CountAlive(), CountAlive()
     loader = DataLoader(make_data(40), 2)
-    assert make_trainer(1, callbacks=streaming).predict(Measured(), loader) is None
-    kept = make_trainer(1, callbacks=keeping).predict(Measured(), loader, return_predictions=True)
+    assert make_trainer(1, callbacks=streaming).predict(Measured(), loader, return_predictions=False) is None
+    kept = make_trainer(1, callbacks=keeping).predict(Measured(), loader)
     assert kept is not None
     assert len(streaming.outputs) == len(keeping.outputs) == len(kept) == 20
     assert streaming.most <= 2
@@ -206,22 +209,23 @@ def test_predictions_of_several_loaders_come_loader_by_loader() -> None:
     expected = [(0, 0), *((1, k) for k in range(4)), (2, 0)]
     assert [(loader, k) for loader, k, _ in seen.seen] == expected
     assert outputs is not None
-    assert [output.tolist() for output in outputs] == [batch for _, _, batch in seen.seen]
+    assert [len(of_loader) for of_loader in outputs] == [1, 4, 1]
+    assert [output.tolist() for of_loader in outputs for output in of_loader] == [batch for _, _, batch in seen.seen]
 
 
 def test_limits_count_batches_of_each_loader() -> None:
-    measured = make_trainer(1, limit_val_batches=1).validate(Measured(), several_loaders())
+    _, large, one = make_trainer(1, limit_val_batches=1).validate(Measured(), several_loaders())
     first = make_data(14).tensors[0][:4].double()
-    assert measured["sum/large"] == pytest.approx(first.sum().item(), rel=1e-5, abs=1e-6)
-    assert measured["sum/one"] == pytest.approx(make_data(1).tensors[0].item(), rel=1e-5, abs=1e-6)
-    half = make_trainer(1, limit_test_batches=0.5).test(Measured(), DataLoader(make_data(16), 4))
+    assert large["sum/large"] == pytest.approx(first.sum().item(), rel=1e-5, abs=1e-6)
+    assert one["sum/one"] == pytest.approx(make_data(1).tensors[0].item(), rel=1e-5, abs=1e-6)
+    (half,) = make_trainer(1, limit_test_batches=0.5).test(Measured(), DataLoader(make_data(16), 4))
     assert half["mean"] == pytest.approx(make_data(16).tensors[0][:8].mean().item(), rel=1e-5, abs=1e-6)
 
 
 def test_the_metrics_given_back_are_plain_numbers_and_start_afresh() -> None:
     trainer, module = make_trainer(1), Measured()
     loader = DataLoader(make_data(9), 4)
-    once, again = trainer.validate(module, loader), trainer.validate(module, loader)
+    (once,), (again,) = trainer.validate(module, loader), trainer.validate(module, loader)
     assert once == again
     assert all(type(value) is float and math.isfinite(value) for value in once.values())
     assert as_floats(trainer.callback_metrics) == once
@@ -233,8 +237,13 @@ class TwoStepArguments(Measured):
 
 
 def test_a_step_that_wants_the_loader_gets_its_number() -> None:
-    measured = make_trainer(1).validate(TwoStepArguments(), several_loaders())
-    assert measured == {"loader/small": 0.0, "loader/large": 1.0, "loader/one": 2.0, "loader": 2.0}
+    trainer = make_trainer(1)
+    assert trainer.validate(TwoStepArguments(), several_loaders()) == [
+        {"loader/small": 0.0},
+        {"loader/large": 1.0},
+        {"loader/one": 2.0},
+    ]
+    assert trainer.callback_metrics["loader"] == 2.0
 
 
 def test_evaluation_has_no_gradients_and_gives_the_modes_back() -> None:

@@ -395,7 +395,7 @@ def test_a_value_by_step_in_an_evaluation_is_reported() -> None:
             self.log("val", float(batch_idx), on_step=True, on_epoch=False)
 
     with pytest.warns(UserWarning, match=r"self.log\('val', on_step=True\): the steps are those of training"):
-        assert quiet().validate(ByStep(), loader(3)) == {"val": 1.0}
+        assert quiet().validate(ByStep(), loader(3)) == [{"val": 1.0}]
 
 
 class Seldom(Toy):
@@ -480,7 +480,7 @@ def test_hooks_around_the_transfer_log_with_the_weight_of_their_batch() -> None:
     trainer.fit(Transfers(), data)
     expected = (4 * 4 + 3 * 3) / 7
     assert trainer.callback_metrics["size"] == pytest.approx(expected)
-    assert trainer.validate(Transfers(), data)["size"] == pytest.approx(expected)
+    assert trainer.validate(Transfers(), data)[0]["size"] == pytest.approx(expected)
 
 
 def test_a_metric_that_was_only_updated_is_logged_by_epoch() -> None:

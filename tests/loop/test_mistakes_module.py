@@ -75,12 +75,10 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit(
             net(
                 training_epoch_end=lambda self, outputs: None,
-                optimizer_step=lambda self: None,
-                backward=lambda self: None,
                 on_epoch_end=lambda self: None,
             )
         ),
-        ["4 problems", "on_train_epoch_end", "automatic_optimization = False", "manual_backward"],
+        ["2 problems", "on_train_epoch_end", "keep the outputs in a list"],
     ),
     "hook with outputs": (
         lambda: fit(net(on_train_epoch_end=lambda self, outputs: None)),
@@ -97,7 +95,7 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "step with optimizer_idx": (
         lambda: fit(net(training_step=lambda self, batch, batch_idx, optimizer_idx: None)),
-        ["optimizer_idx), but", "define training_step(self, batch, batch_idx)"],
+        ["training_step takes optimizer_idx", "automatic_optimization = False"],
     ),
     "validation with four arguments": (
         lambda: fit(net(validation_step=lambda self, batch, batch_idx, dataloader_idx, more: None), loader(), loader()),
@@ -106,7 +104,7 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "number instead of a method": (lambda: fit(assigned("num_items", 100)), ["num_items", "type int", "another name"]),
     "method hidden by an attribute": (lambda: fit(assigned("optimizers", [])), ["optimizers", "self.my_optimizers"]),
     "device assigned": (lambda: assigned("device", "cuda"), ["self.device", "self.my_device"]),
-    "hparams assigned": (lambda: fit(assigned("hparams", {"lr": 1})), ["hparams is a dict", "save_hyperparameters()"]),
+    "hparams assigned": (lambda: assigned("hparams", {"lr": 1}), ["hparams is not assigned", "save_hyperparameters("]),
     "validate without a step": (
         lambda: quiet().validate(TrainModule(), loader()),
         ["no validation_step", "define validation_step(self, batch, batch_idx)"],
@@ -278,9 +276,11 @@ DATA: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "an empty list": (lambda: fit(Net(), []), ["no batch", "length 0"]),
     "an empty dataset": (lambda: fit(Net(), loader(0)), ["no batch", "TensorDataset has length 0"]),
     "all dropped": (lambda: fit(Net(), loader(3, 4, drop_last=True)), ["drop_last=True drops all 3", "batch_size"]),
-    "several by name": (lambda: fit(Net(), {"a": loader(), "b": loader()}), ["dict of 2 loaders", "ConcatDataset"]),
     "an empty validation": (lambda: fit(Net(), loader(), loader(0)), ["evaluation loader has no batch", "length 0"]),
-    "no second validation": (lambda: fit(Net(), loader(), [loader(), None]), ["'1' is None", "DataLoader"]),
+    "no second validation": (
+        lambda: fit(Net(), loader(), [loader(), None]),
+        ["'dataloader_idx_1' is None", "DataLoader"],
+    ),
     "a generator for three epochs": (
         lambda: fit(Net(), (batch for batch in loader()), trainer=quiet(max_epochs=3)),
         ["only once", "more than one epoch", "max_epochs=1"],
@@ -297,7 +297,6 @@ DATA: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: fit(Net(), trainer=quiet(limit_train_batches=0.01)),
         ["0.01 of the 4 batches", "at least 0.25"],
     ),
-    "a data module as a loader": (lambda: fit(Net(), Data()), ["the data module Data", "datamodule="]),
     "a data module's class": (lambda: quiet().fit(Net(), datamodule=Data), ["the class Data", "Data(...)"]),
     "a loader as a data module": (
         lambda: quiet().fit(Net(), datamodule=loader()),

@@ -25,6 +25,9 @@ STEPS_AND_SETTINGS = (
     "configure_model",
     "configure_callbacks",
     "configure_gradient_clipping",
+    "backward",
+    "optimizer_step",
+    "optimizer_zero_grad",
     "lr_scheduler_step",
     "num_items",
 )
@@ -160,7 +163,7 @@ def test_none_survives_pickling() -> None:
     module.validation_step = lambda batch, batch_idx: module.log("own", 1.0)
     assert module.overrides("validation_step")
     trainer: Trainer = quiet()
-    assert trainer.validate(module, loader(1)) == {"own": 1.0}
+    assert trainer.validate(module, loader(1)) == [{"own": 1.0}]
 
 
 def test_an_attribute_that_is_no_method_may_be_none() -> None:

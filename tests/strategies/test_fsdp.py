@@ -363,7 +363,7 @@ def evaluate_first(strategy: str) -> list[float]:
     data = DataLoader(TensorDataset(x, x[:, :1]), 8)
     for _ in range(2):
         trainer = Trainer(strategy=strategy, accelerator="cpu", max_steps=2, seed=1, **QUIET)
-        found.append(trainer.validate(module, data)["val_loss"])
+        found.append(trainer.validate(module, data)[0]["val_loss"])
         found.append(float(trainer.predict(module, data, return_predictions=True)[0]))
         trainer.fit(module, data)
         found.append(float(module.losses[-1]))

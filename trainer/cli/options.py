@@ -10,9 +10,10 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.cli.main import usage_error
+from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
 from trainer.errors import ConfigError, TrainerError, did_you_mean
-from trainer.settings import ARGUMENTS, LIGHTNING_EQUIVALENTS
+from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:
     from trainer.cli.ray import RayOptions
@@ -252,8 +253,8 @@ def _unknown(rest: list[str]) -> Iterator[str]:
             )
             if name in DRY_RUN:
                 hint = f"It goes with --dry-run: trainer fit --config FILE --dry-run {option} VALUE."
-            if name in LIGHTNING_EQUIVALENTS and name not in ARGUMENTS:
-                hint = f"Use {LIGHTNING_EQUIVALENTS[name]} of the trainer: --trainer.NAME VALUE."
+            if name in TRAINER_ARGUMENTS and name not in ARGUMENTS:
+                hint = f"Use {TRAINER_ARGUMENTS[name]} of the trainer: --trainer.NAME VALUE."
             yield f"unknown option {option!r}. {hint}"
         elif not after_option:
             is_file = word.endswith((".yaml", ".yml", ".json", ".toml"))

@@ -29,6 +29,6 @@ def _write_predictions(configuration: Configuration) -> None:
 def _predict(job: Job) -> None:
     from trainer.cli.fit import output_lines
 
-    job.trainer.predict(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
+    job.trainer.predict(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, return_predictions=False)
     job.trainer.print("\n".join(output_lines([c for c in job.trainer.callbacks if c not in job.trainer.loggers])))
     job.trainer.print("read them with: trainer.callbacks.read_predictions(FOLDER)")

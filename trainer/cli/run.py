@@ -149,7 +149,7 @@ def _in_named_run(configuration: Configuration, file: Path) -> None:
             configuration.ckpt_path = str(CheckpointDirectory(checkpoints).resolve(configuration.ckpt_path))
 
 
-def table(metrics: dict[str, float]) -> str:
-    """Return metrics as lines of name and value."""
-    rows = [(name, f"{value:.6g}") for name, value in metrics.items()]
+def table(results: list[dict[str, float]]) -> str:
+    """Return the values of all loaders as lines of name and value."""
+    rows = [(name, f"{value:.6g}") for name, value in {k: v for one in results for k, v in one.items()}.items()]
     return "\n".join(f"  {line}" for line in in_columns(rows, right=[]))

@@ -16,5 +16,5 @@ def run(arguments: list[str]) -> int:
 
 
 def _test(job: Job) -> None:
-    metrics = job.trainer.test(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
-    job.trainer.print(f"test:\n{table(metrics)}")
+    results = job.trainer.test(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, verbose=False)
+    job.trainer.print(f"test:\n{table(results)}")

@@ -17,5 +17,5 @@ def run(arguments: list[str]) -> int:
 
 
 def _validate(job: Job) -> None:
-    metrics = job.trainer.validate(job.module, datamodule=job.data, ckpt_path=job.ckpt_path)
-    job.trainer.print(f"validation:\n{table(metrics)}")
+    results = job.trainer.validate(job.module, datamodule=job.data, ckpt_path=job.ckpt_path, verbose=False)
+    job.trainer.print(f"validation:\n{table(results)}")

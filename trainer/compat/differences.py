@@ -19,8 +19,12 @@ class Difference(NamedTuple):
 
 
 _NAMES = (
-    Difference("names", "`LightningModule`, `LightningDataModule`", "`TrainModule`, `DataModule`"),
-    Difference("imports", "`import lightning as L`", "`from trainer import Trainer, TrainModule, Callback`"),
+    Difference(
+        "imports",
+        "`import lightning as L`, `from lightning.pytorch.loggers import CSVLogger`",
+        "`import trainer as L`, `from trainer.loggers import CSVLogger`: Lightning's paths and names are served, "
+        "see [Lightning's names](lightning-names.md)",
+    ),
     Difference(
         "ranks and folders",
         "`trainer.global_rank`, `trainer.log_dir`",
@@ -28,19 +32,23 @@ _NAMES = (
     ),
     Difference(
         "overrides of the step",
-        "`optimizer_step`, `backward`, `optimizer_zero_grad` overrides",
-        "refused at the start, with an alternative",
+        "`optimizer_step(..., optimizer_closure)`: the closure runs `training_step` and backward",
+        "forward and backward have run, and the closure returns their loss; an override that does not step keeps "
+        "the gradients until the next step. Refused under DeepSpeed and XLA, and with LBFGS",
     ),
     Difference(
         "hyperparameters and options",
         "hyperparameters and options of optimizers are what pickle can store",
-        "data, numbers of numpy included; anything else is an error at the start",
+        "data, also of numpy, paths, enumerations and configurations; `save_hyperparameters()` keeps other values "
+        "in `hparams` only, with a warning; one that is asked for by name, or in an optimizer's options, is an "
+        "error",
     ),
     Difference(
         "refused settings",
         "an unknown key in a scheduler's dict, an empty training loader, `overfit_batches` with "
-        "`limit_train_batches`, `EarlyStopping(patience=0)`, `check_val_every_n_epoch=None`, "
-        "`configure_callbacks` without a `return`: a warning or nothing; `gradient_clip_val=0`: no clipping",
+        "`limit_train_batches`, `EarlyStopping(patience=0)`, `check_val_every_n_epoch=None` without a number of "
+        "batches or a time in `val_check_interval`, `configure_callbacks` without a `return`: a warning or "
+        "nothing",
         "an error before the first step",
     ),
     Difference(
@@ -166,14 +174,9 @@ _STEPS = (
 
 _LOGGING = (
     Difference(
-        "evaluation results",
-        "`validate` returns a list of dicts",
-        "one dict, with the values of `logger=False` too; several loaders by name",
-    ),
-    Difference(
         "several loaders",
-        "`val_loss/dataloader_idx_0`",
-        "`val_loss/name` (or its number), and `val_loss` over all loaders",
+        "`callback_metrics` has `val_loss/dataloader_idx_0` and so on",
+        "also `val_loss`, over all loaders; loaders in a dict have `val_loss/name`",
     ),
     Difference(
         "sync_dist",
@@ -181,7 +184,11 @@ _LOGGING = (
         "always reduced over processes, where it is logged, monitored or returned; `callback_metrics` "
         "has the process's own latest value by step",
     ),
-    Difference("reduce_fx", "`reduce_fx=torch.max`", '`reduce_fx="max"`: "mean", "sum", "min" or "max"'),
+    Difference(
+        "reduce_fx",
+        "`reduce_fx` may be any function",
+        "the functions and names of mean, sum, min and max",
+    ),
     Difference(
         "samples of a batch",
         "means are weighted by the first dimension of a batch's first tensor",
@@ -256,7 +263,9 @@ _LOGGING = (
 
 _DATA = (
     Difference(
-        "sampler", "`use_distributed_sampler`", "not needed: a plain DataLoader is split without repeating samples"
+        "sampler",
+        "`use_distributed_sampler=True` replaces the sampler",
+        "a plain DataLoader is split without repeating samples; `False`: each process gets what its own sampler gives",
     ),
     Difference(
         "order of samples",
@@ -285,8 +294,8 @@ _DATA = (
     ),
     Difference(
         "predictions",
-        "`predict` keeps all predictions, those of several loaders in a list each",
-        "streams them to callbacks; `return_predictions=True` keeps them, in one list",
+        "`predict` keeps all predictions",
+        "unless a PredictionWriter takes them, or `return_predictions=False`",
     ),
 )
 

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer.arguments import options_of
 from trainer.callback import Callback, Logger, available_callbacks
 from trainer.checkpoint.storage import as_storage_path
+from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.config.classes import find_class, one_line_error
 from trainer.config.tree import (
     Diagnostics,
@@ -47,7 +48,7 @@ from trainer.loop.changes import allowed_problems
 from trainer.loop.checks import checkpoint_may_exist
 from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule
-from trainer.settings import LIGHTNING_EQUIVALENTS, NONE_IS_DEFAULT, Settings
+from trainer.settings import NONE_IS_DEFAULT, Settings
 from trainer.strategy import Strategy, available_strategies
 from trainer.trainer import Trainer
 
@@ -387,7 +388,7 @@ def has_spec(value: Any) -> bool:
 def hint_for(name: str, parameters: Parameters, cls: type) -> str:
     """Return a suggestion for an argument that does not exist; without a close one, those that do."""
     known = sorted(parameters.named)
-    equivalents = LIGHTNING_EQUIVALENTS if cls is Trainer else None
+    equivalents = TRAINER_ARGUMENTS if cls is Trainer else None
     close = did_you_mean(name, [*known, "class_path", "init_args"], equivalents)
     if close or not known:
         return close or " It takes none."

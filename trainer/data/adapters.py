@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.arguments import is_mapping
 from trainer.data.batch_sampler import DistributedBatchSampler
+from trainer.data.combined_loader import CombinedBatches, CombinedLoader
 from trainer.data.iterable_loader import IterableLoader
 from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import ShardedDataLoader, is_plain
 from trainer.errors import ConfigError, shown
+from trainer.seed import mix_seed
+
+log = logging.getLogger("trainer")
 
 
 def make_batch_loader(
@@ -28,6 +35,7 @@ def make_batch_loader(
     shuffle: bool | None = None,
     seed_per_sample: bool = False,
     pad: bool = False,
+    split: bool = True,
 ) -> BatchLoader:
     """Return the batches of `loader` for one process.
 
@@ -46,14 +54,27 @@ def make_batch_loader(
         shuffle: override the loader: False for the same order in every epoch.
         seed_per_sample: seed the random numbers of loading for each sample instead of each micro-batch.
         pad: in evaluation, too, a plain DataLoader gives all ranks the same number of batches.
+        split: False: each rank gets what the sampler of its own DataLoader gives.
 
     Raises:
-        ConfigError: the loader is empty or cannot be iterated, several loaders were given, or `limit` cannot be applied
-            to it.
+        ConfigError: the loader is empty or cannot be iterated, several loaders were given for an evaluation, or `limit`
+            cannot be applied to it.
     """
     label = f"the {'training' if training else 'evaluation'} loader" + (f" {name!r}" if name else "")
+    if training and (is_mapping(loader) or _is_several(loader)):
+        loader = CombinedLoader(loader, "max_size_cycle")
+    if isinstance(loader, CombinedLoader):
+        options = {"rank": rank, "world_size": world_size, "training": training, "shuffle": shuffle, "pad": pad}
+        each: dict[str, Any] = {**options, "seed_per_sample": seed_per_sample, "split": split}
+        parts = [
+            make_batch_loader(one, name=f"{name}{number}", seed=mix_seed(seed, number) >> 1, **each)
+            for number, one in enumerate(loader.flattened)
+        ]
+        return CombinedBatches(loader, parts, label, limit)
     _refuse_several(loader, label)
     _refuse_no_batches(loader, label)
+    if split and world_size > 1 and repeats_samples(loader):
+        loader = EveryNth(loader, rank, world_size)
     if not is_plain(loader):
         return IterableLoader(loader, label=label, world_size=world_size, seed=seed, training=training, limit=limit)
     sampler = DistributedBatchSampler(
@@ -65,29 +86,60 @@ def make_batch_loader(
         shuffle=shuffle,
         seed_per_sample=seed_per_sample,
         pad=pad,
+        split=split,
     )
     return ShardedDataLoader(loader, sampler, label, limit)
+
+
+def repeats_samples(loader: Any) -> bool:
+    """Whether each of several processes would get all samples: a subclass of DataLoader that knows of no processes."""
+    if not isinstance(loader, DataLoader) or is_plain(loader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return not any(hasattr(one, "num_replicas") or hasattr(one, "rank") for one in samplers)
+
+
+class EveryNth:
+    """The batches of a loader for one process: every n-th. Each process loads all batches."""
+
+    def __init__(self, loader: Any, rank: int, world_size: int) -> None:
+        self.loader, self.rank, self.world_size = loader, rank, world_size
+        if rank == 0:
+            log.warning(
+                "%s, a subclass of DataLoader: each process loads all batches and takes every %dth, so that no sample "
+                "is repeated. Faster: a plain DataLoader with a collate_fn, or a sampler with num_replicas and rank.",
+                type(loader).__name__,
+                world_size,
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.rank, None, self.world_size)
+
+    def __len__(self) -> int:
+        return max(0, -(-(len(self.loader) - self.rank) // self.world_size))
 
 
 def named_loaders(loaders: Any) -> dict[str, Any]:
     """Return evaluation loaders by name.
 
     Args:
-        loaders: None: there are none. A dict: loaders by name. A list or tuple of loaders: named "0", "1", ... Anything
-            else, including a list of batches: one loader, named "".
+        loaders: None: there are none. A dict: loaders by name. A list or tuple of loaders: named "dataloader_idx_0"
+            and so on. Anything else, including a list of batches: one loader, named "".
 
     Raises:
         ConfigError: a name is neither a str nor an int.
     """
     if loaders is None:
         return {}
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        loaders = loaders.iterables
     if is_mapping(loaders):
         for name in loaders:
             if not isinstance(name, (str, int)):
                 raise ConfigError(f"the loaders are named {shown(name)} among others: name them by texts or numbers.")
         return {str(name): loader for name, loader in loaders.items()}
     if _is_several(loaders):
-        return {str(number): loader for number, loader in enumerate(loaders)}
+        return {f"dataloader_idx_{number}": loader for number, loader in enumerate(loaders)}
     return {"": loaders}
 
 

@@ -49,6 +49,7 @@ class DistributedBatchSampler:
         pad: padding in evaluation, too.
         shuffle: None: as the loader does. False: the same order in every epoch, sequential for plain loaders.
             True: shuffle where the loader is sequential.
+        split: False: the sampler gives this process's part, as one that shards by itself does.
         seed_per_sample: each sample gets a seed of (seed, epoch, position in the global order), in place of one for
             each batch, of (seed, epoch, global micro-batch, rank).
     """
@@ -64,17 +65,19 @@ class DistributedBatchSampler:
         shuffle: bool | None = None,
         seed_per_sample: bool = False,
         pad: bool = False,
+        split: bool = True,
     ) -> None:
         self.batch_size, self.drop_last, self.sampler, self.has_batch_sampler = _public(loader)
         self.automatic_batching = loader.batch_sampler is not None
-        self.shards_itself = _shards_itself(self.sampler) and world_size > 1
-        if self.shards_itself:
+        self.shards_itself = (not split or _shards_itself(self.sampler)) and world_size > 1
+        if self.shards_itself and split:
             _check_shards(self.sampler, rank, world_size)
         self.rank, self.world_size = (0, 1) if self.shards_itself else (rank, world_size)
         self.seed = seed
         self.training = training
         self.pads = training or pad
-        self.random_access = None if self.has_batch_sampler else random_access(self.sampler)
+        keeps_part = self.shards_itself and type(self.sampler) is DistributedSampler
+        self.random_access = None if self.has_batch_sampler or keeps_part else random_access(self.sampler)
         self.shuffled = (self.random_access is None or self.random_access.shuffled) if shuffle is None else shuffle
         self.reshuffles = shuffle is not False
         self.samples: int | None = None if self.has_batch_sampler else _length(self.sampler)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
+from trainer.checkpoint.directory import locate
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.hyperparameters_file import read_hyperparameters
+from trainer.compat.answers import answer_members
 from trainer.errors import ConfigError
-from trainer.hyperparameters import Hyperparameters, collect_hyperparameters
+from trainer.hyperparameters import HasHyperparameters, constructor_arguments
 from trainer.model.optional_methods import OptionalMethods
 
 if TYPE_CHECKING:
@@ -16,7 +21,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
-class DataModule(OptionalMethods):
+@partial(answer_members, lightning="LightningDataModule")
+class DataModule(OptionalMethods, HasHyperparameters):
     """Subclass it, define the loaders that you need, and give it to `fit`, `validate`, `test` or `predict`.
 
     Example::
@@ -96,28 +102,81 @@ class DataModule(OptionalMethods):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
-    # -- hyperparameters -----------------------------------------------------------------------------------------------
+    # -- Lightning's further names -------------------------------------------------------------------------------------
 
-    @property
-    def hparams(self) -> Hyperparameters:
-        """The arguments that `save_hyperparameters` kept; empty without it."""
-        stored: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
-        return stored
-
-    def save_hyperparameters(self, *names: str, ignore: Collection[str] = (), **values: Any) -> None:
-        """Keep the arguments of `__init__` in `self.hparams` and in every checkpoint. Call it inside `__init__`.
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **options: Any,
+    ) -> DataModule:
+        """Return a data module with a DataLoader for each dataset; training is shuffled, but for an IterableDataset.
 
         Args:
-            names: keep only these arguments.
-            ignore: leave these arguments out.
-            values: keep these instead of what the arguments say.
+            train_dataset, val_dataset, test_dataset, predict_dataset: a dataset, a list of datasets, or a dict by name.
+            batch_size, num_workers: of the loaders.
+            options: arguments of the constructor of `cls`.
+        """
+        from torch.utils.data import DataLoader, IterableDataset
+
+        def loader(dataset: Any, shuffle: bool = False) -> Any:
+            shuffle = shuffle and not isinstance(dataset, IterableDataset)
+            return DataLoader(dataset, batch_size, shuffle=shuffle, num_workers=num_workers)
+
+        def loaders(datasets: Any, shuffle: bool = False) -> Any:
+            if isinstance(datasets, Mapping):
+                return {name: loader(dataset, shuffle) for name, dataset in datasets.items()}
+            is_list = (isinstance(datasets, Sequence) and not hasattr(datasets, "__add__")) or type(datasets) is list
+            return [loader(one, shuffle) for one in datasets] if is_list else loader(datasets, shuffle)
+
+        module = cls(**options)
+        for stage, datasets in (("val", val_dataset), ("test", test_dataset), ("predict", predict_dataset)):
+            if datasets is not None:
+                setattr(module, f"{stage}_dataloader", partial(loaders, datasets))
+        if train_dataset is not None:
+            module.train_dataloader = partial(loaders, train_dataset, True)  # type: ignore[method-assign]
+        return module
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **hyperparameters: Any,
+    ) -> Self:
+        """Build the data module from a checkpoint's hyperparameters and restore its state.
+
+        Args:
+            checkpoint_path: a checkpoint folder.
+            map_location, weights_only: no effect: a data module's state is on the CPU, and contains no code.
+            hparams_file: a file of hyperparameters, YAML or JSON, which replace those of the checkpoint.
+            hyperparameters: override the stored ones.
 
         Raises:
-            ConfigError: a value is not data (a dataset, a function, a path ...): a checkpoint could not store it.
+            CheckpointError: there is no valid checkpoint, or its hyperparameters do not fit.
         """
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        self.hparams.update(collect_hyperparameters(caller, type(self), names, ignore, values))
+        checkpoint = read_checkpoint(locate(checkpoint_path))
+        kept = checkpoint.get("hyperparameters", {})
+        stored = kept.get("data", {}) if hparams_file is None else read_hyperparameters(hparams_file)
+        datamodule = cls(**constructor_arguments(cls, stored, kept.get("arguments", {}).get("data"), hyperparameters))
+        if checkpoint.get("data"):
+            datamodule.load_state_dict(checkpoint["data"])
+        return datamodule
+
+    def __str__(self) -> str:
+        """Return the loaders that are defined, one a line."""
+        lines = []
+        for stage in ("train", "val", "test", "predict"):
+            if self.overrides(f"{stage}_dataloader"):
+                lines.append(f"{stage}_dataloader")
+        return f"{type(self).__name__}({', '.join(lines) or 'no loaders'})"
 
     # -- where it runs -------------------------------------------------------------------------------------------------
 

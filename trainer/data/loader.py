@@ -189,14 +189,19 @@ class Loaders:
         self.val: dict[str, BatchLoader] = {}
         self.test: dict[str, BatchLoader] = {}
         self.predict: dict[str, BatchLoader] = {}
+        self.given: dict[str, Any] = {}
+        """The user's loaders, by the names of the attributes."""
 
-    def set_training(self, loader: BatchLoader) -> None:
+    def set_training(self, loader: BatchLoader, given: Any) -> None:
         """Set the training loader, which the methods that return the others may already use."""
-        self.train = loader
+        self.train, self.given["train"] = loader, given
 
-    def set_evaluation(self, kind: Literal["val", "test", "predict"], loaders: dict[str, BatchLoader]) -> None:
+    def set_evaluation(
+        self, kind: Literal["val", "test", "predict"], loaders: dict[str, BatchLoader], given: Any
+    ) -> None:
         """Set the evaluation loaders."""
         setattr(self, kind, loaders)
+        self.given[kind] = given
 
     @property
     def evaluated(self) -> dict[str, BatchLoader]:

@@ -25,6 +25,10 @@ def move_to(batch: Any, device: torch.device) -> Any:
     return map_leaves(batch, partial(_moved, device=device), moves_itself)
 
 
+move_data_to_device = move_to
+"""Lightning's name."""
+
+
 def map_leaves(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Return a copy of `batch` with the function applied to every leaf, in any nesting of dicts, lists, tuples,
     namedtuples and dataclasses, which keep their classes and other attributes.

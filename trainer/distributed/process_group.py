@@ -30,6 +30,8 @@ class SingleProcess:
         samples."""
         self.reporters = tuple(range(world_size))
         """By reader, the rank of its process that reports: whose losses, logged values and predictions count."""
+        self.mesh: Any = None
+        """The `DeviceMesh` of the processes, under a strategy that has one."""
         self.begun = 0
         """Number of collectives begun so far; equal on processes at the same point of the run."""
 

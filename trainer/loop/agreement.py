@@ -32,6 +32,7 @@ MAY_DIFFER = (
     "precision",
     "callbacks",  # those compared that have `agree_on`
     "profiler",
+    "plugins",  # the precision that they choose is compared
     "logger",  # these work on rank 0
     "enable_progress_bar",
     "enable_model_summary",

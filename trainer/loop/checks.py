@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import as_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
-from trainer.hyperparameters import Hyperparameters, check_data
 from trainer.loop.changes import allowed_problems
 from trainer.loop.loaders import micro_batch_of
 from trainer.loop.resolved_config import ResolvedConfig, step_config
@@ -43,14 +43,16 @@ DATAMODULE_EQUIVALENTS = {"on_save_checkpoint": "state_dict", "on_load_checkpoin
 """Methods of data modules that are not called, as in Lightning -> what to define instead."""
 
 LIGHTNING_EQUIVALENTS = {
-    "training_epoch_end": "on_train_epoch_end",
+    "training_epoch_end": "on_train_epoch_end, and keep the outputs in a list of the module's",
+    "validation_epoch_end": "on_validation_epoch_end, and keep the outputs in a list of the module's",
+    "test_epoch_end": "on_test_epoch_end, and keep the outputs in a list of the module's",
+    "predict_epoch_end": "on_predict_epoch_end, and keep the outputs in a list of the module's",
+    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
+    "tbptt_split_batch": "automatic_optimization = False, with a loop over the parts in training_step",
     "training_step_end": "on_train_batch_end",
     "validation_step_end": "on_validation_batch_end",
     "test_step_end": "on_test_batch_end",
     "configure_sharded_model": "configure_model",
-    "optimizer_step": "on_before_optimizer_step, or automatic_optimization = False",
-    "optimizer_zero_grad": "on_before_zero_grad, or automatic_optimization = False",
-    "backward": "on_before_backward, or automatic_optimization = False with manual_backward",
 }
 """Methods of Lightning's modules that are not called here -> what to define instead."""
 
@@ -177,7 +179,7 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
     for method in needed:
         if not module.overrides(method) and method not in misspelt and not _predicts_by_forward(module, method):
             problems.append(_missing(name, method))
-    problems += _check_signatures(module)
+    problems += _check_signatures(module, stage)
     problems += [
         f"{name}.{step} contains 'yield', so a call would not run it: use 'return'."
         for step in (*STEPS.values(), "configure_optimizers")
@@ -191,7 +193,7 @@ def module_problems(module: TrainModule, stage: str) -> list[str]:
         and not callable(value)
         and method not in (*METHODS, *MODULE_HOOKS)
     ]
-    return problems + _wrong_hyperparameters(module)
+    return problems + module.hyperparameter_problems
 
 
 def datamodule_problems(datamodule: DataModule) -> list[str]:
@@ -224,20 +226,29 @@ def _predicts_by_forward(module: TrainModule, method: str) -> bool:
     return method == "predict_step" and type(module).forward is not nn.Module.forward
 
 
+def _takes_optimizer_idx(module: TrainModule, name: str) -> bool:
+    try:
+        return "optimizer_idx" in inspect.signature(getattr(module, name)).parameters
+    except (TypeError, ValueError):  # written in C, or no function
+        return False
+
+
 def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...]) -> dict[str, str]:
     """Return the problems of methods whose names are close to a known method, by that method."""
     own = [name for kind in type(owner).__mro__[: type(owner).__mro__.index(base)] for name in vars(kind)]
+    called = {
+        one for name in own if inspect.isfunction(f := getattr_static(owner, name)) for one in f.__code__.co_names
+    }
     problems = {}
     for name in own:
-        if (
-            name.startswith("_")
-            or name in LIGHTNING_EQUIVALENTS
-            or hasattr(base, name)
-            or not callable(getattr(owner, name))
-        ):
+        is_method = inspect.isfunction(getattr_static(owner, name))
+        if name.startswith("_") or name in LIGHTNING_EQUIVALENTS or name in called or not is_method:
+            continue
+        if hasattr(base, name):
             continue
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if close and not owner.overrides(close[0]):
+        # A name around the known one, such as configure_models, is a helper's.
+        if close and close[0] not in name and not owner.overrides(close[0]):
             problems[close[0]] = (
                 f"{type(owner).__name__}.{name} is not a method that the trainer calls. Did you mean {close[0]!r}? "
                 "If not, choose a less similar name."
@@ -245,26 +256,23 @@ def _misspelt(owner: TrainModule | DataModule, base: type, known: tuple[str, ...
     return problems
 
 
-def _check_signatures(module: TrainModule) -> list[str]:
-    problems = []
+STEPS_OF = {**{stage: (step,) for stage, step in STEPS.items()}, "fit": ("training_step", "validation_step")}
+"""The step methods that a stage calls."""
+
+
+def _check_signatures(module: TrainModule, stage: str) -> list[str]:
+    problems: list[str | None] = []
     for name in (*MODULE_HOOKS, *METHODS):
-        if module.overrides(name):
+        if name in STEPS.values() and name not in STEPS_OF[stage]:
+            continue
+        if module.overrides(name) and _takes_optimizer_idx(module, name):
+            problems.append(
+                f"{type(module).__name__}.{name} takes optimizer_idx, as in Lightning 1: with several optimizers set "
+                "automatic_optimization = False, and step each of self.optimizers() in training_step; otherwise leave "
+                "the argument out."
+            )
+        elif module.overrides(name):
             evaluates = name in STEPS.values() and name != "training_step"
             expected = EVALUATION_ARGUMENTS if evaluates else parameters_of(getattr(TrainModule, name))
             problems.append(check_signature(module, name, expected))
     return [problem for problem in problems if problem is not None]
-
-
-def _wrong_hyperparameters(module: TrainModule) -> list[str]:
-    """Return the problem of hyperparameters that no checkpoint can store, before training rather than at a save."""
-    if not isinstance(module.hparams, Hyperparameters):
-        return [
-            f"{type(module).__name__}.hparams is a {type(module.hparams).__name__}: do not assign it, call "
-            "self.save_hyperparameters() in __init__ (or self.hparams.update(...) with a dict)."
-        ]
-    try:
-        for name, value in module.hparams.items():
-            check_data(value, name)
-    except ConfigError as error:
-        return [str(error)]
-    return []

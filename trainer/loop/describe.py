@@ -104,7 +104,9 @@ def _clipping(settings: Settings) -> str:
 def _validation(settings: Settings) -> str:
     interval = settings.val_check_interval
     epochs = "epoch" if settings.check_val_every_n_epoch == 1 else f"{settings.check_val_every_n_epoch} epochs"
-    if isinstance(interval, int):
+    if settings.validation_seconds is not None:
+        return f"every {settings.validation_seconds:g} seconds"
+    if not isinstance(interval, float):
         return f"every {interval} batches"
     return f"after every {epochs}" if interval == 1.0 else f"{1 / interval:.3g} times per epoch, every {epochs}"
 

@@ -56,8 +56,8 @@ def stage_hooks(run: Run, stage: Literal["validation", "test", "predict"]) -> St
     )
 
 
-def run_validation(run: Run) -> dict[str, float]:
-    """Run `Trainer.validate`; return the reductions by name."""
+def run_validation(run: Run) -> list[dict[str, float]]:
+    """Run `Trainer.validate`; return the reductions by name, of each loader."""
     return evaluate(run, stage_hooks(run, "validation"), run.val_loaders, no_gradients(run.settings.inference_mode))
 
 
@@ -80,8 +80,8 @@ def sanity_check(run: Run) -> None:
         run.hooks.on_sanity_check_end()
 
 
-def run_test(run: Run) -> dict[str, float]:
-    """Run `Trainer.test`; return the reductions by name."""
+def run_test(run: Run) -> list[dict[str, float]]:
+    """Run `Trainer.test`; return the reductions by name, of each loader."""
     return evaluate(run, stage_hooks(run, "test"), run.loaders.test, no_gradients(run.settings.inference_mode))
 
 
@@ -92,11 +92,12 @@ def evaluate(
     no_gradients: AbstractContextManager[Any],
     log_results: bool = True,
     max_batches: int | None = None,
-) -> dict[str, float]:
-    """Run validation or test over all loaders; return the reductions by name.
+) -> list[dict[str, float]]:
+    """Run validation or test over all loaders; return the reductions by name, in a dict for each loader.
 
-    Every sample counts once, on any number of processes. With several loaders, `name/loader` is the reduction over one
-    loader and `name` that over all loaders (except for torchmetrics objects, which are reset after each loader).
+    Values that hooks at the end log are in each dict. Every sample counts once, on any number of processes. With
+    several loaders, `name/loader` is the reduction over one loader and `name` that over all loaders (except for
+    torchmetrics objects, which are reset after each loader).
 
     Args:
         run: the current run.
@@ -109,12 +110,13 @@ def evaluate(
     module, metrics = run.module, run.metrics
     scope = MetricScope(batches=True, steps=False)
     synchronize_buffers(run.strategy)
-    results: dict[str, float] = {}
+    results: list[dict[str, float]] = [{} for _ in loaders]
 
-    def read(values: ReducedMetrics) -> None:
+    def read(values: ReducedMetrics, to: list[dict[str, float]]) -> None:
         if log_results:
             run.log_to_loggers(values)
-            results.update(values.results)
+            for one in to:
+                one.update(values.results)
             if run.stage == "fit":
                 run.nonfinite.check_validation(values.results)
         else:
@@ -130,39 +132,44 @@ def evaluate(
             for dataloader_idx, (name, loader) in enumerate(loaders.items()):
                 scope.loader = name if len(loaders) > 1 else ""
                 deque(run_batches(run, hooks, loader, dataloader_idx, max_batches), maxlen=0)
-                read(metrics.read_epoch(scope))
+                read(metrics.read_epoch(scope), [results[dataloader_idx]])
                 if len(loaders) > 1:
                     metrics.reset_computed()
-            read(metrics.read_overall(scope))
+            read(metrics.read_overall(scope), [])
         run.strategy.release_gathered()
         # Kept apart from the values of the training around the evaluation.
         closing = metrics.begin_evaluation_end()
         with metrics.in_ending(closing if log_results else None), metrics.recording(closing):
             hooks.epoch_end()
-            read(metrics.read_epoch(closing))
+            read(metrics.read_epoch(closing), results)
             if run.stage == "fit" and log_results:
                 run.progress.validated()
             hooks.end()
-            read(metrics.read_epoch(closing))
+            read(metrics.read_epoch(closing), results)
             metrics.reset_computed()
     hooks.model_train()
     return results
 
 
-def run_prediction(run: Run) -> Iterator[Any]:
-    """Yield the outputs of `predict_step`, batch by batch, loader by loader."""
+def run_prediction(run: Run, keep: bool) -> list[list[Any]]:
+    """Run `predict_step` over all loaders; return its outputs, batch by batch, in a list for each loader.
+
+    `keep`: False to keep no outputs in memory, and return empty lists.
+    """
     hooks, loaders = stage_hooks(run, "predict"), run.loaders.predict
     with eval_mode(run.module), no_gradients(run.settings.inference_mode):
         hooks.model_eval()
         hooks.start()
         hooks.epoch_start()
+        kept: list[list[Any]] = []
         for dataloader_idx, loader in enumerate(loaders.values()):
             outputs = run_batches(run, hooks, loader, dataloader_idx)
-            yield from outputs if run.strategy.processes.reports else deque(outputs, maxlen=0)
+            kept.append([*deque(outputs, maxlen=None if keep and run.strategy.processes.reports else 0)])
         run.strategy.release_gathered()
         hooks.epoch_end()
         hooks.end()
     hooks.model_train()
+    return kept
 
 
 def run_batches(

@@ -61,22 +61,24 @@ def make_loaders(run: Run, given: dict[str, Any]) -> None:
         if train is None:
             raise _no_loader(run, "train_dataloaders", "train_dataloader")
         batch_loader = _train_loader(run, train)
-        run.loaders.set_training(batch_loader)
+        run.loaders.set_training(batch_loader, train)
         val = given["val"] if given["val"] is not None else source.val_dataloader()
         refuse_data(val, "fit")
-        run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val))
+        run.loaders.set_evaluation("val", _val_loaders_of_fit(run, train, val), val)
         if run.val_loaders:
             _check_intervals(run, batch_loader)
     elif run.stage == "validate":
         loaders = given["val"] if given["val"] is not None else source.val_dataloader()
-        run.loaders.set_evaluation("val", _needed(run, loaders, settings.limit_val_batches, "val_dataloader"))
+        needed = _needed(run, loaders, settings.limit_val_batches, "val_dataloader")
+        run.loaders.set_evaluation("val", needed, loaders)
     elif run.stage == "test":
         loaders = given["test"] if given["test"] is not None else source.test_dataloader()
-        run.loaders.set_evaluation("test", _needed(run, loaders, settings.limit_test_batches, "test_dataloader"))
+        needed = _needed(run, loaders, settings.limit_test_batches, "test_dataloader")
+        run.loaders.set_evaluation("test", needed, loaders)
     else:
         loaders = given["predict"] if given["predict"] is not None else source.predict_dataloader()
         limit = settings.limit_predict_batches
-        run.loaders.set_evaluation("predict", _needed(run, loaders, limit, "predict_dataloader"))
+        run.loaders.set_evaluation("predict", _needed(run, loaders, limit, "predict_dataloader"), loaders)
     if len(run.loaders.evaluated) > 1:
         _check_loader_index(run)
 
@@ -140,6 +142,8 @@ def _train_loader(run: Run, loader: Any) -> BatchLoader:
 
 def _check_intervals(run: Run, batch_loader: BatchLoader) -> None:
     interval, length = run.config.val_check_interval, batch_loader.length
+    if run.settings.check_val_every_n_epoch is None:
+        return
     if length is None and isinstance(interval, float) and interval < 1.0:
         raise ConfigError(
             f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length: give "
@@ -168,6 +172,7 @@ def _batch_loader(run: Run, loader: Any, name: str, limit: int | float, *, train
         limit=limit,
         shuffle=False if run.settings.overfit_batches else None,
         seed_per_sample=run.settings.seed_per_sample,
+        split=run.settings.use_distributed_sampler,
         pad=run.strategy.collective_forward,
     )
 

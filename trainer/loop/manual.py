@@ -16,6 +16,7 @@ from trainer.errors import ConfigError
 from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors, outputs_for_hooks
 from trainer.loop.run import Run
 from trainer.optimizers import copy_gradients, needs_closure
+from trainer.precision import NULL_CONTEXT
 
 log = logging.getLogger("trainer")
 
@@ -64,8 +65,8 @@ class ManualOptimization:
             self._check_calls(f"step {step}")
         return outputs_for_hooks(run.hooks, outputs), data, []
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run backward for `TrainModule.manual_backward`."""
+    def backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
+        """Run backward for `TrainModule.manual_backward`. `args`, `options`: of `torch.Tensor.backward`."""
         run = self.run
         if run.module.automatic_optimization:
             raise ConfigError(
@@ -81,7 +82,8 @@ class ManualOptimization:
         for optimizer in run.optimizers if run.strategy.scaler is not None else ():
             run.strategy.scale_gradients(optimizer)
         self._in_backward = True
-        run.backward(loss)
+        with run.strategy.backward_with(*args, **options) if args or options else NULL_CONTEXT:
+            run.backward(loss)
         self._in_backward = False
         if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
             copy_gradients(run.module.parameters())

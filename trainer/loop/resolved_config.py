@@ -18,6 +18,7 @@ from trainer.callback import (
     callback_named,
     callback_problems,
 )
+from trainer.compat.plugins import read_plugins
 from trainer.distributed.devices import choose_accelerator, parse_devices
 from trainer.distributed.environment import detect_environment
 from trainer.distributed.tpu import sharing_problems
@@ -50,6 +51,8 @@ class ResolvedConfig:
     """The reasons for "device", "devices", "strategy" and "precision", as texts."""
     time_limit: Callback | None = None
     """The callback that holds `max_time`."""
+    sync_batchnorm: bool = False
+    """True to compute the statistics of BatchNorm over the batches of all processes."""
 
     @property
     def max_epochs(self) -> int | None:
@@ -69,7 +72,23 @@ class ResolvedConfig:
     @property
     def val_check_interval(self) -> int | float:
         """Batches (int) or fraction of an epoch (float) between validations; 1.0 in a fast_dev_run."""
-        return 1.0 if self.settings.fast_dev_run else self.settings.val_check_interval
+        interval = self.settings.val_check_interval
+        return interval if isinstance(interval, (int, float)) and not self.settings.fast_dev_run else 1.0
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that take part."""
+        return self.num_processes // self.devices
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this machine."""
+        return self.strategy.processes.rank // self.devices
+
+    @property
+    def used_devices(self) -> list[int]:
+        """The numbers of the devices of this machine."""
+        return list(range(self.devices)) if self.device_ids is None else self.device_ids
 
 
 def settings_problems(settings: Settings) -> list[str]:
@@ -99,7 +118,8 @@ def _unknown_choices(settings: Settings) -> list[str]:
     else:
         problems += _error_of(lambda: resolve_strategy(settings.strategy, 1))
         problems += unknown_methods(settings.strategy) if isinstance(settings.strategy, Strategy) else []
-    problems += _error_of(lambda: resolve_precision(settings.precision))
+    precision, _, wrong = read_plugins(settings.plugins, is_default_precision, settings.precision)
+    problems += wrong + _error_of(lambda: resolve_precision(precision))
     problems += compile_problems(settings.compile)
     problems += _error_of(lambda: choose_accelerator(settings.accelerator))
     if settings.profiler not in (None, *PROFILERS) and not isinstance(settings.profiler, Callback):
@@ -132,6 +152,11 @@ def _wrong_callbacks(settings: Settings) -> list[str]:
                     f"them{true_or_false}; your own is a subclass of trainer.{kind.__name__}."
                 )
     return problems
+
+
+def is_default_precision(precision: Any) -> bool:
+    """Whether a precision is what a Trainer without the argument has."""
+    return isinstance(precision, (str, int)) and str(precision) in ("32-true", "32")
 
 
 def checked_config(settings: Settings, problems: list[str]) -> ResolvedConfig:
@@ -190,7 +215,10 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
             f"trainer launch --nnodes {num_nodes} --nproc-per-node {devices} --rdzv HOST:29500 ..."
         )
     strategy, strategy_reason = resolve_strategy(settings.strategy, devices * num_nodes, device_type)
-    precision = resolve_precision(settings.precision)
+    wanted, syncs, _ = read_plugins(settings.plugins, is_default_precision, settings.precision)
+    precision = resolve_precision(wanted)
+    if (settings.sync_batchnorm or syncs) and device_type == "cpu" and devices * num_nodes > 1:
+        problems.append("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm runs: leave it out on CPUs.")
     problems += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
     compilation = read_compile(settings.compile)
     if compilation is not None:
@@ -207,7 +235,9 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
         "precision": "the default" if settings.precision == "32-true" else "given",
     }
     where = device_type, devices, device_ids, devices * num_nodes
-    return ResolvedConfig(settings, *where, strategy, precision, callbacks, loggers, compilation, reasons, time_limit)
+    made = ResolvedConfig(settings, *where, strategy, precision, callbacks, loggers, compilation, reasons, time_limit)
+    made.sync_batchnorm = settings.sync_batchnorm or syncs
+    return made
 
 
 def step_config(settings: Settings, **known: Any) -> StepConfig:
@@ -258,7 +288,7 @@ def _loggers(settings: Settings) -> list[Logger]:
         return list(settings.logger)
     if not settings.logger:
         return []
-    names = ["CSVLogger", "TensorBoardLogger"] if find_spec("tensorboard") else ["CSVLogger"]
+    names = ["TensorBoardLogger", "CSVLogger"] if find_spec("tensorboard") else ["CSVLogger"]
     return [logger for name in names if isinstance(logger := callback_named(name)(), Logger)]
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -34,19 +34,22 @@ from trainer.fault_tolerance.deadline import Deadline
 from trainer.fault_tolerance.signals import EXIT_RETRY
 from trainer.fault_tolerance.stop import StopCoordinator, exit_code
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.hyperparameters import stored_hyperparameters
 from trainer.loop.bad_steps import BadSteps
 from trainer.loop.direct_backward import RefusingDirectBackward
 from trainer.loop.gradient_norms import GradientNorms, clipping_finds_it
 from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.options import OptionsCheck
+from trainer.loop.overrides import OverriddenStep, OverriddenZeroGrad
 from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.loop.skipping import SkippedBatches
 from trainer.loop.trainable import NewParameters, TrainableParameters
+from trainer.loop.validation_clock import ValidationClock
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
 from trainer.module import TrainModule
-from trainer.optimizers import SchedulerConfig, needs_closure
+from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
 from trainer.profiling import (
     BACKWARD,
     CHECKPOINT,
@@ -59,7 +62,7 @@ from trainer.profiling import (
     phase_of,
     unheard,
 )
-from trainer.seed import derive_seed, seed_everything, set_rng_state
+from trainer.seed import derive_seed, global_seed, seed_generators, set_rng_state
 from trainer.settings import Settings
 from trainer.strategy import StepConfig, inherits, keeps_batches, keeps_step
 
@@ -113,11 +116,22 @@ class Run:
     their first argument, see `CallbackList`.
     """
 
+    optimizer_step: Callable[..., None]
+    zero_grad: Callable[[Optimizer], None] = staticmethod(zero_grad_fast)
+    keeps_losses = False
+    """True if the losses of a window are used after it."""
     flushed_step = -1
     """The last step whose values went to the loggers."""
     torn_down = clips_gradients = False
     checks_states = False
     """True until the optimizers have states, of which it is checked that a checkpoint can hold them."""
+    interrupted = False
+    """True if an error or a signal has ended the run."""
+    validation_clock: ValidationClock | None = None
+    """Tells when a validation is due, if `val_check_interval` is a time."""
+    _windows_before = 0
+    """The windows that were begun before this epoch and are no steps of it."""
+    _first_epoch = 0
     shutting_down = False
     """True while only the last collective of the run is left."""
     weights_loss_by_items = False
@@ -244,9 +258,9 @@ class Run:
         """Have each reader derive its own random numbers from the seed; the initial weights are equal."""
         self.session.seed = seed
         reader = self.strategy.processes.reader
-        if self.settings.seed is not None and reader > 0:
+        if (self.settings.seed is not None or global_seed() is not None) and reader > 0:
             # Reader 0 continues with the generators that Trainer(seed=...) has seeded, as a single process does.
-            seed_everything(derive_seed(seed, reader))
+            seed_generators(derive_seed(seed, reader))
 
     def record_facts(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """Add facts with which a resumed run is compared, as soon as they are known."""
@@ -328,12 +342,20 @@ class Run:
         yield
         self.activity = before
 
+    def interrupt(self) -> None:
+        """Remember that an error has ended the run."""
+        self.interrupted = True
+
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
         self.weights_loss_by_items = self.module.overrides("num_items")
         if self.settings.max_steps is not None and self.settings.max_steps >= 0:
             self.last_step = self.settings.max_steps
         self.divides_loss = self.weights_loss_by_items or self.strategy.processes.readers > 1
+        seconds, every = self.settings.validation_seconds, self.settings.log_every_n_steps or 50
+        if seconds is not None:
+            self.validation_clock = ValidationClock(seconds, self.strategy.processes, every)
+        self._first_epoch = self.progress.epoch
         assert self.train_loader is not None
         self.skipping.begin_training(self.hooks, self.train_loader, self.closure_needed)
         guard = self.step_guard
@@ -350,9 +372,30 @@ class Run:
                 self.closure_needed,
             )
 
+    def bind_overrides(
+        self, prepare: Callable[[Optimizer], None], losses: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        """Have the module's overrides of `optimizer_step` and `optimizer_zero_grad` take the place of the loop's calls.
+
+        Args:
+            prepare: called before an optimizer steps.
+            losses: returns those of the window.
+        """
+        module = self.module
+        self.keeps_losses = self.closure_needed
+        if not module.automatic_optimization:
+            return
+        if module.overrides("optimizer_step"):
+            step = self.optimizer_step
+            self.optimizer_step = OverriddenStep(module, self.strategy, self.progress, prepare, step, losses)
+            self.keeps_losses, self.prepares_updates = True, False
+        if module.overrides("optimizer_zero_grad"):
+            self.zero_grad = OverriddenZeroGrad(module, self.progress)
+
     def begin_epoch(self, validation_interval: int | None) -> None:
         """Begin an epoch, or go on inside of one."""
         self.in_epoch, self.validation_interval = True, validation_interval
+        self._windows_before = self.metrics.window - self.progress.step
         self.skipping.begin_epoch()
 
     @property
@@ -372,6 +415,23 @@ class Run:
             values.clear()
         self.flushed_step, self.in_epoch = -1, False
 
+    def set_reload(self, reload: Callable[[], None]) -> None:
+        """Call `reload` where `reload_dataloaders_every_n_epochs` asks for new loaders."""
+        self._reload = reload
+
+    def reload_if_due(self) -> None:
+        """Make the loaders anew at the start of an epoch, if it is time. Collective."""
+        every, epoch = self.settings.reload_dataloaders_every_n_epochs, self.progress.epoch
+        if every and epoch > self._first_epoch and epoch % every == 0:
+            self._reload()
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the window in progress, or the one that has just ended, is the last of the epoch."""
+        length, batch = self.num_training_batches, self.progress.batch
+        inside = self.metrics.window - self.progress.step > self._windows_before
+        return length is not None and batch + (self.session.accumulate_grad_batches if inside else 0) >= length
+
     def end_epoch(self) -> None:
         """Count the epoch, which is complete."""
         self.progress.next_epoch()
@@ -387,6 +447,8 @@ class Run:
         self.metrics.end("teardown logs nothing: log in on_train_end, or in on_validation_end or on_test_end.")
         of_data = [self.datamodule.teardown] if self.datamodule is not None else []
         call_all([*of_data, self.hooks.teardown], self.stage)
+        for logger in self.loggers if self.strategy.processes.is_global_zero else ():
+            logger.finalize("failed" if self.interrupted else "success")
 
     def shut_down(self) -> None:
         """Wait for the other processes, by the last collective of the run."""
@@ -639,8 +701,17 @@ class Run:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters of module and data module."""
-        data = self.datamodule.hparams if self.datamodule is not None else {}
-        return {"module": dict(self.module.hparams), "data": dict(data)}
+        owners: dict[str, Any] = {"module": self.module, "data": self.datamodule}
+        stored = {name: {} if one is None else stored_hyperparameters(one.hparams) for name, one in owners.items()}
+        arguments = {name: vars(one).get("_hparams_argument") for name, one in owners.items() if one is not None}
+        named = {name: argument for name, argument in arguments.items() if argument is not None}
+        return {**stored, "arguments": named} if named else stored
+
+    def logged_hyperparameters(self) -> dict[str, Any]:
+        """Return the hyperparameters for the loggers: without those of `save_hyperparameters(logger=False)`."""
+        owners: dict[str, Any] = {"module": self.module, "data": self.datamodule}
+        kept = self.hyperparameters()
+        return {n: kept[n] if vars(one or self).get("_hparams_for_loggers", True) else {} for n, one in owners.items()}
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 

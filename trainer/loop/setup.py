@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainer.loop.changes import facts_of_module, facts_of_training, report_chan
 from trainer.loop.checks import check_call
 from trainer.loop.describe import cuda_capability, performance_hints, start_line
 from trainer.loop.loaders import make_loaders
+from trainer.loop.overrides import OF_STEP
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import (
@@ -41,6 +43,7 @@ from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_
 from trainer.loop.training_state import (
     check_storable,
     choose_seed,
+    lightning_keys,
     load_training_state,
     restore_training,
     restore_weights,
@@ -104,8 +107,10 @@ def start_run(
             prepare_data(run)
             build_module(run, checkpoint, cleanup, weights)
             cleanup.callback(run.loaders.close)
+            know_the_epoch(run, checkpoint)
             make_loaders(run, data)
             check_loaders(run)
+            run.set_reload(partial(reload_loaders, run, data))
             if stage == "fit":
                 build_optimizers(run)
             restore_training(run, checkpoint)
@@ -117,6 +122,7 @@ def start_run(
                 yield run
             finish(run)
         except BaseException as error:
+            run.interrupt()
             end_with_error(run, error)
             raise
     run.stop_coordinator.send_again(run.stop_reason)
@@ -209,6 +215,8 @@ def build_module(
     loads_all = module.strict_loading and (is_full or pretrained is not None)
     with strategy.init_context(module, will_load_checkpoint=loads_all):
         module.configure_model()
+        if run.config.sync_batchnorm and strategy.processes.world_size > 1:
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)
         check_module(run)
         converts = strategy.precision.weights not in (None, torch.float32)
         refuse_dispatched(module, training, strategy.name, strategy.shards_state, converts)
@@ -218,7 +226,8 @@ def build_module(
         run.record_facts({"module": facts_of_module(module)})
         check_torchmetrics(module)
     if checkpoint is not None:
-        run.hooks.on_load_checkpoint(checkpoint)
+        with lightning_keys(checkpoint):
+            run.hooks.on_load_checkpoint(checkpoint)
     disable_activation_checkpointing(module)
     strategy.setup_module(module, training, run.settings.activation_checkpointing if training else None)
     gather_to_save(run)
@@ -229,6 +238,19 @@ def build_module(
         strategy.load_module_state(pretrained, module.strict_loading)
         log.info("started from the weights of %s", weights)
     restore_weights(run, checkpoint)
+
+
+def know_the_epoch(run: Run, checkpoint: dict[str, Any] | None) -> None:
+    """Restore the counters before the loaders are asked for, if these depend on the epoch."""
+    if checkpoint is not None and run.stage == "fit" and run.settings.reload_dataloaders_every_n_epochs:
+        run.progress.load_state_dict(checkpoint["progress"])
+
+
+def reload_loaders(run: Run, data: dict[str, Any]) -> None:
+    """Ask the data module or module for its loaders anew. Collective."""
+    run.loaders.close()
+    make_loaders(run, data)
+    check_loaders(run)
 
 
 def build_optimizers(run: Run) -> None:
@@ -259,6 +281,11 @@ def build_optimizers(run: Run) -> None:
         compiles_module=run.config.compilation is not None and run.config.compilation.blocks is None,
     )
     run.set_up_optimizers(optimizers, schedulers, steps)
+    if run.closure_needed and module.overrides_any(OF_STEP):
+        raise ConfigError(
+            f"{type(optimizers[0]).__name__} evaluates the loss several times a step, in a loop of its own: leave out "
+            f"the overrides of {' and '.join(name for name in OF_STEP if module.overrides(name))}."
+        )
     if run.closure_needed and (len(optimizers) > 1 or strategy.processes.world_size > 1 or strategy.scaler is not None):
         raise ConfigError(
             f"{type(optimizers[0]).__name__} evaluates the loss several times a step: use it as the only optimizer, on "

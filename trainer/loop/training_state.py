@@ -6,7 +6,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -32,7 +33,7 @@ from trainer.metrics.reductions import REDUCTIONS
 from trainer.metrics.state import load_metrics_state, metrics_state
 from trainer.model.hugging_face import hugging_face_models
 from trainer.optimizers import SchedulerConfig
-from trainer.seed import rng_state
+from trainer.seed import global_seed, rng_state
 from trainer.strategy import synchronize_buffers
 
 log = logging.getLogger("trainer")
@@ -101,6 +102,30 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "facts": {name: dict(facts) for name, facts in run.facts.items()},
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }
+
+
+@contextmanager
+def lightning_keys(checkpoint: dict[str, Any]) -> Iterator[None]:
+    """Show entries of a checkpoint under Lightning's keys, too, in the hooks that get it; "state_dict" may be replaced.
+
+    "state_dict" is the entry "model"; the other keys are for reading.
+    """
+    progress = checkpoint.get("progress", {})
+    shown = {
+        "state_dict": checkpoint["model"],
+        "epoch": progress.get("epoch", 0),
+        "global_step": progress.get("step", 0),
+        "hyper_parameters": checkpoint.get("hyperparameters", {}).get("module", {}),
+        "optimizer_states": checkpoint.get("optimizers", []),
+        "lr_schedulers": checkpoint.get("schedulers", []),
+    }
+    shown = {name: value for name, value in shown.items() if name not in checkpoint}
+    checkpoint.update(shown)
+    yield
+    for name in shown:
+        value = checkpoint.pop(name, None)
+        if name == "state_dict" and value is not None and checkpoint["model"] is shown[name]:
+            checkpoint["model"] = value
 
 
 def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
@@ -247,7 +272,8 @@ def choose_seed(run: Run, checkpoint: Mapping[str, Any] | None) -> int:
     """Return the seed of the settings, else of the checkpoint, else a new one for all ranks. Collective."""
     seed = run.settings.seed
     if checkpoint is None:
-        new = int.from_bytes(os.urandom(4), "little")
+        last = global_seed()
+        new = int.from_bytes(os.urandom(4), "little") if last is None else last
         return seed if seed is not None else int(run.strategy.processes.broadcast_object(new))
     saved = int(checkpoint["seed"])
     if seed is not None and seed != saved and run.stage == "fit":
@@ -412,6 +438,7 @@ def save_state(
     run: Run,
     write: Callable[[dict[str, Any], dict[str, Any]], None],
     info: Mapping[str, Any] | Callable[[list[str]], Mapping[str, Any]],
+    weights_only: bool = False,
 ) -> None:
     """Pass the run's state to `write`; see `Trainer.save_with`. Collective."""
     strategy = run.strategy
@@ -431,7 +458,10 @@ def save_state(
         if nonfinite:
             about["nonfinite"] = nonfinite
         state = training_state(run, tensors, callbacks)
-        run.hooks.on_save_checkpoint(state)
+        with lightning_keys(state):
+            run.hooks.on_save_checkpoint(state)
+        if weights_only:
+            state |= {"optimizers": [], "schedulers": [], "scaler": {}}
         if strategy.processes.is_global_zero:
             for logger in run.loggers:
                 logger.flush()

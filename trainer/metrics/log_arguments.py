@@ -9,16 +9,13 @@ import torch
 
 from trainer.errors import ConfigError, did_you_mean
 
-OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight")
+OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "batch_size", "weight", "add_dataloader_idx")
 
 LIGHTNING_EQUIVALENTS = {
-    "sync_dist": "Leave it out: values are always reduced over all processes.",
-    "sync_dist_group": "Leave it out: values are always reduced over all processes.",
-    "rank_zero_only": "Leave it out, and log on every process: loggers are only on rank 0 anyway.",
     "reduction": "It is called reduce_fx: 'mean', 'sum', 'min' or 'max'.",
-    "add_dataloader_idx": "Leave it out: with several loaders a name is 'name/loader', and 'name' is over all of them.",
-    "metric_attribute": "Leave it out: the metric is found among the module's attributes.",
-    "enable_graph": "Leave it out: values are logged without their graph.",
+    "tbptt_reduce_fx": "Leave it out: log the parts of a sequence with reduce_fx.",
+    "tbptt_pad_token": "Leave it out: log the parts of a sequence with reduce_fx.",
+    "sync_dist_op": "It is called reduce_fx: 'mean', 'sum', 'min' or 'max'.",
 }
 """Options of other trainers and of earlier versions -> advice."""
 
@@ -28,6 +25,27 @@ def reject_unknown_options(options: Iterable[str]) -> None:
     for option in options:
         hint = LIGHTNING_EQUIVALENTS.get(option) or did_you_mean(option, OPTIONS).strip()
         raise ConfigError(f"self.log has no option {option!r}. {hint} Options: {', '.join(OPTIONS)}.")
+
+
+_FUNCTIONS = {
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.amin: "min",
+    min: "min",
+    torch.max: "max",
+    torch.amax: "max",
+    max: "max",
+    sum: "sum",
+}
+
+
+def reduction_named(reduction: Any) -> Any:
+    """Return the name of a reduction that is given as a function, or in capital letters."""
+    try:
+        return reduction.lower() if isinstance(reduction, str) else _FUNCTIONS.get(reduction, reduction)
+    except TypeError:  # not hashable
+        return reduction
 
 
 RESERVED_NAMES = ("step", "epoch")

@@ -15,7 +15,7 @@ import torch
 from trainer.arguments import is_mapping
 from trainer.distributed.sendable import sendable
 from trainer.errors import ConfigError
-from trainer.metrics.log_arguments import as_number, check_name, checked_weight
+from trainer.metrics.log_arguments import as_number, check_name, checked_weight, reduction_named
 from trainer.metrics.monitor import Kind
 from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host, total_of
 from trainer.profiling import LOGGING, Phase, unheard
@@ -349,9 +349,16 @@ class MetricLog:
             overall = scope.overall.setdefault(name, Entry(name, entry.options))
             overall.epoch.add(value, weight)
 
+    def log_without_loader(self, name: str, *value_and_options: Any) -> None:
+        """Record a value under its own name in an evaluation with several loaders; see `log`."""
+        scope = self.scope
+        with self.recording(MetricScope(scope.batches, scope.steps, entries=scope.overall)):
+            self.log(name, *value_and_options)
+
     def _new_entry(self, scope: MetricScope, key: str, metric: Any, options: LogOptions) -> Entry:
         """Return the entry of a name that is logged for the first time; the options of this call are kept."""
         on_step, on_epoch = options.on_step, options.on_epoch
+        options = options._replace(reduction=reduction_named(options.reduction), logger=options.logger is not False)
         if options.reduction not in REDUCTIONS:
             allowed = ", ".join(REDUCTIONS)
             raise ConfigError(f"self.log({key!r}, reduce_fx={options.reduction!r}): allowed are {allowed}.")

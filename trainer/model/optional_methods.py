@@ -16,6 +16,9 @@ METHODS = (
     "configure_callbacks",
     "configure_gradient_clipping",
     "lr_scheduler_step",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "backward",
     "num_items",
     "prepare_data",
     "transfer_batch_to_device",
@@ -63,6 +66,16 @@ class OptionalMethods:
     def overrides_any(self, names: Collection[str]) -> bool:
         """Return True if the subclass (or this object) defines one of these methods."""
         return any(self.overrides(name) for name in names)
+
+
+def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
+    """Return True if an object's class defines a method of its base class `parent` anew. Lightning's function."""
+    if isinstance(instance, OptionalMethods) and parent is None:
+        return instance.overrides(method_name)
+    own = getattr(type(instance), method_name, None)
+    bases = [parent] if parent is not None else type(instance).__mro__[1:]
+    first = next((getattr(base, method_name) for base in bases if hasattr(base, method_name)), None)
+    return own is not None and own is not first
 
 
 def _is_called(name: str) -> bool:

@@ -1,0 +1,120 @@
+"""AdvancedProfiler: the Python functions that take the time of `fit`; and the API that all profilers share."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.arguments import PositiveInt, local_path, make_folder
+from trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+class Profiler(Callback):
+    """Base class of profilers, `Trainer(profiler=)`: `with trainer.profiler.profile("my action")` measures a block."""
+
+    def start(self, action_name: str) -> None:
+        """Begin an action."""
+
+    def stop(self, action_name: str) -> None:
+        """End an action."""
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        """Measure the block as an action."""
+        self.start(action_name)
+        try:
+            yield action_name
+        finally:
+            self.stop(action_name)
+
+    def summary(self) -> str:
+        """Return the results as text; empty without any."""
+        return ""
+
+    def describe(self) -> None:
+        """Print the results."""
+        if text := self.summary():
+            print(text)
+
+
+class PassThroughProfiler(Profiler):
+    """Measure nothing."""
+
+
+class AdvancedProfiler(Profiler):
+    """Print, at the end of `fit`, the Python functions that took most time on rank 0, by cProfile. Slows the run down.
+
+    Actions of your own, `with trainer.profiler.profile("name")`, have a table each.
+
+    Args:
+        dirpath: folder of a file with the tables; None: print them.
+        filename: of that file, without its suffix. Default: "profile".
+        line_count_restriction: functions in a table: a number, or the share of all.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        line_count_restriction: PositiveInt | float = 1.0,
+    ) -> None:
+        self.dirpath = None if dirpath is None else local_path(dirpath, "dirpath")
+        self.filename = filename
+        self.line_count_restriction = line_count_restriction
+        self.profiles: dict[str, cProfile.Profile] = {}
+        self._running: list[str] = []
+
+    def start(self, action_name: str) -> None:
+        # Only one profile can be active in a process: the innermost action's.
+        if self._running:
+            self.profiles[self._running[-1]].disable()
+        self._running.append(action_name)
+        self.profiles.setdefault(action_name, cProfile.Profile()).enable()
+
+    def stop(self, action_name: str) -> None:
+        if action_name not in self._running:
+            return
+        self.profiles[self._running[-1]].disable()
+        while self._running.pop() != action_name:
+            pass
+        if self._running:
+            self.profiles[self._running[-1]].enable()
+
+    def summary(self) -> str:
+        tables = []
+        for action, profile in self.profiles.items():
+            text = io.StringIO()
+            pstats.Stats(profile, stream=text).sort_stats("cumulative").print_stats(self.line_count_restriction)
+            tables.append(f"Profile of {action}:\n{text.getvalue()}")
+        return "\n".join(tables)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.profiles.clear()
+        self._running.clear()
+        if trainer.is_global_zero:
+            self.start("fit")
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._report(trainer.print)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._report(trainer.print)
+
+    def _report(self, show: Callable[[str], None]) -> None:
+        if "fit" not in self._running:
+            return
+        self.stop("fit")
+        if self.dirpath is None:
+            show(self.summary())
+            return
+        make_folder(self.dirpath, "AdvancedProfiler(dirpath=...)")
+        (self.dirpath / f"{self.filename or 'profile'}.txt").write_text(self.summary())

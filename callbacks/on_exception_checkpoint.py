@@ -1,0 +1,53 @@
+"""OnExceptionCheckpoint: write a checkpoint when an error ends the training."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.callback import Callback
+from trainer.checkpoint.storage import as_storage_path
+from trainer.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+
+class OnExceptionCheckpoint(Callback):
+    """Write a checkpoint when an error ends `fit`, on one process: with several, the others could be anywhere.
+
+    A resume from it is not exact when the error came from inside a step, which has already drawn random numbers.
+
+    Args:
+        dirpath: folder or URL of the checkpoint.
+        filename: its name.
+
+    Raises:
+        ConfigError: `filename` is empty.
+    """
+
+    def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
+        if not filename:
+            raise ConfigError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.")
+        self.dirpath = dirpath
+        self.filename = filename
+
+    @property
+    def ckpt_path(self) -> str:
+        """The path of the checkpoint."""
+        return str(as_storage_path(self.dirpath) / self.filename)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if trainer.stage != "fit":
+            return
+        if trainer.world_size > 1:
+            log.warning("no checkpoint is written on an exception with several processes: the others may be anywhere")
+            return
+        try:
+            trainer.save_checkpoint(self.ckpt_path)
+        except CheckpointError as error:
+            log.error("%s", error)

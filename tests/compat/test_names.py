@@ -1,0 +1,121 @@
+"""Every public name of the installed Lightning is here, is another name here, or is answered in words."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from trainer.compat.names import ALIASES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.page import page
+
+lightning = pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning-names.md"
+TO_COME = {
+    *("BackboneFinetuning", "BaseFinetuning", "BatchSizeFinder", "DeviceStatsMonitor", "EMAWeightAveraging"),
+    *("LearningRateFinder", "MLFlowLogger", "RichProgressBar", "StochasticWeightAveraging", "WandbLogger"),
+    *("WeightAveraging", "RichModelSummary", "Tuner"),
+}
+"""Names whose rows say that they are here, and that are added after this table."""
+
+
+def classes() -> dict[str, type]:
+    found = [lightning.LightningModule, lightning.LightningDataModule, lightning.Trainer]
+    for name in ("callbacks", "loggers", "profilers"):
+        module = import_module(f"pytorch_lightning.{name}")
+        found += [getattr(module, one) for one in module.__all__ if inspect.isclass(getattr(module, one))]
+    return {kind.__name__: kind for kind in found}
+
+
+def ours(name: str) -> Any:
+    """Return this package's class; None if it is answered in words, or is to come."""
+    target = HOMES.get(name, f"trainer.callbacks:{name}")
+    if " " in NAMES.get(name, ""):
+        return None
+    home, _, attribute = target.partition(":")
+    return getattr(import_module(home), attribute, None)
+
+
+def names_of(kind: type) -> set[str]:
+    bases = {"LightningModule": nn.Module, "LightningDataModule": object, "Trainer": object}
+    base: Any = bases.get(kind.__name__, object)
+    for one in (lightning.Callback, import_module("pytorch_lightning.loggers").Logger):
+        if kind is not one and issubclass(kind, one):
+            base = one
+    return {name for name in dir(kind) if not name.startswith("_") and name not in dir(base)}
+
+
+@pytest.mark.parametrize("name", classes())
+def test_every_member_has_a_row(name: str) -> None:
+    rows = {one.partition("(")[0] for one in SURFACE[name].split()}
+    assert names_of(classes()[name]) <= rows
+
+
+@pytest.mark.parametrize("name", [name for name in classes() if "__init__" in vars(classes()[name])])
+def test_every_argument_has_a_row(name: str) -> None:
+    parameters = list(inspect.signature(classes()[name].__init__).parameters.values())[1:]
+    fixed = [one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    assert {f"({one})" for one in fixed} <= set(SURFACE[name].split())
+
+
+def is_answered(name: str, row: str, kind: Any) -> bool:
+    """Whether a row of a class is a name here, an alias, or words."""
+    method, _, argument = row.rstrip(")").partition("(")
+    words = {**WORDS.get(name, {}), **({f"({one})": "" for one in TRAINER_ARGUMENTS} if name == "Trainer" else {})}
+    if row in words or method in words or method in ALIASES.get(name, {}):
+        return True
+    if not argument:
+        return hasattr(kind, method) or method in vars(kind) or method in assigned(kind)
+    parameters = inspect.signature(getattr(kind, method) if method else kind.__init__).parameters
+    return argument in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def assigned(kind: type) -> str:
+    """Return the source of a class and its bases, in which attributes are assigned."""
+    return " ".join(inspect.getsource(base) for base in kind.__mro__ if base.__module__.startswith("trainer."))
+
+
+@pytest.mark.parametrize("name", [name for name in SURFACE if name not in TO_COME])
+def test_every_row_is_true(name: str) -> None:
+    kind = ours(name)
+    if kind is None:
+        assert name in NAMES, f"{name} is neither here nor answered in words"
+        return
+    assert [row for row in SURFACE[name].split() if not is_answered(name, row, kind)] == []
+
+
+def test_words_are_given_by_attribute_errors() -> None:
+    from trainer import DataModule, Trainer, TrainModule
+
+    objects: dict[str, Any] = {
+        "Trainer": Trainer(logger=False),
+        "LightningModule": TrainModule(),
+        "LightningDataModule": DataModule(),
+    }
+    for name, owner in objects.items():
+        for member, words in WORDS[name].items():
+            if member.isidentifier() and not callable(inspect.getattr_static(owner, member, None)):
+                assert not hasattr(owner, member)
+                with pytest.raises(AttributeError) as refused:
+                    getattr(owner, member)
+                assert f"Use {words}." in str(refused.value)
+
+
+def test_every_module_of_lightning_can_be_imported() -> None:
+    for name in MODULES.split():
+        assert import_module(f"trainer.{name}") is not None
+
+
+@pytest.mark.parametrize("target", [target for target in NAMES.values() if ":" in target and " " not in target])
+def test_every_target_exists(target: str) -> None:
+    home, _, name = target.partition(":")
+    assert name in TO_COME or hasattr(import_module(home), name)
+
+
+def test_the_page_shows_the_table() -> None:
+    assert page() == PAGE.read_text(), "write the output of: python -m trainer.compat.page"

@@ -1,0 +1,58 @@
+"""Answer Lightning's names that are not here: by the attribute with the value, or by an error that names the fix."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from trainer.compat.names import ALIASES, TRAINER_ARGUMENTS, WORDS
+
+Kind = TypeVar("Kind", bound=type)
+
+
+class Alias:
+    """An attribute whose value is at the path `path` of its object."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name, self.path = name, path
+        self._read = attrgetter(path)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else self._read(instance)
+
+    def __set__(self, instance: object, value: object) -> None:
+        kind = type(instance).__name__
+        fix = f"give {kind}({self.name}=...)" if self.path.startswith("settings.") else f"it is that of {self.path}"
+        raise AttributeError(f"{kind}.{self.name} cannot be set: {fix}.")
+
+
+class Absent:
+    """An attribute of Lightning's that is not here. An object may have an attribute of its own of that name."""
+
+    def __init__(self, name: str, words: str) -> None:
+        self.name, self.words = name, words
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no attribute {self.name!r}. Use {self.words}.")
+
+
+def answer_members(kind: Kind, lightning: str) -> Kind:
+    """Give a class an answer for each member of Lightning's class `lightning` that it does not have."""
+    for name, path in ALIASES.get(lightning, {}).items():
+        if name not in dir(kind):
+            setattr(kind, name, Alias(name, path))
+    for name, words in WORDS.get(lightning, {}).items():
+        if name.isidentifier() and name not in dir(kind):
+            setattr(kind, name, Absent(name, words))
+    return kind
+
+
+def member_words(lightning: str, name: str) -> str | None:
+    """Return what to use instead of a member of Lightning's class; None for a name without words."""
+    return WORDS.get(lightning, {}).get(name)
+
+
+def argument_words(lightning: str) -> dict[str, str]:
+    """Return what to use instead of arguments of the constructor of Lightning's class, by name."""
+    of_class = {name[1:-1]: words for name, words in WORDS.get(lightning, {}).items() if name.startswith("(")}
+    return {**TRAINER_ARGUMENTS, **of_class} if lightning == "Trainer" else of_class

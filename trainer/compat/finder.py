@@ -1,0 +1,88 @@
+"""Serve the modules that Lightning has and this package has not, such as `trainer.loggers`, and their names."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "trainer"
+NAMESAKE = "trainer.pytorch"
+"""Another name of the package, for `lightning.pytorch`."""
+PACKAGES = ("callbacks", "strategies", "cli", "tuner")
+"""Packages that are an attribute of `trainer`, though nothing has imported them yet."""
+
+
+class LightningModules:
+    """Finds Lightning's modules by their names in the table.
+
+    Args:
+        namesakes: find modules below `trainer.pytorch`; False: all others.
+    """
+
+    def __init__(self, namesakes: bool) -> None:
+        self.namesakes = namesakes
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec of one of Lightning's modules; None for any other name."""
+        if not fullname.startswith(f"{PACKAGE}.") or fullname.startswith(f"{PACKAGE}.compat"):
+            return None
+        from trainer.compat.names import MODULES
+
+        is_namesake = f"{fullname}.".startswith(f"{NAMESAKE}.")
+        if is_namesake != self.namesakes or not (is_namesake or fullname.partition(".")[2] in MODULES.split()):
+            return None
+        loader: Any = self
+        return ModuleSpec(fullname, loader, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return an empty module."""
+        return LightningPath(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put this package's own module in the place of one below `trainer.pytorch`."""
+        if f"{module.__name__}.".startswith(f"{NAMESAKE}."):
+            sys.modules[module.__name__] = import_module(PACKAGE + module.__name__.removeprefix(NAMESAKE))
+
+
+class LightningPath(ModuleType):
+    """A module of Lightning's: all names of the table can be imported from it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lightning_name(self, name)
+
+
+def install() -> None:
+    """Serve Lightning's modules to `import`."""
+    if not any(isinstance(finder, LightningModules) for finder in sys.meta_path):
+        # Python would find the files of `trainer` below `trainer.pytorch`, too, and import them a second time.
+        sys.meta_path.insert(0, LightningModules(namesakes=True))
+        # Last, so that a file of this package comes first.
+        sys.meta_path.append(LightningModules(namesakes=False))
+
+
+def lightning_name(package: ModuleType, name: str) -> Any:
+    """Return what one of Lightning's names stands for, for `__getattr__` of a module.
+
+    Raises:
+        AttributeError, ImportError: the name is not here; see `errors.no_such_name`.
+    """
+    from trainer.compat.names import MODULES, NAMES
+    from trainer.errors import no_such_name
+
+    target = NAMES.get(name, "")
+    home, _, attribute = target.partition(":")
+    if attribute and " " not in target:
+        return getattr(import_module(home), attribute)
+    inside = f"{package.__name__}.{name}".partition(".")[2]
+    if inside in MODULES.split() or (package.__name__ == PACKAGE and name in PACKAGES):
+        return import_module(f"{PACKAGE}.{inside}")
+    if not target and isinstance(package, LightningPath) and not name.startswith("_"):
+        callbacks = import_module("trainer.callbacks").CALLBACKS
+        if name in callbacks:
+            return callbacks[name]
+    raise no_such_name(package, name, target, depth=3)

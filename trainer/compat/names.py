@@ -1,0 +1,758 @@
+"""Lightning's public names, and what became of each: the one table of the package, in strings only.
+
+A name is here under the same name, has another name here (`ALIASES`, `NAMES`), or is answered in words (`WORDS`,
+`NAMES`). `answers` gives the classes their answers, `finder` serves Lightning's modules, `page` writes
+`docs/lightning-names.md`; a test compares the table with the installed Lightning.
+"""
+
+from __future__ import annotations
+
+NAMES: dict[str, str] = {
+    # What modules and packages export. "module:name" is imported; other texts are words.
+    "LightningModule": "trainer.module:TrainModule",
+    "LightningDataModule": "trainer.data.datamodule:DataModule",
+    "TrainModule": "trainer.module:TrainModule",
+    "DataModule": "trainer.data.datamodule:DataModule",
+    "Trainer": "trainer.trainer:Trainer",
+    "Callback": "trainer.callback:Callback",
+    "Logger": "trainer.callback:Logger",
+    "LightningLoggerBase": "trainer.callback:Logger",
+    "Checkpoint": "trainer.callback:Checkpoint",
+    "seed_everything": "trainer.seed:seed_everything",
+    "isolate_rng": "trainer.seed:isolated_rng",
+    "CombinedLoader": "trainer.data.combined_loader:CombinedLoader",
+    "AttributeDict": "trainer.hyperparameters:Hyperparameters",
+    "rank_zero_only": "trainer.distributed.rank_zero:rank_zero_only",
+    "rank_zero_info": "trainer.distributed.rank_zero:rank_zero_info",
+    "rank_zero_warn": "trainer.distributed.rank_zero:rank_zero_warn",
+    "rank_zero_debug": "trainer.distributed.rank_zero:rank_zero_debug",
+    "rank_zero_deprecation": "trainer.distributed.rank_zero:rank_zero_warn",
+    "rank_prefixed_message": "trainer.distributed.rank_zero:rank_prefixed_message",
+    "rank_zero_experiment": "trainer.callback:rank_zero_experiment",
+    "WarningCache": "trainer.distributed.rank_zero:WarningCache",
+    "STEP_OUTPUT": "typing:Any",
+    "EVALUATE_OUTPUT": "trainer.compat.types:EVALUATE_OUTPUT",
+    "_EVALUATE_OUTPUT": "trainer.compat.types:EVALUATE_OUTPUT",
+    "_PREDICT_OUTPUT": "typing:Any",
+    "EPOCH_OUTPUT": "typing:Any",
+    "TRAIN_DATALOADERS": "typing:Any",
+    "EVAL_DATALOADERS": "typing:Any",
+    "OptimizerLRScheduler": "typing:Any",
+    "OptimizerLRSchedulerConfig": "trainer.compat.types:OptimizerLRSchedulerConfig",
+    "OptimizerConfig": "trainer.compat.types:OptimizerConfig",
+    "LRSchedulerConfigType": "trainer.compat.types:LRSchedulerConfigType",
+    "LRSchedulerTypeUnion": "typing:Any",
+    "LRSchedulerPLType": "typing:Any",
+    "LRSchedulerConfig": "trainer.optimizers:SchedulerConfig",
+    "_METRIC_COLLECTION": "typing:Any",
+    "_PATH": "trainer.compat.types:_PATH",
+    "MisconfigurationException": "trainer.errors:ConfigError",
+    "SIGTERMException": "SystemExit: after a signal the step is completed and saved, and fit raises SystemExit(143)",
+    "TrainerFn": "trainer.compat.states:TrainerFn",
+    "RunningStage": "trainer.compat.states:RunningStage",
+    "TrainerStatus": "trainer.compat.states:TrainerStatus",
+    "TrainerState": "trainer.compat.states:TrainerState",
+    "GradClipAlgorithmType": "trainer.compat.states:GradClipAlgorithmType",
+    "LightningEnum": "trainer.compat.states:TextEnum",
+    "LightningOptimizer": "trainer.loop.manual:ManualOptimizer",
+    "grad_norm": "trainer.model.gradients:grad_norm",
+    "move_data_to_device": "trainer.data.transfer:move_data_to_device",
+    "is_overridden": "trainer.model.optional_methods:is_overridden",
+    "find_shared_parameters": "torch.nn.Module.named_parameters(remove_duplicate=False): equal objects are shared",
+    "set_shared_parameters": "assign the one parameter to both layers in __init__ or configure_model",
+    "suggested_max_num_workers": "the hint that a run logs when loading is slow; os.sched_getaffinity(0) has the cores",
+    "is_shared_filesystem": "a folder that all machines see, which is taken for granted where several write",
+    "is_picklable": "pickle.dumps in a try",
+    "disable_possible_user_warnings": "warnings.filterwarnings",
+    "measure_flops": "torch.utils.flop_counter.FlopCounterMode",
+    "garbage_collection_cuda": "gc.collect() and torch.cuda.empty_cache()",
+    "is_oom_error": "isinstance(error, torch.OutOfMemoryError)",
+    "is_cuda_out_of_memory": "isinstance(error, torch.OutOfMemoryError)",
+    "recursive_detach": "torch.utils._pytree.tree_map over the values; outputs for hooks are detached already",
+    "get_torchvision_model": "torchvision.models.get_model",
+    "extract_batch_size": "self.log(batch_size=): by default the DataLoader tells the samples of a batch",
+    "has_len_all_ranks": "trainer.num_training_batches, which is None where no length is known",
+    "LayerSummary": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns the table as text",
+    "summarize": "trainer.callbacks.model_summary:summarize",
+    "convert_zero_checkpoint_to_fp32_state_dict": "`trainer checkpoint export`: all strategies write alike",
+    # accelerators, plugins, profilers, strategies
+    "Accelerator": "Trainer(accelerator='cpu' | 'cuda' | 'mps' | 'tpu'), or a subclass of trainer.Strategy",
+    "CPUAccelerator": "Trainer(accelerator='cpu')",
+    "CUDAAccelerator": "Trainer(accelerator='cuda')",
+    "GPUAccelerator": "Trainer(accelerator='cuda')",
+    "MPSAccelerator": "Trainer(accelerator='mps')",
+    "TPUAccelerator": "Trainer(accelerator='tpu')",
+    "XLAAccelerator": "Trainer(strategy='xla')",
+    "find_usable_cuda_devices": "Trainer(devices=N), which takes the first; choose others with CUDA_VISIBLE_DEVICES",
+    "CheckpointIO": "ModelCheckpoint(dirpath=..., async_save=True), a URL of fsspec for object stores",
+    "AsyncCheckpointIO": "ModelCheckpoint(async_save=True)",
+    "TorchCheckpointIO": "nothing: checkpoints are folders of safetensors and JSON",
+    "XLACheckpointIO": "Trainer(strategy='xla'), which writes checkpoints as all strategies do",
+    "Precision": "trainer.precision:Precision",
+    "PrecisionPlugin": "trainer.precision:Precision",
+    "MixedPrecision": "trainer.compat.plugins:MixedPrecision",
+    "MixedPrecisionPlugin": "trainer.compat.plugins:MixedPrecision",
+    "NativeMixedPrecisionPlugin": "trainer.compat.plugins:MixedPrecision",
+    "DoublePrecision": "trainer.compat.plugins:DoublePrecision",
+    "DoublePrecisionPlugin": "trainer.compat.plugins:DoublePrecision",
+    "HalfPrecision": "trainer.compat.plugins:HalfPrecision",
+    "FSDPPrecision": "trainer.compat.plugins:FSDPPrecision",
+    "DeepSpeedPrecision": "trainer.compat.plugins:DeepSpeedPrecision",
+    "XLAPrecision": "Trainer(precision='bf16-true') with strategy='xla'",
+    "BitsandbytesPrecision": "layers of bitsandbytes, made in configure_model",
+    "TransformerEnginePrecision": "Trainer(precision='fp8')",
+    "ClusterEnvironment": "trainer.compat.plugins:ClusterEnvironment",
+    "LightningEnvironment": "trainer.compat.plugins:LightningEnvironment",
+    "SLURMEnvironment": "trainer.compat.plugins:SLURMEnvironment",
+    "TorchElasticEnvironment": "trainer.compat.plugins:TorchElasticEnvironment",
+    "MPIEnvironment": "trainer launch, torchrun or srun: processes started by mpirun are not known",
+    "LSFEnvironment": "trainer launch or torchrun on each machine of the LSF job",
+    "KubeflowEnvironment": "trainer.compat.plugins:TorchElasticEnvironment",
+    "XLAEnvironment": "Trainer(strategy='xla')",
+    "LayerSync": "Trainer(sync_batchnorm=True)",
+    "TorchSyncBatchNorm": "trainer.compat.plugins:TorchSyncBatchNorm",
+    "DDPPlugin": "trainer.strategies:DDPStrategy",
+    "DeepSpeedPlugin": "trainer.strategies:DeepSpeedStrategy",
+    "DDPStrategy": "trainer.strategies:DDPStrategy",
+    "FSDPStrategy": "trainer.strategies:FSDPStrategy",
+    "DeepSpeedStrategy": "trainer.strategies:DeepSpeedStrategy",
+    "SingleDeviceStrategy": "trainer.strategies:SingleDeviceStrategy",
+    "Strategy": "trainer.strategy:Strategy",
+    "ParallelStrategy": "trainer.strategy:Strategy",
+    "ModelParallelStrategy": "trainer.strategies:FSDPStrategy",
+    "XLAStrategy": "trainer.strategies:XlaStrategy",
+    "XLAFSDPStrategy": "trainer.strategies:XlaFsdpStrategy",
+    "SingleDeviceXLAStrategy": "trainer.strategies:XlaStrategy",
+    "DDPSpawnStrategy": "trainer.strategies:DDPStrategy",
+    "DataParallelStrategy": "strategy='ddp'",
+    "HorovodStrategy": "strategy='ddp'",
+    "Profiler": "trainer.callbacks:Profiler",
+    "SimpleProfiler": "trainer.callbacks:SimpleProfiler",
+    "AdvancedProfiler": "trainer.callbacks:AdvancedProfiler",
+    "PassThroughProfiler": "trainer.callbacks:PassThroughProfiler",
+    "PyTorchProfiler": "trainer.callbacks:TorchProfiler",
+    "XLAProfiler": "torch_xla.debug.profiler around fit",
+    "Tuner": "trainer.tuner:Tuner",
+    # callbacks and loggers that are not here
+    "ModelPruning": "torch.nn.utils.prune in on_train_epoch_end of a callback of your own",
+    "QuantizationAwareTraining": "torchao's quantization-aware training on the module before fit",
+    "SpikeDetection": "trainer.callbacks.BadStepGuard, or EarlyStopping(divergence_threshold=...)",
+    "GPUStatsMonitor": "trainer.callbacks.DeviceStatsMonitor",
+    "XLAStatsMonitor": "trainer.callbacks.DeviceStatsMonitor",
+    "ProgressBarBase": "trainer.callbacks:ProgressBar",
+    "CometLogger": "a Logger of your own: twenty lines, see the page 'training'",
+    "LitLogger": "a Logger of your own: twenty lines, see the page 'training'",
+    "NeptuneLogger": "a Logger of your own: twenty lines, see the page 'training'",
+    "TestTubeLogger": "trainer.callbacks.CSVLogger or TensorBoardLogger",
+    "LoggerCollection": "Trainer(logger=[...]), and trainer.loggers",
+    "DummyLogger": "trainer.callback:DummyLogger",
+    "ExperimentWriter": "trainer.callbacks.CSVLogger, whose rows are in `metrics.csv`",
+    # the rest
+    "LightningCLI": "`trainer fit --config FILE`: see `trainer fit --help`; instead of a script with LightningCLI "
+    "write the classes into the file ('module:', 'data:', 'trainer:'), and start it with `trainer fit`",
+    "LightningArgumentParser": "`trainer fit --config FILE`, whose options are those of Trainer and of your classes",
+    "SaveConfigCallback": "nothing: a run started by `trainer fit` has config.yaml in its run directory",
+    "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
+    "instantiate_module": "the class itself: classes of a configuration file are built by `trainer fit`",
+    "LightningLite": "trainer.Trainer: a loop of your own becomes training_step",
+    "Fabric": "trainer.Trainer: a loop of your own becomes training_step",
+    "LightningFlow": "nothing: apps are not here",
+    "LightningWork": "nothing: apps are not here",
+    "LightningApp": "nothing: apps are not here",
+    "BoringModel": "a module of your own, such as that of `trainer init`",
+    "BoringDataModule": "a data module of your own, such as that of `trainer init`",
+    "DemoModel": "a module of your own, such as that of `trainer init`",
+    "ServableModule": "torch.export or to_onnx of the trained module, and a server of your choice",
+    "ServableModuleValidator": "torch.export or to_onnx of the trained module, and a server of your choice",
+    "LightningDeprecationWarning": "DeprecationWarning",
+    "PossibleUserWarning": "UserWarning",
+}
+
+_BARS = {
+    **dict.fromkeys(
+        ("init_sanity_tqdm", "init_train_tqdm", "init_validation_tqdm", "init_test_tqdm", "init_predict_tqdm"),
+        "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
+    ),
+    **dict.fromkeys(
+        ("main_progress_bar", "train_progress_bar", "val_progress_bar", "test_progress_bar", "predict_progress_bar"),
+        "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
+    ),
+    **dict.fromkeys(
+        (
+            *("sanity_check_description", "train_description", "validation_description", "test_description"),
+            *("predict_description", "has_dataloader_changed", "reset_dataloader_idx_tracker", "BAR_FORMAT"),
+            *("process_position", "is_disabled", "is_enabled", "disable", "enable"),
+        ),
+        "refresh_rate=0 to show nothing, or a callback of your own",
+    ),
+    "get_metrics": "trainer.progress_bar_metrics, and self.log(..., prog_bar=False) to leave a value out",
+    "trainer": "the argument of each hook",
+    "print": "trainer.print",
+    "total_train_batches": "trainer.num_training_batches",
+    "total_val_batches": "trainer.num_val_batches",
+    "total_val_batches_current_dataloader": "trainer.num_val_batches",
+    "total_test_batches_current_dataloader": "trainer.num_test_batches",
+    "total_predict_batches_current_dataloader": "trainer.num_predict_batches",
+}
+
+WORDS: dict[str, dict[str, str]] = {
+    "LightningModule": {
+        **dict.fromkeys(
+            ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
+            "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
+        ),
+        "configure_sharded_model": "configure_model",
+        "fabric": "self.trainer: there is no Fabric",
+        "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
+        "to_torchscript": "to_onnx, torch.export.export(module, args), or torch.jit.script(module) by yourself",
+        "to_tensorrt": "to_onnx, and TensorRT's own tools on the file",
+        "allow_zero_length_dataloader_with_multiple_devices": "nothing: a process without batches is told, or waits",
+        "datamodule": "self.trainer.datamodule",
+        "use_amp": "self.trainer.precision.name",
+        "use_ddp": "self.trainer.world_size > 1",
+        "on_tpu": "self.device.type",
+        "amp_level": "Trainer(precision=...)",
+        "get_progress_bar_dict": "self.log(..., prog_bar=True)",
+        "grad_norm": "trainer.callbacks.GradNormMonitor, or torch.nn.utils.get_total_norm in on_before_optimizer_step",
+        "model_size": "sum(p.numel() * p.element_size() for p in self.parameters())",
+        "summarize": "trainer.callbacks.model_summary.summarize(self)",
+        "test_dataloaders": "self.trainer.test_dataloaders",
+        "truncated_bptt_steps": "automatic_optimization = False, and a loop over the parts in training_step",
+        "tbptt_split_batch": "automatic_optimization = False, and a loop over the parts in training_step",
+        "optimizer_idx": "automatic_optimization = False, and self.optimizers() in training_step",
+        "training_epoch_end": "on_train_epoch_end: keep the outputs in a list of the module yourself",
+        "validation_epoch_end": "on_validation_epoch_end: keep the outputs in a list of the module yourself",
+        "test_epoch_end": "on_test_epoch_end: keep the outputs in a list of the module yourself",
+    },
+    "LightningDataModule": {
+        **dict.fromkeys(
+            ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE"),
+            "read_checkpoint(path)['hyperparameters'] of trainer.checkpoint.format: under one key",
+        ),
+        "name": "type(self).__name__, or an attribute of your own",
+        "remove_ignored_hparams": "save_hyperparameters(ignore=[...])",
+        "allow_zero_length_dataloader_with_multiple_devices": "nothing: a process without batches is told, or waits",
+        "train_transforms": "an attribute of your own, given to your dataset",
+        "val_transforms": "an attribute of your own, given to your dataset",
+        "test_transforms": "an attribute of your own, given to your dataset",
+        "dims": "an attribute of your own",
+        "size": "an attribute of your own",
+        "has_prepared_data": "an attribute of your own, set in prepare_data",
+        "has_setup_fit": "an attribute of your own, set in setup",
+        **dict.fromkeys(("add_argparse_args", "from_argparse_args"), "`trainer fit --config FILE --data.NAME VALUE`"),
+    },
+    "Trainer": {
+        "accelerator": "trainer.device, the device of this process, or trainer.strategy",
+        "distributed_sampler_kwargs": "trainer.readers and trainer.reader, the number and the index of what reads",
+        "init_module": "the module's configure_model, which builds layers on the strategy's device",
+        "precision_plugin": "trainer.precision",
+        "fit_loop": "trainer.progress, global_step, current_epoch, max_epochs, num_training_batches",
+        "validate_loop": "trainer.validating, val_loaders, num_val_batches",
+        "test_loop": "trainer.testing, test_loaders, num_test_batches",
+        "predict_loop": "trainer.predicting, predict_loaders, num_predict_batches",
+        "val_check_batch": "trainer.val_check_interval",
+        "enable_autolog_hparams": "a logger without log_hyperparameters",
+        "barebones": "Trainer(logger=False, enable_progress_bar=False, enable_checkpointing=False, ...)",
+        "num_gpus": "trainer.num_devices",
+        "gpus": "trainer.num_devices",
+        "tpu_cores": "trainer.num_devices",
+        "num_processes": "trainer.world_size",
+        "root_gpu": "trainer.device",
+        "data_parallel_device_ids": "trainer.device_ids",
+        "training_type_plugin": "trainer.strategy",
+        "accelerator_connector": "trainer.strategy, device, world_size",
+        "_accelerator_connector": "trainer.strategy, device, world_size",
+        "_data_connector": "trainer.train_loader, val_loaders",
+        "_logger_connector": "trainer.callback_metrics, logged_metrics",
+        "_checkpoint_connector": "trainer.save_checkpoint, fit(ckpt_path=)",
+        "_callback_connector": "trainer.callbacks",
+        "_results": "trainer.callback_metrics",
+        "lr_schedulers": "trainer.lr_scheduler_configs",
+        "optimizer_frequencies": "automatic_optimization = False",
+        "reset_train_dataloader": "Trainer(reload_dataloaders_every_n_epochs=1)",
+        "reset_val_dataloader": "Trainer(reload_dataloaders_every_n_epochs=1)",
+        "reset_train_val_dataloaders": "Trainer(reload_dataloaders_every_n_epochs=1)",
+        "logdir": "trainer.run_dir",
+        "weights_save_path": "ModelCheckpoint(dirpath=...)",
+        "hparams": "module.hparams",
+        "tune": "`trainer tune`, or trainer.tuner.Tuner",
+        "tuner": "trainer.tuner.Tuner(trainer)",
+        "lr_find": "trainer.tuner.Tuner(trainer).lr_find(module)",
+        "auto_lr_find": "trainer.tuner.Tuner(trainer).lr_find(module)",
+        "auto_scale_batch_size": "trainer.tuner.Tuner(trainer).scale_batch_size(module)",
+        "total_batch_idx": "trainer.global_step",
+        "batch_idx": "the argument batch_idx of the hooks",
+        "split_idx": "automatic_optimization = False, and a loop over the parts in training_step",
+        "call_hook": "the hook itself",
+        "is_function_implemented": "module.overrides(name)",
+        "get_model": "trainer.lightning_module",
+        "disable_validation": "trainer.enable_validation",
+        "proc_rank": "trainer.global_rank",
+        "use_amp": "trainer.precision.name",
+        "on_gpu": "trainer.device.type == 'cuda'",
+        "prepare_data_per_node": "prepare_data_per_node of the data module",
+        "add_argparse_args": "`trainer fit --config FILE --trainer.NAME VALUE`, or argparse with Trainer(**vars(args))",
+        "from_argparse_args": "Trainer(**{name: value for name, value in vars(args).items() if value is not None})",
+        "parse_argparser": "Trainer(**vars(args))",
+        "get_deprecated_arg_names": "this table: docs/lightning-names.md",
+        "default_attributes": "trainer.settings.Settings()",
+        "run_stage": "fit, validate, test or predict",
+        "print_nan_gradients": "detect_anomaly=True",
+        # Names of earlier versions.
+        "fitted": "trainer.has_fit",
+        "publish": "trainer.read_metrics",
+        "meet": "trainer.strategy.processes.barrier",
+        "begin_save": "trainer.save_with",
+        "gather_object": "trainer.strategy.processes.all_gather_object",
+        "gather_objects": "trainer.strategy.processes.all_gather_object",
+        "all_gather_object": "trainer.strategy.processes.all_gather_object",
+        "broadcast_object": "trainer.strategy.processes.broadcast_object",
+        "barrier": "trainer.strategy.processes.barrier",
+        "flush": "trainer.read_metrics",
+        "saved_run_dir": "trainer.run_dir",
+    },
+    "Logger": {
+        "agg_and_log_metrics": "log_metrics",
+        "update_agg_funcs": "self.log(reduce_fx=)",
+        "close": "finalize",
+        "after_save_checkpoint": "on_checkpoint_saved",
+    },
+    "EarlyStopping": {
+        **dict.fromkeys(("mode_dict", "monitor_op", "order_dict"), "mode, 'min' or 'max'"),
+    },
+    "ModelCheckpoint": {
+        "CHECKPOINT_EQUALS_CHAR": "auto_insert_metric_name=False and a filename of your own",
+        "CHECKPOINT_JOIN_CHAR": "filename='{epoch}_{step}', with the characters that you like",
+        "CHECKPOINT_NAME_LAST": "last_model_path: 'last' is a pointer to the newest checkpoint",
+        "FILE_EXTENSION": "last_model_path: a checkpoint is a folder",
+        "STARTING_VERSION": "nothing: further checkpoints of one name get -v1, -v2",
+        "check_monitor_top_k": "best_k_models and kth_value",
+        "file_exists": "os.path.exists",
+        "format_checkpoint_name": "best_model_path or last_model_path",
+        "(filepath)": "dirpath= and filename=",
+        "(prefix)": "filename='my-{epoch}'",
+        "(period)": "every_n_epochs=",
+        "(every_n_val_epochs)": "every_n_epochs=",
+        "(enable_version_counter)": "nothing: a checkpoint of the same name replaces it, or gets -v1",
+    },
+    "ModelSummary": {
+        "summarize": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns text",
+        "(mode)": "max_depth=1, or -1 for all levels",
+    },
+    "LearningRateMonitor": {
+        "lrs": "trainer.callback_metrics, which has the rates by their names",
+        **dict.fromkeys(
+            ("last_momentum_values", "last_weight_decay_values"), "trainer.callback_metrics, which has them by name"
+        ),
+    },
+    "OnExceptionCheckpoint": {"FILE_EXTENSION": "ckpt_path: a checkpoint is a folder"},
+    "ThroughputMonitor": {
+        "available_flops": "peak_flops=",
+        "kwargs": "window_size=",
+        "batch_size_fn": "nothing: the DataLoader tells the samples of a batch",
+        "length_fn": "items_per_batch=, a function of the batch, or a number",
+        "(batch_size_fn)": "nothing: the DataLoader tells the samples of a batch",
+        "(length_fn)": "items_per_batch=, a function of the batch, or a number",
+    },
+    "ProgressBar": _BARS,
+    "TQDMProgressBar": _BARS,
+    "CSVLogger": {"LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'"},
+    "Profiler": {"local_rank": "trainer.local_rank"},
+    "AdvancedProfiler": {
+        "local_rank": "trainer.local_rank",
+        "(dump_stats)": "profiles, a dict of action to cProfile.Profile: profiles['fit'].dump_stats(path)",
+    },
+    "PassThroughProfiler": {"local_rank": "trainer.local_rank"},
+    "SimpleProfiler": {"local_rank": "trainer.local_rank"},
+    "PyTorchProfiler": {
+        "local_rank": "trainer.local_rank",
+        "STEP_FUNCTIONS": "wait=, warmup=, active=",
+        "AVAILABLE_SORT_KEYS": "the table beside the trace, sorted by the time of the device",
+        "function_events": "the table beside the trace in `profile/` of the run directory",
+        "total_steps": "active=",
+        "(filename)": "dirpath=",
+        "(group_by_input_shapes)": "record_shapes=True",
+        "(emit_nvtx)": "nsys with --capture-range, and torch.autograd.profiler.emit_nvtx around fit",
+        "(export_to_chrome)": "nothing: traces are always written",
+        "(row_limit)": "nothing: the table has the most expensive operators",
+        "(sort_by_key)": "nothing: the table is sorted by time",
+        "(record_module_names)": "with_stack=True",
+        "(table_kwargs)": "nothing: the table has the most expensive operators",
+        "(dirpath)": "dirpath=",
+    },
+    "TensorBoardLogger": {
+        "LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'",
+        "NAME_HPARAMS_FILE": "config.yaml of the run directory",
+        "(flush_secs)": "flush_seconds=",
+        "(max_queue)": "flush_seconds=",
+    },
+}
+"""Lightning's class -> a name that is not here -> what to use instead."""
+
+ALIASES: dict[str, dict[str, str]] = {
+    "Trainer": {
+        "model": "module",
+        "lightning_module": "module",
+        "lr_scheduler_configs": "scheduler_configs",
+        "scaler": "strategy.scaler",
+        "node_rank": "config.node_rank",
+        "num_nodes": "config.num_nodes",
+        "num_devices": "config.devices",
+        "device_ids": "config.used_devices",
+        "running_sanity_check": "sanity_checking",
+        **{
+            name: f"settings.{name}"
+            for name in (
+                *("min_epochs", "min_steps", "num_sanity_val_steps", "default_root_dir"),
+                *("log_every_n_steps", "fast_dev_run", "overfit_batches", "check_val_every_n_epoch"),
+                *("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+                *("gradient_clip_val", "gradient_clip_algorithm", "reload_dataloaders_every_n_epochs"),
+                *("deterministic", "inference_mode"),
+            )
+        },
+    },
+}
+"""Lightning's class -> a name that is another one here -> the path of the attribute here."""
+
+HOMES: dict[str, str] = {
+    "LightningModule": "trainer.module:TrainModule",
+    "LightningDataModule": "trainer.data.datamodule:DataModule",
+    "Trainer": "trainer.trainer:Trainer",
+    "Callback": "trainer.callback:Callback",
+    "Checkpoint": "trainer.callback:Checkpoint",
+    "Logger": "trainer.callback:Logger",
+    "PyTorchProfiler": "trainer.callbacks:TorchProfiler",
+}
+"""Lightning's class -> ours; others have their name in `trainer.callbacks`."""
+
+SURFACE: dict[str, str] = {
+    "LightningModule": (
+        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE all_gather "
+        "allow_zero_length_dataloader_with_multiple_devices automatic_optimization backward clip_gradients "
+        "configure_callbacks configure_gradient_clipping configure_model configure_optimizers configure_sharded_model "
+        "current_epoch device device_mesh dtype example_input_array fabric freeze global_rank global_step hparams "
+        "hparams_initial load_from_checkpoint local_rank log log_dict logger loggers lr_scheduler_step lr_schedulers "
+        "manual_backward on_after_backward on_after_batch_transfer on_before_backward on_before_batch_transfer "
+        "on_before_optimizer_step on_before_zero_grad on_fit_end on_fit_start on_gpu on_load_checkpoint "
+        "on_predict_batch_end on_predict_batch_start on_predict_end on_predict_epoch_end on_predict_epoch_start "
+        "on_predict_model_eval on_predict_start on_save_checkpoint on_test_batch_end on_test_batch_start on_test_end "
+        "on_test_epoch_end on_test_epoch_start on_test_model_eval on_test_model_train on_test_start "
+        "on_train_batch_end on_train_batch_start on_train_end on_train_epoch_end on_train_epoch_start on_train_start "
+        "on_validation_batch_end on_validation_batch_start on_validation_end on_validation_epoch_end "
+        "on_validation_epoch_start on_validation_model_eval on_validation_model_train on_validation_model_zero_grad "
+        "on_validation_start optimizer_step optimizer_zero_grad optimizers predict_dataloader predict_step "
+        "prepare_data prepare_data_per_node print remove_ignored_hparams save_hyperparameters setup strict_loading "
+        "teardown test_dataloader test_step to_onnx to_tensorrt to_torchscript toggle_optimizer toggled_optimizer "
+        "train_dataloader trainer training_step transfer_batch_to_device unfreeze untoggle_optimizer val_dataloader "
+        "validation_step all_gather(data) all_gather(group) all_gather(sync_grads) backward(loss) "
+        "clip_gradients(optimizer) clip_gradients(gradient_clip_val) clip_gradients(gradient_clip_algorithm) "
+        "configure_gradient_clipping(optimizer) configure_gradient_clipping(gradient_clip_val) "
+        "configure_gradient_clipping(gradient_clip_algorithm) load_from_checkpoint(checkpoint_path) "
+        "load_from_checkpoint(map_location) load_from_checkpoint(hparams_file) load_from_checkpoint(strict) "
+        "load_from_checkpoint(weights_only) log(name) log(value) log(prog_bar) log(logger) log(on_step) log(on_epoch) "
+        "log(reduce_fx) log(enable_graph) log(sync_dist) log(sync_dist_group) log(add_dataloader_idx) log(batch_size) "
+        "log(metric_attribute) log(rank_zero_only) log_dict(dictionary) log_dict(prog_bar) log_dict(logger) "
+        "log_dict(on_step) log_dict(on_epoch) log_dict(reduce_fx) log_dict(enable_graph) log_dict(sync_dist) "
+        "log_dict(sync_dist_group) log_dict(add_dataloader_idx) log_dict(batch_size) log_dict(rank_zero_only) "
+        "lr_scheduler_step(scheduler) lr_scheduler_step(metric) manual_backward(loss) optimizer_step(epoch) "
+        "optimizer_step(batch_idx) optimizer_step(optimizer) optimizer_step(optimizer_closure) "
+        "optimizer_zero_grad(epoch) optimizer_zero_grad(batch_idx) optimizer_zero_grad(optimizer) "
+        "optimizers(use_pl_optimizer) remove_ignored_hparams(ignore_list) save_hyperparameters(ignore) "
+        "save_hyperparameters(frame) save_hyperparameters(logger) to_onnx(file_path) to_onnx(input_sample) "
+        "to_tensorrt(file_path) to_tensorrt(input_sample) to_tensorrt(ir) to_tensorrt(output_format) "
+        "to_tensorrt(retrace) to_tensorrt(default_device) to_torchscript(file_path) to_torchscript(method) "
+        "to_torchscript(example_inputs) toggle_optimizer(optimizer) toggled_optimizer(optimizer) "
+        "transfer_batch_to_device(batch) transfer_batch_to_device(device) transfer_batch_to_device(dataloader_idx) "
+        "untoggle_optimizer(optimizer)"
+    ),
+    "LightningDataModule": (
+        "CHECKPOINT_HYPER_PARAMS_KEY CHECKPOINT_HYPER_PARAMS_NAME CHECKPOINT_HYPER_PARAMS_TYPE "
+        "allow_zero_length_dataloader_with_multiple_devices from_datasets hparams hparams_initial "
+        "load_from_checkpoint load_state_dict name on_after_batch_transfer on_before_batch_transfer on_exception "
+        "predict_dataloader prepare_data prepare_data_per_node remove_ignored_hparams save_hyperparameters setup "
+        "state_dict teardown test_dataloader train_dataloader trainer transfer_batch_to_device val_dataloader "
+        "from_datasets(train_dataset) from_datasets(val_dataset) from_datasets(test_dataset) "
+        "from_datasets(predict_dataset) from_datasets(batch_size) from_datasets(num_workers) "
+        "load_from_checkpoint(checkpoint_path) load_from_checkpoint(map_location) load_from_checkpoint(hparams_file) "
+        "load_from_checkpoint(weights_only) remove_ignored_hparams(ignore_list) save_hyperparameters(ignore) "
+        "save_hyperparameters(frame) save_hyperparameters(logger) transfer_batch_to_device(batch) "
+        "transfer_batch_to_device(device) transfer_batch_to_device(dataloader_idx)"
+    ),
+    "Trainer": (
+        "accelerator accumulate_grad_batches barebones callback_metrics callbacks check_val_every_n_epoch "
+        "checkpoint_callback checkpoint_callbacks ckpt_path current_epoch datamodule default_root_dir device_ids "
+        "distributed_sampler_kwargs early_stopping_callback early_stopping_callbacks enable_autolog_hparams "
+        "enable_validation estimated_stepping_batches evaluating fast_dev_run fit fit_loop global_rank global_step "
+        "gradient_clip_algorithm gradient_clip_val init_module interrupted is_global_zero is_last_batch "
+        "lightning_module limit_predict_batches limit_test_batches limit_train_batches limit_val_batches local_rank "
+        "log_dir log_every_n_steps logged_metrics logger loggers lr_scheduler_configs max_epochs max_steps min_epochs "
+        "min_steps model node_rank num_devices num_nodes num_predict_batches num_sanity_val_batches "
+        "num_sanity_val_steps num_test_batches num_training_batches num_val_batches optimizers overfit_batches "
+        "precision precision_plugin predict predict_dataloaders predict_loop predicting print profiler "
+        "progress_bar_callback progress_bar_metrics received_sigterm reload_dataloaders_every_n_epochs "
+        "sanity_checking save_checkpoint scaler should_stop state strategy test test_dataloaders test_loop testing "
+        "train_dataloader training val_check_batch val_check_interval val_dataloaders validate validate_loop "
+        "validating world_size (accelerator) (strategy) (devices) (num_nodes) (precision) (logger) (callbacks) "
+        "(fast_dev_run) (max_epochs) (min_epochs) (max_steps) (min_steps) (max_time) (limit_train_batches) "
+        "(limit_val_batches) (limit_test_batches) (limit_predict_batches) (overfit_batches) (val_check_interval) "
+        "(check_val_every_n_epoch) (num_sanity_val_steps) (log_every_n_steps) (enable_checkpointing) "
+        "(enable_progress_bar) (enable_model_summary) (accumulate_grad_batches) (gradient_clip_val) "
+        "(gradient_clip_algorithm) (deterministic) (benchmark) (inference_mode) (use_distributed_sampler) (profiler) "
+        "(detect_anomaly) (barebones) (plugins) (sync_batchnorm) (reload_dataloaders_every_n_epochs) "
+        "(default_root_dir) (enable_autolog_hparams) (model_registry) fit(model) fit(train_dataloaders) "
+        "fit(val_dataloaders) fit(datamodule) fit(ckpt_path) fit(weights_only) init_module(empty_init) predict(model) "
+        "predict(dataloaders) predict(datamodule) predict(return_predictions) predict(ckpt_path) "
+        "predict(weights_only) save_checkpoint(filepath) save_checkpoint(weights_only) "
+        "save_checkpoint(storage_options) test(model) test(dataloaders) test(ckpt_path) test(verbose) "
+        "test(datamodule) test(weights_only) validate(model) validate(dataloaders) validate(ckpt_path) "
+        "validate(verbose) validate(datamodule) validate(weights_only)"
+    ),
+    "Callback": (
+        "load_state_dict on_after_backward on_before_backward on_before_optimizer_step on_before_zero_grad "
+        "on_exception on_fit_end on_fit_start on_load_checkpoint on_predict_batch_end on_predict_batch_start "
+        "on_predict_end on_predict_epoch_end on_predict_epoch_start on_predict_start on_sanity_check_end "
+        "on_sanity_check_start on_save_checkpoint on_test_batch_end on_test_batch_start on_test_end on_test_epoch_end "
+        "on_test_epoch_start on_test_start on_train_batch_end on_train_batch_start on_train_end on_train_epoch_end "
+        "on_train_epoch_start on_train_start on_validation_batch_end on_validation_batch_start on_validation_end "
+        "on_validation_epoch_end on_validation_epoch_start on_validation_start setup state_dict state_key teardown"
+    ),
+    "Logger": (
+        "after_save_checkpoint finalize group_separator log_dir log_graph log_hyperparams log_metrics name root_dir "
+        "save save_dir version"
+    ),
+    "BackboneFinetuning": (
+        "filter_on_optimizer filter_params finetune_function flatten_modules freeze freeze_before_training "
+        "freeze_module make_trainable unfreeze_and_add_param_group (unfreeze_backbone_at_epoch) (lambda_func) "
+        "(backbone_initial_ratio_lr) (backbone_initial_lr) (should_align) (initial_denom_lr) (train_bn) (verbose) "
+        "(rounding)"
+    ),
+    "BaseFinetuning": (
+        "filter_on_optimizer filter_params finetune_function flatten_modules freeze freeze_before_training "
+        "freeze_module make_trainable unfreeze_and_add_param_group"
+    ),
+    "BasePredictionWriter": "write_on_batch_end write_on_epoch_end (write_interval)",
+    "BatchSizeFinder": (
+        "SUPPORTED_MODES optimal_batch_size scale_batch_size (mode) (steps_per_trial) (init_val) (max_trials) "
+        "(batch_arg_name) (margin) (max_val)"
+    ),
+    "Checkpoint": "",
+    "DeviceStatsMonitor": "(cpu_stats)",
+    "EarlyStopping": (
+        "best_score check_finite divergence_threshold log_rank_zero_only min_delta mode mode_dict monitor monitor_op "
+        "order_dict patience stopped_epoch stopping_reason stopping_reason_message stopping_threshold strict verbose "
+        "wait_count (monitor) (min_delta) (patience) (verbose) (mode) (strict) (check_finite) (stopping_threshold) "
+        "(divergence_threshold) (check_on_train_epoch_end) (log_rank_zero_only)"
+    ),
+    "GradientAccumulationScheduler": (
+        "epochs get_accumulate_grad_batches going_to_accumulate_grad_batches scheduling (scheduling)"
+    ),
+    "LambdaCallback": (
+        "(setup) (teardown) (on_fit_start) (on_fit_end) (on_sanity_check_start) (on_sanity_check_end) "
+        "(on_train_batch_start) (on_train_batch_end) (on_train_epoch_start) (on_train_epoch_end) "
+        "(on_validation_epoch_start) (on_validation_epoch_end) (on_test_epoch_start) (on_test_epoch_end) "
+        "(on_validation_batch_start) (on_validation_batch_end) (on_test_batch_start) (on_test_batch_end) "
+        "(on_train_start) (on_train_end) (on_validation_start) (on_validation_end) (on_test_start) (on_test_end) "
+        "(on_exception) (on_save_checkpoint) (on_load_checkpoint) (on_before_backward) (on_after_backward) "
+        "(on_before_optimizer_step) (on_before_zero_grad) (on_predict_start) (on_predict_end) "
+        "(on_predict_batch_start) (on_predict_batch_end) (on_predict_epoch_start) (on_predict_epoch_end)"
+    ),
+    "LearningRateFinder": (
+        "SUPPORTED_MODES lr_find optimal_lr (min_lr) (max_lr) (num_training_steps) (mode) (early_stop_threshold) "
+        "(update_attr) (attr_name)"
+    ),
+    "LearningRateMonitor": (
+        "last_momentum_values last_weight_decay_values log_momentum log_weight_decay logging_interval lrs "
+        "(logging_interval) (log_momentum) (log_weight_decay)"
+    ),
+    "ModelCheckpoint": (
+        "CHECKPOINT_EQUALS_CHAR CHECKPOINT_JOIN_CHAR CHECKPOINT_NAME_LAST FILE_EXTENSION STARTING_VERSION "
+        "auto_insert_metric_name best_k_models best_model_path best_model_score check_monitor_top_k current_score "
+        "dirpath every_n_epochs file_exists filename format_checkpoint_name kth_best_model_path kth_value "
+        "last_model_path mode monitor save_last save_on_exception save_top_k save_weights_only to_yaml verbose "
+        "(dirpath) (filename) (monitor) (verbose) (save_last) (save_top_k) (save_on_exception) (save_weights_only) "
+        "(mode) (auto_insert_metric_name) (every_n_train_steps) (train_time_interval) (every_n_epochs) "
+        "(save_on_train_epoch_end) (enable_version_counter)"
+    ),
+    "ModelPruning": (
+        "PARAMETER_NAMES apply_lottery_ticket_hypothesis apply_pruning filter_parameters_to_prune "
+        "make_pruning_permanent sanitize_parameters_to_prune (pruning_fn) (parameters_to_prune) (parameter_names) "
+        "(use_global_unstructured) (amount) (apply_pruning) (make_pruning_permanent) (use_lottery_ticket_hypothesis) "
+        "(resample_parameters) (pruning_dim) (pruning_norm) (verbose) (prune_on_train_epoch_end)"
+    ),
+    "ModelSummary": "summarize (max_depth)",
+    "OnExceptionCheckpoint": "FILE_EXTENSION ckpt_path (dirpath) (filename)",
+    "ProgressBar": (
+        "disable enable get_metrics has_dataloader_changed predict_description print reset_dataloader_idx_tracker "
+        "sanity_check_description test_description total_predict_batches_current_dataloader "
+        "total_test_batches_current_dataloader total_train_batches total_val_batches "
+        "total_val_batches_current_dataloader train_description trainer validation_description"
+    ),
+    "RichModelSummary": "summarize (max_depth)",
+    "RichProgressBar": (
+        "configure_columns disable enable get_metrics has_dataloader_changed is_disabled is_enabled "
+        "predict_description print refresh refresh_rate reset_dataloader_idx_tracker sanity_check_description "
+        "test_description test_progress_bar total_predict_batches_current_dataloader "
+        "total_test_batches_current_dataloader total_train_batches total_val_batches "
+        "total_val_batches_current_dataloader train_description train_progress_bar trainer val_progress_bar "
+        "val_sanity_check_bar validation_description (refresh_rate) (leave) (theme) (console_kwargs)"
+    ),
+    "StochasticWeightAveraging": (
+        "avg_fn pl_module_contains_batch_norm reset_batch_norm_and_save_state reset_momenta swa_end swa_start "
+        "transfer_weights update_parameters (swa_lrs) (swa_epoch_start) (annealing_epochs) (annealing_strategy) "
+        "(avg_fn) (device)"
+    ),
+    "SpikeDetection": "",
+    "ThroughputMonitor": "available_flops batch_size_fn kwargs length_fn (batch_size_fn) (length_fn)",
+    "Timer": "end_time start_time time_elapsed time_remaining (duration) (interval) (verbose)",
+    "TQDMProgressBar": (
+        "BAR_FORMAT disable enable get_metrics has_dataloader_changed init_predict_tqdm init_sanity_tqdm "
+        "init_test_tqdm init_train_tqdm init_validation_tqdm is_disabled is_enabled predict_description "
+        "predict_progress_bar print process_position refresh_rate reset_dataloader_idx_tracker "
+        "sanity_check_description test_description test_progress_bar total_predict_batches_current_dataloader "
+        "total_test_batches_current_dataloader total_train_batches total_val_batches "
+        "total_val_batches_current_dataloader train_description train_progress_bar trainer val_progress_bar "
+        "validation_description (refresh_rate) (process_position) (leave)"
+    ),
+    "EMAWeightAveraging": (
+        "should_update (device) (use_buffers) (decay) (update_every_n_steps) (update_starting_at_step) "
+        "(update_starting_at_epoch)"
+    ),
+    "WeightAveraging": "should_update (device) (use_buffers)",
+    "LitLogger": (
+        "LOGGER_JOIN_CHAR after_save_checkpoint experiment finalize get_file group_separator log_dir log_file "
+        "log_graph log_hyperparams log_metadata log_metrics log_model log_model_artifact name root_dir save save_dir "
+        "sub_dir url version (root_dir) (name) (teamspace) (metadata) (store_step) (log_model) (save_logs) "
+        "(checkpoint_name)"
+    ),
+    "CometLogger": "experiment (api_key) (workspace) (project) (experiment_key) (mode) (online) (prefix)",
+    "CSVLogger": ("LOGGER_JOIN_CHAR experiment (save_dir) (name) (version) (prefix) (flush_logs_every_n_steps)"),
+    "MLFlowLogger": (
+        "LOGGER_JOIN_CHAR experiment experiment_id run_id (experiment_name) (run_name) (tracking_uri) (tags) "
+        "(save_dir) (log_model) (prefix) (artifact_location) (run_id) (synchronous)"
+    ),
+    "TensorBoardLogger": (
+        "LOGGER_JOIN_CHAR NAME_HPARAMS_FILE experiment hparams sub_dir (save_dir) (name) (version) (log_graph) "
+        "(default_hp_metric) (prefix) (sub_dir)"
+    ),
+    "WandbLogger": (
+        "LOGGER_JOIN_CHAR download_artifact experiment log_audio log_image log_table log_text log_video use_artifact "
+        "watch (name) (save_dir) (version) (offline) (dir) (id) (anonymous) (project) (log_model) (experiment) "
+        "(prefix) (checkpoint_name) (add_file_policy)"
+    ),
+    "Profiler": "describe local_rank profile setup start stop summary teardown (dirpath) (filename)",
+    "AdvancedProfiler": (
+        "describe local_rank profile setup start stop summary teardown (dirpath) (filename) (line_count_restriction) "
+        "(dump_stats)"
+    ),
+    "PassThroughProfiler": "describe local_rank profile setup start stop summary teardown",
+    "PyTorchProfiler": (
+        "AVAILABLE_SORT_KEYS STEP_FUNCTIONS describe local_rank profile setup start stop summary teardown (dirpath) "
+        "(filename) (group_by_input_shapes) (emit_nvtx) (export_to_chrome) (row_limit) (sort_by_key) "
+        "(record_module_names) (table_kwargs)"
+    ),
+    "SimpleProfiler": ("describe local_rank profile setup start stop summary teardown (dirpath) (filename) (extended)"),
+    "XLAProfiler": (
+        "RECORD_FUNCTIONS STEP_FUNCTIONS describe local_rank profile setup start stop summary teardown (port)"
+    ),
+}
+"""Lightning's class -> its public names; arguments of its constructor as "(name)", of a method as "method(name)"."""
+
+MODULES = (
+    "accelerators accelerators.accelerator accelerators.cpu accelerators.cuda accelerators.mps accelerators.xla "
+    "app callbacks.base callbacks.batch_size_finder callbacks.callback callbacks.device_stats_monitor "
+    "callbacks.finetuning callbacks.gpu_stats_monitor callbacks.gradient_accumulation_scheduler "
+    "callbacks.lambda_function callbacks.lr_finder callbacks.model_checkpoint callbacks.on_exception_checkpoint "
+    "callbacks.progress callbacks.progress.base callbacks.progress.progress_bar "
+    "callbacks.progress.rich_progress callbacks.progress.tqdm_progress callbacks.pruning callbacks.quantization "
+    "callbacks.rich_model_summary callbacks.spike callbacks.stochastic_weight_avg callbacks.throughput_monitor "
+    "callbacks.weight_averaging callbacks.xla_stats_monitor core core.datamodule core.hooks core.lightning "
+    "core.memory core.mixins core.mixins.hparams_mixin core.module core.optimizer core.saving demos "
+    "demos.boring_classes demos.lstm demos.mnist_datamodule demos.transformer fabric fabric.loggers "
+    "fabric.plugins fabric.plugins.environments fabric.strategies fabric.utilities fabric.utilities.rank_zero "
+    "fabric.utilities.seed fabric.utilities.types lite loggers loggers.base loggers.comet loggers.csv_logs "
+    "loggers.litlogger loggers.logger loggers.mlflow loggers.neptune loggers.tensorboard loggers.utilities "
+    "loggers.wandb loops loops.evaluation_loop loops.fetchers loops.fit_loop loops.loop loops.optimization "
+    "loops.optimization.automatic loops.optimization.closure loops.optimization.manual loops.prediction_loop "
+    "loops.progress loops.training_epoch_loop loops.utilities overrides overrides.distributed plugins "
+    "plugins.environments plugins.environments.cluster_environment plugins.environments.lightning_environment "
+    "plugins.environments.slurm_environment plugins.environments.torchelastic_environment plugins.io "
+    "plugins.io.async_plugin plugins.io.checkpoint_plugin plugins.io.torch_plugin plugins.io.wrapper "
+    "plugins.io.xla_plugin plugins.layer_sync plugins.precision plugins.precision.amp "
+    "plugins.precision.bitsandbytes plugins.precision.deepspeed plugins.precision.double plugins.precision.fsdp "
+    "plugins.precision.half plugins.precision.precision plugins.precision.transformer_engine "
+    "plugins.precision.xla plugins.training_type profiler profilers profilers.advanced profilers.base "
+    "profilers.profiler profilers.pytorch profilers.simple profilers.xla pytorch serve serve.servable_module "
+    "serve.servable_module_validator strategies.launchers strategies.model_parallel strategies.parallel "
+    "strategies.single_device strategies.single_xla strategies.strategy trainer.call "
+    "trainer.configuration_validator trainer.connectors trainer.connectors.accelerator_connector "
+    "trainer.connectors.callback_connector trainer.connectors.checkpoint_connector "
+    "trainer.connectors.data_connector trainer.connectors.logger_connector trainer.connectors.signal_connector "
+    "trainer.setup trainer.states trainer.supporters trainer.trainer tuner tuner.batch_size_scaling "
+    "tuner.lr_finder tuner.tuning utilities utilities.apply_func utilities.argparse utilities.cli "
+    "utilities.cloud_io utilities.combined_loader utilities.compile utilities.consolidate_checkpoint "
+    "utilities.data utilities.deepspeed utilities.distributed utilities.enums utilities.exceptions "
+    "utilities.grads utilities.imports utilities.memory utilities.migration utilities.migration.migration "
+    "utilities.migration.utils utilities.model_helpers utilities.model_registry utilities.model_summary "
+    "utilities.model_summary.model_summary utilities.model_summary.model_summary_deepspeed "
+    "utilities.parameter_tying utilities.parsing utilities.rank_zero utilities.seed utilities.signature_utils "
+    "utilities.testing utilities.types utilities.upgrade_checkpoint utilities.warnings"
+)
+"""Lightning's modules, without the name of its package; those that are files here are not asked for."""
+
+TRAINER_ARGUMENTS = {
+    "gpus": "accelerator='cuda', devices=",
+    "resume_from_checkpoint": "fit(..., ckpt_path=...)",
+    "weights_save_path": "ModelCheckpoint(dirpath=...)",
+    "barebones": "logger=False, enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False",
+    "checkpoint_callback": "enable_checkpointing=, callbacks=[ModelCheckpoint(...)]",
+    "distributed_backend": "strategy=",
+    "tpu_cores": "accelerator=, devices=",
+    "num_processes": "devices=",
+    "amp_backend": "precision=",
+    "mixed_precision": "precision='16-mixed' or 'bf16-mixed'",
+    "gradient_accumulation_steps": "accumulate_grad_batches=",
+    "max_grad_norm": "gradient_clip_val=",
+    "progress_bar_refresh_rate": "callbacks=[ProgressBar(refresh_rate=...)]",
+    "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(..., check_finite=True)",
+    "cpu": "accelerator='cpu'",
+    "config": "trainer fit --config FILE",
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins"), "strategy=DeepSpeedStrategy(...) of trainer.strategies"),
+    "fsdp_plugin": "strategy=FSDPStrategy(...) of trainer.strategies",
+    "megatron_lm_plugin": "strategy='fsdp' or 'deepspeed_stage_3', which shard the weights",
+    "kwargs_handlers": "options of the strategy, such as DDPStrategy(find_unused_parameters=True)",
+    "gradient_accumulation_plugin": "accumulate_grad_batches=",
+    **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), "compile="),
+    **dict.fromkeys(("project_dir", "project_config"), "default_root_dir="),
+    "enable_autolog_hparams": "a logger whose log_hyperparameters does nothing",
+    "model_registry": "trainer checkpoint export, and the registry's own client",
+    "replace_sampler_ddp": "use_distributed_sampler=",
+    "weights_summary": "enable_model_summary=, or callbacks=[ModelSummary(max_depth=...)]",
+    "early_stop_callback": "callbacks=[EarlyStopping(...)]",
+    "auto_lr_find": "Tuner(trainer).lr_find(module) of trainer.tuner",
+    "auto_scale_batch_size": "Tuner(trainer).scale_batch_size(module) of trainer.tuner",
+    "auto_select_gpus": "devices=N, which takes the first N; choose others with CUDA_VISIBLE_DEVICES",
+    "flush_logs_every_n_steps": "CSVLogger(flush_seconds=...)",
+    "prepare_data_per_node": "prepare_data_per_node = False in the data module",
+    "track_grad_norm": "callbacks=[GradNormMonitor()]",
+    "amp_level": "precision=",
+    "default_save_path": "default_root_dir=",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
+    "move_metrics_to_cpu": "nothing: logged values are read at each flush, and stay on the device before",
+    "multiple_trainloader_mode": "CombinedLoader(loaders, mode=...) of trainer.utilities",
+    "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(...)]",
+    "ipus": "accelerator=, devices=",
+    "log_gpu_memory": "callbacks=[DeviceStatsMonitor()]",
+    "process_position": "nothing: the bar draws below what is printed",
+    "truncated_bptt_steps": "automatic_optimization = False, and a loop over the parts in training_step",
+    "automatic_optimization": "automatic_optimization = False in the module",
+    "show_progress_bar": "enable_progress_bar=",
+    "log_save_interval": "log_every_n_steps=",
+    "row_log_interval": "log_every_n_steps=",
+    "val_percent_check": "limit_val_batches=",
+    "train_percent_check": "limit_train_batches=",
+    "nb_gpu_nodes": "num_nodes=",
+    "max_nb_epochs": "max_epochs=",
+    "log_with": "logger=TensorBoardLogger(), WandbLogger(), MLFlowLogger() or CSVLogger() of trainer.callbacks",
+    "split_batches": "a DataLoader with the batch_size of one process",
+}
+"""Arguments of other trainers' Trainer -> what to use instead."""

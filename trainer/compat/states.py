@@ -1,0 +1,108 @@
+"""Lightning's words for the state of a Trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+
+class TextEnum(StrEnum):
+    """An enumeration of texts, equal to these texts in any case."""
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Enum):
+            other = other.value
+        return isinstance(other, str) and self.value.lower() == other.lower()
+
+    def __hash__(self) -> int:
+        return hash(self.value.lower())
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class TrainerStatus(TextEnum):
+    """The end of the newest run, or that it goes on."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing runs any more."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(TextEnum):
+    """The method that runs."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(TextEnum):
+    """The part of the run in progress."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether this is a validation or test."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str | None:
+        """The beginning of the name of the method that gives the loaders."""
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
+
+
+class GradClipAlgorithmType(TextEnum):
+    """The values of `gradient_clip_algorithm`."""
+
+    VALUE = "value"
+    NORM = "norm"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The state of a Trainer when it was asked for; to change it, call `fit` and the like, or `trainer.stop`."""
+
+    status: TrainerStatus
+    fn: TrainerFn | None
+    stage: RunningStage | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the newest run came to its end."""
+        return self.status == TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing runs any more."""
+        return self.status.stopped
+
+
+def state_of(stage: str | None, last_stage: str | None, activity: str | None, interrupted: bool) -> TrainerState:
+    """Return the state of a Trainer.
+
+    Args:
+        stage: what runs now; None: nothing.
+        last_stage: what ran last; None: nothing has run.
+        activity: "training", "validating" or "sanity checking", in `fit` and `validate`.
+        interrupted: an error or a signal ended the last run.
+    """
+    if last_stage is None:
+        return TrainerState(TrainerStatus.INITIALIZING, None, None)
+    if stage is None:
+        status = TrainerStatus.INTERRUPTED if interrupted else TrainerStatus.FINISHED
+        return TrainerState(status, TrainerFn(last_stage), None)
+    parts = {"training": "train", "validating": "validate", "sanity checking": "sanity_check"}
+    return TrainerState(TrainerStatus.RUNNING, TrainerFn(stage), RunningStage(parts.get(activity or "", stage)))

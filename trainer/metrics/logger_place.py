@@ -1,0 +1,70 @@
+"""The folder of a logger: the run directory, or Lightning's `save_dir/name/version`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.arguments import local_path
+
+
+class LoggerPlace:
+    """The folder into which a logger writes.
+
+    Args:
+        save_dir: a folder; None: the run directory.
+        name, version: folders in it; a number n is the version `version_n`.
+        sub_dir: a folder below them.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None,
+        name: str | None = None,
+        version: int | str | None = None,
+        sub_dir: str | Path | None = None,
+    ) -> None:
+        self.given = None if save_dir is None else local_path(save_dir, "save_dir")
+        self.name, self.version = name, version
+        self.sub_dir = None if sub_dir is None else str(local_path(sub_dir, "sub_dir"))
+
+    def folder(self, run_dir: Path | None) -> Path | None:
+        """Return the folder of the files; None before a run that gives it."""
+        if not self.name and self.version is None:
+            place = self.given if self.given is not None or run_dir is None else run_dir
+        else:
+            version, root = self.version_in(run_dir), self.root_dir(run_dir)
+            place = None if root is None or version is None else Path(root, _folder_of(version))
+        return place if place is None or self.sub_dir is None else place / self.sub_dir
+
+    def root_dir(self, run_dir: Path | None) -> str | None:
+        """Return the folder in which the versions are."""
+        if not self.name and self.version is None and self.given is None:
+            return None if run_dir is None else str(run_dir.parent)
+        return None if self.save_dir(run_dir) is None else str(Path(self.save_dir(run_dir) or "", self.name or ""))
+
+    def save_dir(self, run_dir: Path | None) -> str | None:
+        """Return the folder in which the names are."""
+        if self.given is None:
+            return None if run_dir is None else str(run_dir.parent)
+        return str(self.given)
+
+    def name_in(self, run_dir: Path | None) -> str | None:
+        """Return the given name, or that of the folder of the run directories."""
+        return self.name if self.name is not None or run_dir is None else run_dir.parent.name
+
+    def version_in(self, run_dir: Path | None) -> int | str | None:
+        """Return the given version, or the run directory's."""
+        if self.version is not None or run_dir is None:
+            return self.version if self.version is not None else 0 if self.given is not None else None
+        number = run_dir.name.removeprefix("version_")
+        return int(number) if number.isdecimal() else run_dir.name
+
+
+def _folder_of(version: int | str) -> str:
+    return f"version_{version}" if isinstance(version, int) else version
+
+
+def plain_number(value: Any) -> float:
+    """Return a number, or a tensor of one element, as a number."""
+    return value if isinstance(value, (int, float)) else float(value)
