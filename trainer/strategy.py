@@ -283,16 +283,6 @@ class Strategy:
             loss = self.scaler.scale(loss)
         self._run_backward(loss)
 
-    @contextmanager
-    def backward_with(self, *args: Any, **options: Any) -> Iterator[None]:
-        """Have the backward in the block use these arguments of `torch.Tensor.backward`."""
-        before = self._run_backward
-        self._run_backward = lambda loss: before(loss, *args, **options)
-        try:
-            yield
-        finally:
-            self._run_backward = before
-
     def end_window(self) -> None:
         """Complete the gradients of a window; called after the backward of its last micro-batch."""
 
@@ -533,6 +523,17 @@ def _full_in_place(strategy: Strategy, module: nn.Module, write: bool) -> Iterat
         strategy.processes.broadcast([*module.parameters(), *(b for b in module.buffers() if b.numel())])
         for one in outer:
             one.take(places)
+
+
+@contextmanager
+def backward_with(strategy: Strategy, *args: Any, **options: Any) -> Iterator[None]:
+    """Have the backward in the block use these arguments of `torch.Tensor.backward`."""
+    before = strategy._run_backward
+    strategy._run_backward = lambda loss: before(loss, *args, **options)
+    try:
+        yield
+    finally:
+        strategy._run_backward = before
 
 
 @contextmanager

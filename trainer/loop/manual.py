@@ -17,6 +17,7 @@ from trainer.loop.accumulation import StepOutputs, checked_loss, loss_divisors, 
 from trainer.loop.run import Run
 from trainer.optimizers import copy_gradients, needs_closure
 from trainer.precision import NULL_CONTEXT
+from trainer.strategy import backward_with
 
 log = logging.getLogger("trainer")
 
@@ -82,7 +83,7 @@ class ManualOptimization:
         for optimizer in run.optimizers if run.strategy.scaler is not None else ():
             run.strategy.scale_gradients(optimizer)
         self._in_backward = True
-        with run.strategy.backward_with(*args, **options) if args or options else NULL_CONTEXT:
+        with backward_with(run.strategy, *args, **options) if args or options else NULL_CONTEXT:
             run.backward(loss)
         self._in_backward = False
         if run.reuses_memory:  # whether another forward follows before the step is for the module to decide
