@@ -13,7 +13,9 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataModule",
+    "LengthGroupedSampler",
     "Logger",
+    "PackedDataset",
     "Precision",
     "Strategy",
     "TrainModule",
@@ -27,6 +29,8 @@ __all__ = [
 if TYPE_CHECKING:
     from trainer.callback import Callback, Logger
     from trainer.data.datamodule import DataModule
+    from trainer.data.length_grouped_sampler import LengthGroupedSampler
+    from trainer.data.packed_dataset import PackedDataset
     from trainer.errors import CheckpointError, ConfigError
     from trainer.launchers.notebook import launch
     from trainer.module import TrainModule
@@ -41,7 +45,9 @@ _HOMES = {
     "CheckpointError": "trainer.errors",
     "ConfigError": "trainer.errors",
     "DataModule": "trainer.data.datamodule",
+    "LengthGroupedSampler": "trainer.data.length_grouped_sampler",
     "Logger": "trainer.callback",
+    "PackedDataset": "trainer.data.packed_dataset",
     "Precision": "trainer.precision",
     "Strategy": "trainer.strategy",
     "TrainModule": "trainer.module",

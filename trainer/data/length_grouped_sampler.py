@@ -1,0 +1,65 @@
+"""LengthGroupedSampler: samples in random order, those of similar length together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from trainer.errors import ConfigError
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Draw samples at random, such that those of a batch have similar lengths: less of a batch is padding.
+
+    A random order is cut into groups of `batch_size * group_batches` samples, each of which is sorted by length; the
+    longest sample of all comes first, so that a lack of memory shows in the first step. The order depends on the
+    trainer's seed and the epoch only: `DataLoader(dataset, batch_size=8, sampler=LengthGroupedSampler(dataset, 8))` is
+    split over processes, and a resumed run goes on in the same order.
+
+    Args:
+        lengths: the length of each sample; or a dataset whose samples have one (`len(sample)`, or
+            `len(sample["input_ids"])`), which is read once.
+        batch_size: samples of a batch, over all processes.
+        group_batches: batches that are sorted together.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    def __init__(self, lengths: Sequence[Any], batch_size: int, group_batches: int = 50) -> None:
+        for name, value in (("batch_size", batch_size), ("group_batches", group_batches)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"LengthGroupedSampler({name}={value!r}): give a number from 1.")
+        if not hasattr(lengths, "__len__") or not hasattr(lengths, "__getitem__") or len(lengths) == 0:
+            raise ConfigError("LengthGroupedSampler: give a length for each sample, or a map-style dataset.")
+        self.lengths = torch.tensor([_length(lengths[number]) for number in range(len(lengths))])
+        self.batch_size, self.group_batches = batch_size, group_batches
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        groups = torch.randperm(len(self)).split(self.batch_size * self.group_batches)
+        ordered = [group[self.lengths[group].argsort(descending=True, stable=True)] for group in groups]
+        # The group with the longest sample comes first, and in its place the first one.
+        longest = max(range(len(ordered)), key=lambda number: int(self.lengths[ordered[number][0]]))
+        if len(ordered[longest]) == len(ordered[0]):
+            ordered[0], ordered[longest] = ordered[longest], ordered[0]
+        yield from torch.cat(ordered).tolist()
+
+
+def _length(sample: Any) -> int:
+    if isinstance(sample, Mapping):
+        sample = sample.get("input_ids")
+    if isinstance(sample, torch.Tensor) and sample.dim() == 0:
+        sample = sample.item()
+    if isinstance(sample, (int, float)) and not isinstance(sample, bool):
+        return int(sample)
+    if not hasattr(sample, "__len__"):
+        raise ConfigError(
+            f"LengthGroupedSampler: a {type(sample).__name__} has no length: give the lengths as a list of numbers."
+        )
+    return len(sample)

@@ -1,0 +1,131 @@
+"""PackedDataset: documents of tokens packed into rows of one length, without attention from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from trainer.errors import ConfigError
+
+IGNORED = -100
+"""The label that losses ignore."""
+_OPEN_ROWS = 64
+"""Rows that may still get a document; with more of them less room is lost, and the order of documents changes more."""
+
+
+class PackedDataset(Dataset[dict[str, torch.Tensor]]):
+    """Rows of `length` tokens with whole documents, as dicts of tensors of shape [length], dtype int64:
+
+    - `input_ids`: the tokens, then `pad_token_id`.
+    - `position_ids`: from 0 in each document, and in the padding.
+    - `labels`: the tokens; -100 for the first one of each document, which nothing predicts, and for padding.
+    - `document_ids`: the number of the document in the row, from 0; -1 for padding.
+
+    Hugging Face's models attend within documents when they get `position_ids` that begin again, no attention mask and
+    no cache: `model(input_ids=..., position_ids=..., use_cache=False)`, in batches of any size. For other models there
+    is `attention_mask(document_ids)`. Which document is in which row depends on the lengths alone, so that a resumed
+    run has the same rows.
+
+    Args:
+        documents: sequences of tokens, or dicts that have them under "input_ids", such as a Hugging Face dataset. One
+            that is longer than `length` becomes several documents.
+        length: tokens in a row.
+        pad_token_id: the token of the padding.
+        lengths: the lengths of the documents, if they are known; else all documents are read once.
+
+    Raises:
+        ConfigError: an argument is wrong; or there are no documents, or one of them is no sequence of tokens.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Any],
+        length: int,
+        pad_token_id: int = 0,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 2:
+            raise ConfigError(f"PackedDataset(length={length!r}): give the number of tokens in a row, at least 2.")
+        if not hasattr(documents, "__getitem__") or not hasattr(documents, "__len__") or isinstance(documents, str):
+            raise ConfigError(
+                f"PackedDataset packs a sequence of documents by their lengths, and got a {type(documents).__name__}: "
+                "give a list of token lists, or a map-style dataset."
+            )
+        if lengths is not None and len(lengths) != len(documents):
+            raise ConfigError(f"PackedDataset: lengths has {len(lengths)} entries for {len(documents)} documents.")
+        self.documents, self.length, self.pad_token_id = documents, length, pad_token_id
+        found = [len(_tokens(document)) for document in documents] if lengths is None else [int(n) for n in lengths]
+        if not any(found):
+            raise ConfigError("PackedDataset: there are no tokens: give documents that are not empty.")
+        self.rows = _pack(found, length)
+        """For each row the pieces: document, first token, number of tokens."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens: list[int] = []
+        positions: list[int] = []
+        documents: list[int] = []
+        for number, (document, start, count) in enumerate(self.rows[index]):
+            piece = list(_tokens(self.documents[document])[start : start + count])
+            if len(piece) != count:
+                raise ConfigError(f"PackedDataset: document {document} is shorter than its entry in lengths.")
+            tokens += [int(token) for token in piece]
+            positions += range(count)
+            documents += [number] * count
+        padding = self.length - len(tokens)
+        labels = [IGNORED if position == 0 else token for token, position in zip(tokens, positions, strict=True)]
+        return {
+            "input_ids": torch.tensor(tokens + [self.pad_token_id] * padding),
+            "position_ids": torch.tensor([*positions, *range(padding)]),
+            "labels": torch.tensor(labels + [IGNORED] * padding),
+            "document_ids": torch.tensor(documents + [-1] * padding),
+        }
+
+
+def attention_mask(document_ids: torch.Tensor) -> torch.Tensor:
+    """Return the causal mask within documents, bool, of shape [batch, 1, length, length], True where a token attends.
+
+    Args:
+        document_ids: shape [batch, length].
+    """
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    causal = torch.ones(document_ids.shape[-1], document_ids.shape[-1], dtype=torch.bool, device=document_ids.device)
+    return same & causal.tril()
+
+
+def _tokens(document: Any) -> Any:
+    """Return the tokens of a document.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    tokens = document.get("input_ids") if isinstance(document, Mapping) else document
+    if isinstance(tokens, str) or not hasattr(tokens, "__len__") or not hasattr(tokens, "__getitem__"):
+        raise ConfigError(
+            f"PackedDataset: a document is a {type(document).__name__}: give a sequence of token numbers, or a dict "
+            'with "input_ids" (tokenize texts before).'
+        )
+    return tokens
+
+
+def _pack(lengths: Iterable[int], length: int) -> list[list[tuple[int, int, int]]]:
+    """Return the rows: each piece of a document goes into the first open row with room."""
+    rows: list[list[tuple[int, int, int]]] = []
+    room: list[int] = []
+    first_open = 0
+    for document, tokens in enumerate(lengths):
+        for start in range(0, tokens, length):
+            count = min(length, tokens - start)
+            first_open = max(first_open, len(rows) - _OPEN_ROWS)
+            row = next((number for number in range(first_open, len(rows)) if room[number] >= count), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(length)
+            rows[row].append((document, start, count))
+            room[row] -= count
+    return rows
