@@ -281,6 +281,8 @@ def _wrong_numbers(settings: Settings) -> list[str]:
         optional = name in _OPTIONAL_NUMBERS and value is None
         if not optional and (type(value) is not int or value < smallest or (value >= 2**63 and name != "seed")):
             hint = " For a schedule use GradientAccumulationScheduler." if isinstance(value, dict) else ""
+            if name == "accumulate_grad_batches" and value == "auto":
+                hint = " `trainer tune batch-size` finds the largest micro-batch that fits."
             problems.append(f"{name}={value!r}: give an integer from {smallest}.{hint}")
     for name in (*_LIMITS, "overfit_batches", "val_check_interval"):
         value = getattr(settings, name)

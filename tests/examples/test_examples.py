@@ -30,6 +30,7 @@ SHORTER = {
     "trainer fit --config examples/text-classification": "--trainer.max_epochs 1",
     "python examples/digits/train.py": "--max-epochs 1",
     "python examples/digits/own_callback.py": "",
+    "python examples/digits/sweep_optuna.py": "--trials 4 --max-epochs 2",
     "python examples/gpt/sample.py": "--length 5",
     "python examples/gan/train.py": "--max-steps 3",
 }
@@ -90,6 +91,7 @@ def test_digits(run: Callable[[str], Result]) -> None:
     # The state was restored: the second run has the epochs of the first one, too.
     assert re.findall(r"epoch .*", after)[:2] == re.findall(r"epoch .*", before)
     assert "val_acc reached 0.98" in after
+    assert re.search(r"[1-4] trials complete, [0-3] pruned\nbest: val_acc 0\.", outputs[6])
     first = Path("runs/digits/version_0")
     assert {"config.yaml", "checkpoints"} <= {path.name for path in first.iterdir()}
     for checkpoint in [path for path in (first / "checkpoints").iterdir() if path.is_dir()]:
@@ -128,6 +130,35 @@ def test_digits_learns(tmp_path: Path) -> None:
     match = re.search(r"\bval_acc\s+(0\.\d+)", text)
     assert match is not None, text
     assert float(match[1]) > 0.97
+
+
+def test_a_pruned_trial_of_optuna_ends_cleanly(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    words = ["examples/digits/sweep_optuna.py", "--trials", "5", "--max-epochs", "3", "--storage", "sqlite:///sweep.db"]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    done = Running([sys.executable, *words], tmp_path, ENVIRONMENT).wait().check()
+    complete, pruned = map(int, re.findall(r"(\d) trials complete, (\d) pruned", done.stdout)[0])
+    assert complete + pruned == 5
+    assert complete >= 2 <= 2 * pruned
+    ends = {}
+    for trial in range(5):
+        folder = tmp_path / f"runs/optuna/trial-{trial}/version_0/checkpoints"
+        (saved,) = (path for path in folder.iterdir() if path.is_dir())
+        assert verify_checkpoint(saved) == []
+        ends[trial] = saved.name
+    assert len([name for name in ends.values() if "epoch=2" in name]) == complete  # the others ended earlier
+
+
+def test_population_based_training_with_ray(tmp_path: Path) -> None:
+    pytest.importorskip("ray.tune", reason='needs Ray Tune: pip install "ray[tune]"')
+    words = ["examples/digits/sweep_ray.py", "--population", "2", "--max-epochs", "4"]
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    text = Running([sys.executable, *words], tmp_path, ENVIRONMENT).wait().check().stdout
+    results = [float(value) for value in re.findall(r"^epoch 3, lr .*: val_acc (\S+)$", text, flags=re.MULTILINE)]
+    # The trial that began with 1e-7 goes on from the other one's checkpoint.
+    assert len(results) == 2
+    assert min(results) > 0.9
+    assert list((tmp_path / "runs/ray/pbt").glob("*/checkpoint_*/checkpoint/manifest.json"))
 
 
 def test_gpt_learns(tmp_path: Path) -> None:
