@@ -222,6 +222,10 @@ TORCH_ERRORS = {
         "A sharded parameter was used outside of the forward of the layer that gathers it. Call that layer, instead of "
         "using its weight; or use strategy 'ddp'."
     ),
+    "has been modified by an inplace operation": (
+        "A weight or another tensor of a forward was changed before its backward. Change weights between two steps, in "
+        "a hook such as on_train_batch_end; elsewhere write x = x + y instead of x += y."
+    ),
     "must have the same dtype": (
         "Weights and data differ in dtype. Give the data as float32 (batch.float()), or choose the dtype of both with "
         "Trainer(precision=...)."

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sampler_state import OwnGenerator, own_generators
@@ -44,9 +45,11 @@ class IterableLoader(BatchLoader):
         self._restored: Any = None
         self._used = False
         self.one_shot = hasattr(loader, "__next__") and iter(loader) is loader
-        self.stateful = callable(getattr(loader, "state_dict", None)) and callable(
-            getattr(loader, "load_state_dict", None)
-        )
+        self._keeper = _keeper_of_place(loader)
+        """The object whose state is the place in the data: the loader or its dataset; None: neither has one."""
+        self.stateful = self._keeper is not None
+        self._first_state: Any = None
+        """The state of a dataset before its first sample."""
         self.exact = self.stateful or isinstance(loader, (list, tuple))
         self._makes_batches = isinstance(loader, DataLoader) and not (
             loader.batch_sampler is None and loader.batch_size is None
@@ -70,7 +73,7 @@ class IterableLoader(BatchLoader):
         return {"loader": self._kind().removeprefix("the "), **known}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loader": self._loader.state_dict()} if self.stateful else {}
+        return {} if self._keeper is None else {"loader": self._keeper.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Loaded when iteration begins: set_epoch, which some loaders take as a reset, must come before.
@@ -96,6 +99,8 @@ class IterableLoader(BatchLoader):
             for _ in range(_EMPTY_ROUNDS if self.stateful else 0):
                 if head and head[0] is _END:
                     # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
+                    if self._first_state is not None and restored is not None:
+                        self._keeper.load_state_dict(self._first_state)
                     batches = self._begin()
                     head = [next(batches, _END)]
         if head and head[0] is _END:
@@ -146,10 +151,12 @@ class IterableLoader(BatchLoader):
         # A loader with a state goes through its samplers several times when it is restored.
         for generator in [] if self.stateful else _generators(self._loader):
             generator.seed(mix_seed(self._seed, epoch))
+        if self._keeper is not None and self._keeper is not self._loader and self._first_state is None:
+            self._first_state = deepcopy(self._keeper.state_dict())
         if restored is None:
             return self._begin()
         with restoring(f"the state of {self.label}"):
-            self._loader.load_state_dict(restored)
+            self._keeper.load_state_dict(restored)
             return self._begin()
 
     def _refuse_nothing(self) -> None:
@@ -176,13 +183,20 @@ class IterableLoader(BatchLoader):
             notes.append(f"{self._kind()} can be iterated only once: one epoch")
         if self._training and not self.exact:
             notes.append(
-                f"resume will not be exact: {self._kind()} has no state_dict/load_state_dict, so a resumed run reads "
-                "the batches already used again and skips them"
+                f"resume will not be exact: {self._kind()} has no state_dict/load_state_dict"
+                f"{_why_its_dataset_does_not_help(self._loader)}, so a resumed run reads the batches already used "
+                "again and skips them"
             )
         if self._training and self.stateful and _generators(self._loader):
             notes.append(
                 f"resume will not be exact: the sampler of {self._kind()} holds a random generator, which is not in "
                 "the loader's state. Give the sampler state_dict and load_state_dict, or use a plain DataLoader"
+            )
+        if self._training and self.stateful and _shuffles_in_a_buffer(getattr(self._loader, "dataset", None)):
+            notes.append(
+                f"resume will not be exact: {self._kind()} shuffles in a buffer, whose samples are not in its state. "
+                "Use a plain DataLoader without workers, which reads the batches already used again and skips them; or "
+                "shuffle a map-style dataset"
             )
         workers: Any = getattr(self._loader, "num_workers", 0) > 0
         if self._training and self.stateful and workers:
@@ -191,6 +205,39 @@ class IterableLoader(BatchLoader):
                 "not exact after a resume unless it follows from the index"
             )
         return f"{self.label}: {'; '.join(notes)}." if notes else None
+
+
+def _keeper_of_place(loader: Any) -> Any:
+    """Return the loader if it has a state, else its dataset; None if neither has one from which the rest follows."""
+    if _has_state(loader):
+        return loader
+    dataset = getattr(loader, "dataset", None)
+    # Without workers a DataLoader has taken the samples of the batches that it has given, and no others.
+    plain = type(loader) is DataLoader and loader.num_workers == 0 and isinstance(dataset, IterableDataset)
+    return dataset if plain and _has_state(dataset) and not _shuffles_in_a_buffer(dataset) else None
+
+
+def _why_its_dataset_does_not_help(loader: Any) -> str:
+    dataset = getattr(loader, "dataset", None)
+    if not _has_state(dataset):
+        return ""
+    if _shuffles_in_a_buffer(dataset):
+        return " that holds the samples of its shuffle buffer"
+    return ", and its workers hide that of the dataset (torchdata's StatefulDataLoader has one)"
+
+
+def _has_state(one: Any) -> bool:
+    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
+
+
+def _shuffles_in_a_buffer(dataset: Any) -> bool:
+    """Whether a Hugging Face dataset shuffles in a buffer, whose samples are not in its state."""
+    source = getattr(dataset, "_ex_iterable", None)
+    while source is not None:
+        if "BufferShuffled" in type(source).__name__:
+            return True
+        source = getattr(source, "ex_iterable", None)
+    return False
 
 
 def _how_to_split(loader: Any) -> str:
