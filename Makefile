@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-quick test-long test-release test-xla test-gpu check format lint types clean
+.PHONY: help demo docs test test-quick test-long test-release test-xla test-gpu check format lint types clean
 
 help:            ## what there is
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+: *##' Makefile | sed 's/: .*##/:/' | column -t -s:
@@ -70,5 +70,9 @@ lint: .venv/ready  ## is it formatted, does it follow the rules
 types: .venv/ready  ## mypy --strict
 	$(BIN)/mypy
 
+docs: .venv/ready  ## the site, in build/site: every link leads somewhere, every name of the reference exists
+	$(BIN)/python docs/site.py
+	$(BIN)/zensical build --strict --clean --config-file mkdocs.yml
+
 clean:           ## remove what was made here
-	rm -rf .venv .venv-xla build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-xla build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .cache

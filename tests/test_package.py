@@ -46,7 +46,15 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copytree(ROOT / folder, source / folder, symlinks=True, ignore=unwanted)
     for file in [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]:
         copy(file, source)
-    for name in ("pyproject.toml", "LICENSE", "MANIFEST.in", "Makefile", "CITATION.cff", ".pre-commit-config.yaml"):
+    for name in (
+        "pyproject.toml",
+        "LICENSE",
+        "MANIFEST.in",
+        "Makefile",
+        "mkdocs.yml",
+        "CITATION.cff",
+        ".pre-commit-config.yaml",
+    ):
         copy(ROOT / name, source)
     command = [
         sys.executable,

@@ -1,0 +1,66 @@
+"""Collect the pages of the site in build/pages: docs/ as it is, and the files elsewhere that its pages link to."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = ROOT / "build" / "pages"
+LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
+LANGUAGES = {".py": "python", ".yaml": "yaml"}
+
+
+def collect() -> None:
+    """Write a page for each page of docs/, and for each file of the repository that these lead to."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    waiting = [path for path in DOCS.rglob("*") if path.suffix in (".md", ".svg", ".css")]
+    seen = set(waiting) | {ROOT / "README.md"}  # docs/index.md takes the place of README.md
+    while waiting:
+        file = waiting.pop()
+        page = PAGES / site_path(file)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(as_page(file))
+        linked = linked_files(file)
+        waiting += linked - seen
+        seen |= linked
+
+
+def as_page(file: Path) -> str:
+    """Return the text of a page: Markdown with links between pages, source files as a block of code."""
+    text = file.read_text()
+    if file.suffix in LANGUAGES:
+        return f"# {file.relative_to(ROOT).as_posix()}\n\n````{LANGUAGES[file.suffix]}\n{text}````\n"
+
+    def on_site(link: re.Match[str]) -> str:
+        target = linked_file(file, link[1])
+        return link[1] if target is None else os.path.relpath(site_path(target), Path(site_path(file)).parent)
+
+    return LINK.sub(on_site, text) if file.suffix == ".md" else text
+
+
+def linked_files(file: Path) -> set[Path]:
+    links = LINK.findall(file.read_text()) if file.suffix == ".md" else []
+    return {target for link in links if (target := linked_file(file, link)) is not None}
+
+
+def linked_file(file: Path, link: str) -> Path | None:
+    """Return the file of this repository that a link leads to, for a folder its README; None for other links."""
+    target = Path(os.path.normpath(file.parent / link))
+    target = target / "README.md" if target.is_dir() else target
+    return target if target.is_file() and ROOT in target.parents else None
+
+
+def site_path(file: Path) -> str:
+    """Return the path of a file's page, relative to the root of the site."""
+    if file == ROOT / "README.md":
+        return "index.md"
+    path = file.relative_to(DOCS if DOCS in file.parents else ROOT).as_posix()
+    return f"{path}.md" if file.suffix in LANGUAGES else path
+
+
+if __name__ == "__main__":
+    collect()

@@ -1,0 +1,51 @@
+"""The site: every page is in its navigation; links out of docs/ become links between pages."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+def pages_of(entry: Any) -> set[str]:
+    if isinstance(entry, str):
+        return {entry}
+    return set().union(*(pages_of(part) for part in (entry.values() if isinstance(entry, dict) else entry)))
+
+
+def test_the_navigation_lists_every_page() -> None:
+    listed = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    for page in sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")):
+        assert page in listed, f"add a line `- A short title: {page}` under `nav:` in mkdocs.yml"
+
+
+def test_what_pages_link_to_elsewhere_is_on_the_site(tmp_path: Path) -> None:
+    files = {
+        "README.md": "[first](docs/first.md)",
+        "docs/first.md": "[all](../README.md), [example](../examples/one), [here](more/deep.md#part)",
+        "docs/more/deep.md": "# Part\n\n[code](../../examples/one/code.py), [elsewhere](https://example.org)",
+        "examples/one/README.md": "[config](run.yaml), [back](../../docs/first.md#top)",
+        "examples/one/run.yaml": "a: 1\n",
+        "examples/one/code.py": "text = '[not](README.md)'\n",
+        "examples/two.py": "nobody links here",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "docs" / "site.py").write_text((ROOT / "docs" / "site.py").read_text())
+    runpy.run_path(str(tmp_path / "docs" / "site.py"), run_name="__main__")
+
+    built = tmp_path / "build" / "pages"
+    pages = {path.relative_to(built).as_posix(): path.read_text() for path in built.rglob("*") if path.is_file()}
+    assert pages == {
+        "first.md": "[all](index.md), [example](examples/one/README.md), [here](more/deep.md#part)",
+        "more/deep.md": "# Part\n\n[code](../examples/one/code.py.md), [elsewhere](https://example.org)",
+        "examples/one/README.md": "[config](run.yaml.md), [back](../../first.md#top)",
+        "examples/one/run.yaml.md": "# examples/one/run.yaml\n\n````yaml\na: 1\n````\n",
+        "examples/one/code.py.md": "# examples/one/code.py\n\n````python\ntext = '[not](README.md)'\n````\n",
+    }
