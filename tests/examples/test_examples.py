@@ -28,6 +28,7 @@ SHORTER = {
     ),
     "trainer": "",
     "trainer fit --config examples/text-classification": "--trainer.max_epochs 1",
+    "trainer fit --config examples/causal-lm": "--trainer.max_steps 3 --trainer.val_check_interval 2 --data.length 32",
     "python examples/digits/train.py": "--max-epochs 1",
     "python examples/digits/own_callback.py": "",
     "python examples/digits/sweep_optuna.py": "--trials 4 --max-epochs 2",
@@ -64,9 +65,12 @@ def run(tmp_path: Path) -> Callable[[str], Result]:
     return run
 
 
+EXAMPLES = ["digits", "gpt", "gan", "text-classification", "causal-lm"]
+
+
 def test_every_command_of_the_readme_is_run_below() -> None:
     headings = re.findall(r"^## (\S+)$", README.read_text(), flags=re.MULTILINE)
-    assert [heading for heading in headings if commands(heading)] == ["digits", "gpt", "gan", "text-classification"]
+    assert [heading for heading in headings if commands(heading)] == EXAMPLES
 
 
 def test_every_file_that_can_be_run_documents_its_command() -> None:
@@ -121,6 +125,14 @@ def test_gan(run: Callable[[str], Result]) -> None:
 def test_text_classification(run: Callable[[str], Result]) -> None:
     [command] = commands("text-classification")
     assert "val_acc" in run(command).stdout
+
+
+def test_causal_lm(run: Callable[[str], Result]) -> None:
+    pytest.importorskip("peft")
+    for command in commands("causal-lm"):
+        assert "val_loss" in run(command).stdout
+    assert Path("runs/causal-lm/llama/config.json").is_file()
+    assert Path("runs/causal-lm/adapter/adapter_config.json").is_file()
 
 
 def test_digits_learns(tmp_path: Path) -> None:

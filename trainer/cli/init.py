@@ -15,12 +15,14 @@ TEMPLATES = {
     "digits": "classifies handwritten digits: a convolutional net on small images",
     "gpt": "a small GPT on Python's own library, or on text files of yours",
     "text-classification": "classifies texts: docstrings by their package, or a CSV file of yours",
+    "causal-lm": "a Llama of transformers on Python's own library, and adapters (LoRA) on it",
     "gan": "invents digits: manual optimization with two optimizers",
 }
 """Examples that are copied: folder and description."""
 NEEDS = {
     "digits": {"sklearn": "scikit-learn", "torchmetrics": "torchmetrics", "tensorboard": "tensorboard"},
     "gan": {"sklearn": "scikit-learn"},
+    "causal-lm": {"transformers": "transformers", "peft": "peft"},
 }
 """Packages that an example imports beyond our own dependencies: module and name."""
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
