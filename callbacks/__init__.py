@@ -19,6 +19,7 @@ from trainer.callbacks.advanced_profiler import Profiler as Profiler
 from trainer.callbacks.bad_step_guard import BadStepGuard as BadStepGuard
 from trainer.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger as CSVLogger
+from trainer.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
 from trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from trainer.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
 from trainer.callbacks.finetuning import BaseFinetuning as BaseFinetuning
@@ -37,6 +38,9 @@ from trainer.callbacks.profiler import SimpleProfiler as SimpleProfiler
 from trainer.callbacks.progress_bar import ProgressBar as ProgressBar
 from trainer.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
 from trainer.callbacks.replica_check import ReplicaCheck as ReplicaCheck
+from trainer.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+from trainer.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
+from trainer.callbacks.run_record import RunRecord as RunRecord
 from trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
 from trainer.callbacks.straggler_monitor import StragglerMonitor as StragglerMonitor
 from trainer.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from trainer.arguments import NonNegativeInt
 from trainer.callback import Callback
@@ -38,7 +38,7 @@ class ProgressBar(Callback):
     def __init__(self, refresh_rate: NonNegativeInt = 1, leave: bool = False) -> None:
         self.refresh_rate = refresh_rate
         self.leave = leave
-        self._display: _Bars | _Lines | None = None
+        self._display: Display | None = None
         self._next = math.inf
         """The time of the next update, by `time.monotonic`; infinity: never."""
         self._evaluated = 0
@@ -65,7 +65,12 @@ class ProgressBar(Callback):
         self._values = trainer.flushed_progress_bar_metrics
         if trainer.is_global_zero and self.refresh_rate:
             with suppress(Exception):
-                self._display, self._next = _open_display(sys.stderr, self.leave), 0.0
+                bars = draws_bars(sys.stderr)
+                self._display, self._next = self.open_bars(sys.stderr) if bars else _Lines(sys.stderr), 0.0
+
+    def open_bars(self, stream: TextIO) -> Display:
+        """Return the display for a terminal."""
+        return _Bars(stream, self.leave)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._switch_off()
@@ -150,7 +155,7 @@ class ProgressBar(Callback):
     def _metrics(self) -> str:
         return ", ".join(f"{name}={value:.4g}" for name, value in self._values.items())
 
-    def _draw(self, action: Callable[[_Bars | _Lines], None]) -> None:
+    def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
         if self._display is None:
             return
@@ -175,10 +180,39 @@ def _epoch(epoch: int, max_epochs: int | None) -> str:
     return f"epoch {epoch}" + (f"/{max_epochs - 1}" if max_epochs is not None and max_epochs > 0 else "")
 
 
-def _open_display(stream: TextIO, leave: bool) -> _Bars | _Lines:
+def draws_bars(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that can do more than lines."""
     # A terminal of width 0 is a pseudo-terminal without a viewer.
-    bars = stream.isatty() and os.environ.get("TERM") != "dumb" and os.get_terminal_size(stream.fileno()).columns > 0
-    return _Bars(stream, leave) if bars else _Lines(stream)
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and os.get_terminal_size(stream.fileno()).columns > 0
+
+
+class Display(Protocol):
+    """A display of tasks, which nest: validation starts and ends inside an epoch."""
+
+    seconds: float
+    """Time between two updates."""
+    stream: TextIO
+
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
+        """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended."""
+
+    def update(self, done: int, metrics: str) -> None:
+        """Show the progress of the innermost task."""
+
+    def finish(self, done: int, metrics: str, report: bool) -> None:
+        """End the innermost task; `report`: its result is worth a line in a log."""
+
+    def finish_all(self, done: int, metrics: str) -> None:
+        """End all tasks: training is over, possibly inside an epoch."""
+
+    def clear(self) -> None:
+        """Make room for a line of text."""
+
+    def redraw(self) -> None:
+        """Draw again after that."""
+
+    def close(self) -> None:
+        """Leave the cursor on a line of its own."""
 
 
 class TQDMProgressBar(ProgressBar):
@@ -196,10 +230,9 @@ class TQDMProgressBar(ProgressBar):
 
 
 class _Bars:
-    """Bars of tqdm. Tasks nest: validation starts and ends inside an epoch."""
+    """Bars of tqdm."""
 
     seconds = 0.1
-    """Time between two updates."""
 
     def __init__(self, stream: TextIO, leave: bool) -> None:
         from tqdm import tqdm
@@ -216,7 +249,6 @@ class _Bars:
         """The bar of the last epoch, which stays until the next one starts."""
 
     def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
-        """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended."""
         if keep and self._ended is not None:
             self._ended.leave = self.leave
             self._ended.close()
@@ -235,7 +267,6 @@ class _Bars:
         self._running.append(bar)
 
     def update(self, done: int, metrics: str) -> None:
-        """Show the progress of the innermost task."""
         bar = self._running[-1]
         bar.set_postfix_str(metrics, refresh=False)
         if done > bar.n:
@@ -244,7 +275,6 @@ class _Bars:
             bar.refresh()
 
     def finish(self, done: int, metrics: str, report: bool) -> None:
-        """End the innermost task; `report`: its result is worth a line in a log."""
         self.update(done, metrics)
         bar = self._running.pop()
         if bar.leave:
@@ -257,12 +287,10 @@ class _Bars:
             self._running[-1].set_postfix_str(metrics)
 
     def finish_all(self, done: int, metrics: str) -> None:
-        """End all tasks: training is over, possibly inside an epoch."""
         while self._running:
             self.finish(done, metrics, report=True)
 
     def clear(self) -> None:
-        """Make room for a line of text."""
         for bar in self._all():
             bar.clear()
 
@@ -271,7 +299,6 @@ class _Bars:
             bar.refresh()
 
     def close(self) -> None:
-        """Leave the cursor on a line of its own."""
         for bar in reversed(self._all()):
             bar.leave = bar.pos == 0
             bar.close()

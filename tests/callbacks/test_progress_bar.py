@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,41 +17,13 @@ import pytest
 
 from tests.helpers.clock import Clock
 from tests.helpers.processes import ROOT
+from tests.helpers.terminal import Terminal
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
 from trainer.callbacks import LambdaCallback, ProgressBar
 from trainer.callbacks.progress_bar import _Lines
 
-Attach = Callable[..., "Terminal"]
-
-
-class Terminal:
-    """A pseudo-terminal that keeps its output."""
-
-    def __init__(self, encoding: str = "utf-8", columns: int = 100) -> None:
-        self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        self.stream = os.fdopen(slave, "w", encoding=encoding)
-        self._received = b""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                data = os.read(self._master, 4096)
-            except OSError:
-                return
-            if not data:
-                return
-            self._received += data
-
-    def text(self) -> str:
-        """Close the terminal and return its output."""
-        self.stream.close()
-        self._reader.join(600)
-        os.close(self._master)
-        return self._received.decode(errors="replace")
+Attach = Callable[..., Terminal]
 
 
 @pytest.fixture

@@ -1,0 +1,95 @@
+"""DeviceStatsMonitor: log the memory and load of devices."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.callback import Callback
+from trainer.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+log = logging.getLogger("trainer")
+
+
+class DeviceStatsMonitor(Callback):
+    """Log statistics of each process's device every `log_every_n_steps`, before and after a step, and in evaluations.
+
+    On an accelerator those of its allocator, such as `allocated_bytes.all.peak`, as means over the processes; of the
+    CPU `cpu_percent`, `cpu_vm_percent` and `cpu_swap_percent` (by psutil). The names begin with the hook, as in
+    `DeviceStatsMonitor.on_train_batch_end/cpu_percent`. No value is read from a device.
+
+    Args:
+        cpu_stats: log those of the CPU; None: if it is the device of the run.
+
+    Raises:
+        MissingPackageError: at the start of a run, when psutil is needed and not installed.
+    """
+
+    agree_on = ("cpu_stats",)
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = cpu_stats
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if self._of_cpu(trainer.device) and find_spec("psutil") is None:
+            raise MissingPackageError("psutil", "DeviceStatsMonitor of a CPU")
+        if stage == "fit" and not trainer.loggers and not trainer.settings.fast_dev_run and trainer.is_global_zero:
+            log.warning("DeviceStatsMonitor has no logger: the values are in trainer.callback_metrics only")
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        if trainer.settings.logs_at(trainer.global_step + 1):
+            self._log(trainer, "on_train_batch_start")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.settings.logs_at(trainer.global_step):
+            self._log(trainer, "on_train_batch_end")
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0:
+            self._log(trainer, "on_validation_batch_end")
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0:
+            self._log(trainer, "on_test_batch_end")
+
+    def _of_cpu(self, device: torch.device) -> bool:
+        return device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
+
+    def _log(self, trainer: Trainer, hook: str) -> None:
+        stats = accelerator_stats(trainer.device)
+        if self._of_cpu(trainer.device):
+            stats |= cpu_stats()
+        for name, value in stats.items():
+            trainer.log(f"{type(self).__qualname__}.{hook}/{name}", float(value), weight=1)
+
+
+def accelerator_stats(device: torch.device) -> dict[str, float]:
+    """Return the statistics of the allocator of a device; empty for those without one."""
+    if device.type == "cpu":
+        return {}
+    stats = getattr(torch.get_device_module(device), "memory_stats", None)
+    return {} if stats is None else {name: value for name, value in stats(device).items() if isinstance(value, int)}
+
+
+def cpu_stats() -> dict[str, float]:
+    """Return the load of this machine's CPUs since the last call, and of its memory, in percent."""
+    import psutil  # type: ignore[import-untyped]  # types-psutil is not needed for three calls
+
+    return {
+        "cpu_percent": psutil.cpu_percent(),
+        "cpu_vm_percent": psutil.virtual_memory().percent,
+        "cpu_swap_percent": psutil.swap_memory().percent,
+    }

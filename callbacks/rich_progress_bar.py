@@ -1,0 +1,137 @@
+"""RichProgressBar: the progress of a run, drawn by rich."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trainer.arguments import NonNegativeInt
+from trainer.callbacks.progress_bar import Display, ProgressBar
+from trainer.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class RichProgressBarTheme:
+    """Styles of rich (https://rich.readthedocs.io/en/stable/style.html) for the parts of a `RichProgressBar`."""
+
+    description: str = ""
+    progress_bar: str = "#6206E0"
+    progress_bar_finished: str = "#6206E0"
+    progress_bar_pulse: str = "#6206E0"
+    batch_progress: str = ""
+    time: str = "dim"
+    processing_speed: str = "dim underline"
+    metrics: str = "italic"
+
+
+class RichProgressBar(ProgressBar):
+    """`ProgressBar` with rich's bars on a terminal; elsewhere the same plain lines.
+
+    Args:
+        refresh_rate: batches between two refreshes, of which there are at most ten in a second; 0: show nothing.
+        leave: keep the bar of every epoch on the screen, not only that of the last.
+        theme: styles of the parts.
+        console_kwargs: arguments of `rich.console.Console`.
+
+    Raises:
+        MissingPackageError: at the start of a run, when rich is not installed.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: NonNegativeInt = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme = RichProgressBarTheme(),
+        console_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(refresh_rate, leave)
+        self.theme = theme
+        self.console_kwargs = dict(console_kwargs or {})
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if find_spec("rich") is None:
+            raise MissingPackageError("rich", "RichProgressBar")
+        super().setup(trainer, module, stage)
+
+    def open_bars(self, stream: TextIO) -> Display:
+        return _RichBars(stream, self.leave, self.theme, self.console_kwargs)
+
+
+class _RichBars:
+    """Bars of rich, with the methods of the other displays. Tasks nest: validation starts and ends inside an epoch."""
+
+    seconds = 0.1
+
+    def __init__(
+        self, stream: TextIO, leave: bool, theme: RichProgressBarTheme, console_kwargs: dict[str, Any]
+    ) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.style import Style
+
+        self.stream, self.leave = stream, leave
+        self._progress = Progress(
+            TextColumn("[progress.description]{task.description}", style=theme.description or "none"),
+            BarColumn(
+                complete_style=Style.parse(theme.progress_bar),
+                finished_style=Style.parse(theme.progress_bar_finished),
+                pulse_style=Style.parse(theme.progress_bar_pulse),
+            ),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]}", style=theme.processing_speed),
+            TextColumn("{task.fields[metrics]}", style=theme.metrics),
+            console=Console(**{"file": stream, **console_kwargs}),
+            auto_refresh=False,  # no thread: updates are timed by the callback
+        )
+        self._running: list[tuple[Any, bool, int]] = []
+        """Each task's number, whether its bar stays, and the batches done before."""
+        self._ended: Any = None
+        self._progress.start()
+
+    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
+        if keep and self._ended is not None:
+            if not self.leave:
+                self._progress.remove_task(self._ended)
+            self._ended = None
+        task = self._progress.add_task(title, total=total, completed=done, rate="", metrics="")
+        self._running.append((task, keep, done))
+        self._progress.refresh()
+
+    def update(self, done: int, metrics: str) -> None:
+        number, _, before = self._running[-1]
+        seconds = self._progress.tasks[self._progress.task_ids.index(number)].elapsed or 0.0
+        rate = f"{(done - before) / seconds:.2f}/s" if seconds > 0 else ""
+        self._progress.update(number, completed=done, rate=rate, metrics=metrics, refresh=True)
+
+    def finish(self, done: int, metrics: str, report: bool) -> None:
+        self.update(done, metrics)
+        number, keep, _ = self._running.pop()
+        self._progress.stop_task(number)
+        if keep:
+            self._ended = number
+        else:
+            self._progress.remove_task(number)
+        if self._running:
+            self._progress.update(self._running[-1][0], metrics=metrics)
+        self._progress.refresh()
+
+    def finish_all(self, done: int, metrics: str) -> None:
+        while self._running:
+            self.finish(done, metrics, report=True)
+
+    def clear(self) -> None:
+        self._progress.stop()
+        sys.stderr.flush()
+
+    def redraw(self) -> None:
+        self._progress.start()
+
+    def close(self) -> None:
+        self._progress.stop()
