@@ -36,6 +36,11 @@ COMMANDS = {
         "try what a training needs on this machine, and say what is wrong and how to mend it",
     ),
     "checkpoint": ("trainer.cli.checkpoint.command", "look into checkpoints: ls, show, verify, export"),
+    "runs": (
+        "trainer.cli.runs.command",
+        "list runs below a folder: state, steps, metrics, hyperparameters that differ",
+    ),
+    "plot": ("trainer.cli.plot", "draw the logged curves of runs: PNG, SVG, PDF or HTML"),
     "schema": ("trainer.cli.schema", "print a JSON schema of configurations, for editors"),
     "completion": ("trainer.cli.completion", "print a script that completes commands and options: bash, zsh, fish"),
     "help": ("trainer.cli.help", "show a command's help, or the arguments of a class: trainer help ModelCheckpoint"),

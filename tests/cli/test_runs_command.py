@@ -1,0 +1,166 @@
+"""`trainer runs ls` lists runs at any depth, and `trainer plot` draws what they have logged."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.processes import run_python
+from tests.helpers.project import Command
+from tests.helpers.toy import Toy, loader, quiet
+from trainer.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint
+from trainer.cli.plot import smoothed
+from trainer.cli.runs.find import find_runs
+from trainer.fault_tolerance.file_lock import FolderLock
+
+
+class Logged(Toy):
+    def __init__(self, lr: float = 0.1, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+        self.log("score", float(self.trainer.global_step) * self.hparams.lr)
+
+
+def train(root: Path, lr: float, steps: int, **options: object) -> None:
+    checkpoint = ModelCheckpoint(monitor="score", mode="max", every_n_train_steps=1)
+    logger = options.pop("logger", CSVLogger())
+    trainer = quiet(
+        enable_checkpointing=True,
+        default_root_dir=root,
+        max_steps=steps,
+        logger=logger,
+        callbacks=[checkpoint],
+        log_every_n_steps=1,
+        **options,
+    )
+    trainer.fit(Logged(lr), loader())
+    (trainer.run_dir / "config.yaml").write_text("trainer: {max_steps: 4}\n")
+
+
+@pytest.fixture
+def runs(project: Path) -> Path:
+    folder = project / "runs"
+    train(folder / "a", 0.1, 4)
+    train(folder / "deep" / "er", 0.5, 2, logger=JSONLLogger())
+    (folder / "empty" / "checkpoints").mkdir(parents=True)
+    return folder
+
+
+def listed(command: Command, *arguments: str) -> list[dict]:
+    code, out, err = command("runs", "ls", *arguments, "--json")
+    assert code == 0, err
+    found: list[dict] = json.loads(out)
+    return found
+
+
+def test_states_steps_metrics_and_hyperparameters_that_differ(command: Command, runs: Path) -> None:
+    first, second, empty = listed(command, str(runs))
+    assert (first["name"], first["state"], first["step"]) == ("a/version_0", "finished", 4)
+    assert (second["name"], second["state"], second["step"]) == ("deep/er/version_0", "unfinished", 2)
+    assert first["score"] == pytest.approx(0.4)
+    assert second["score"] == pytest.approx(1.0)
+    assert (first["module.lr"], second["module.lr"]) == (0.1, 0.5)
+    assert "module.width" not in first
+    assert (empty["name"], empty["state"], empty["score"]) == ("empty", "no checkpoint", None)
+    lock = FolderLock(runs / "a" / "version_0" / "checkpoints")
+    assert lock.acquire() is None
+    assert [one.state for one in find_runs(runs)] == ["running", "unfinished", "no checkpoint"]
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--sort", "score"], ["a/version_0", "deep/er/version_0", "empty"]),
+        (["--sort", "-score"], ["deep/er/version_0", "a/version_0", "empty"]),
+        (["--filter", "score>0.5"], ["deep/er/version_0"]),
+        (["--filter", "module.lr = 0.1"], ["a/version_0"]),
+        (["--filter", "state!=finished", "--filter", "step>=1"], ["deep/er/version_0"]),
+    ],
+)
+def test_sorted_and_filtered(command: Command, runs: Path, options: list[str], names: list[str]) -> None:
+    assert [one["name"] for one in listed(command, str(runs), *options)] == names
+
+
+def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
+    code, out, _ = command("runs", "ls", str(runs), "--metric", "score")
+    assert code == 0
+    assert out.splitlines()[0].split() == ["name", "state", "step", "epoch", "began", "time", "score", "module.lr"]
+    assert len(out.splitlines()) == 4
+    _, out, _ = command("runs", "ls", str(runs), "--csv", "--hparam", "module.width")
+    assert [row["module.width"] for row in csv.DictReader(io.StringIO(out))] == ["3", "3", ""]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["ls", "nowhere"], 2, "there is no folder nowhere"),
+        (["ls", "."], 1, "no runs below ."),
+        (["ls", "runs", "--sort", "scor"], 2, "Did you mean 'score'?"),
+        (["ls", "runs", "--filter", "score"], 2, "write NAME>VALUE"),
+        (["list"], 2, "invalid choice: 'list'"),
+    ],
+)
+def test_mistakes(
+    command: Command, project: Path, request: pytest.FixtureRequest, arguments: list[str], code: int, words: str
+) -> None:
+    if "runs" in arguments:
+        request.getfixturevalue("runs")
+    found, _, err = command("runs", *arguments)
+    assert found == code
+    assert words in err
+
+
+def test_damaged_files_leave_their_cells_empty(command: Command, runs: Path) -> None:
+    run = runs / "a" / "version_0"
+    (run / "hparams.json").write_text("{")
+    (run / "config.yaml").write_bytes(b"\xff: [")
+    for manifest in run.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("[]")
+    first = listed(command, str(runs))[0]
+    assert (first["state"], first["step"]) == ("no checkpoint", 4)
+
+
+def test_it_imports_no_torch(runs: Path) -> None:
+    code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"
+    ended = run_python(f"{code}sys.exit(main(['runs', 'ls', {str(runs)!r}]))").check()
+    assert "finished" in ended.stdout
+
+
+@pytest.mark.parametrize("name", ["curves.png", "curves.svg", "curves.html"])
+def test_curves(command: Command, runs: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, err = command(
+        "plot", str(runs / "a"), str(runs / "deep"), "--output", str(runs / name), "--smooth", "0.5"
+    )
+    assert code == 0, err
+    assert "score" in out
+    assert (runs / name).read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype"}[name[7:]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["runs/empty"], "runs/empty has no metrics.csv or metrics.jsonl below it"),
+        (["nowhere"], "nowhere does not exist"),
+        (["runs/a", "--metric", "scor"], "Did you mean 'score'?"),
+        (["runs/a", "--output", "curves.gif"], ".gif is none of .png, .svg, .pdf, .html"),
+        (["runs/a", "--output", "nowhere/curves.png"], "there is no folder nowhere"),
+        (["runs/a", "--smooth", "1"], "give a number from 0 up to, but not, 1"),
+    ],
+)
+def test_mistakes_of_plot(command: Command, runs: Path, arguments: list[str], words: str) -> None:
+    code, _, err = command("plot", *arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_smoothing_begins_at_the_first_value() -> None:
+    assert smoothed((4.0, 4.0, 4.0), 0.9) == pytest.approx([4.0, 4.0, 4.0])
+    assert smoothed((1.0, 3.0), 0.5) == pytest.approx([1.0, (0.25 * 1 + 0.5 * 3) / 0.75])

@@ -1,0 +1,150 @@
+"""`trainer runs`: list the runs below a folder, sorted and filtered, for people and for programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import operator
+import re
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from trainer.arguments import local_path
+from trainer.cli.columns import in_columns
+from trainer.cli.options import CommandParser, reports_errors
+from trainer.cli.runs.find import RunSummary, find_runs
+from trainer.errors import ConfigError, did_you_mean, printable
+
+EXAMPLES = """\
+examples:
+  trainer runs ls runs
+  trainer runs ls runs --sort -val_acc --filter 'val_acc>0.9' --filter module.width=32
+  trainer runs ls . --metric val_loss --hparam module.lr --csv > runs.csv
+  trainer runs ls runs --json
+"""
+COLUMNS = ("name", "state", "step", "epoch", "began", "time")
+METRICS_SHOWN = 3
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
+
+
+@reports_errors
+def run(arguments: list[str]) -> int:
+    """List runs. Returns the exit code."""
+    options = _parser().parse(_with_joined_sort(arguments))
+    found = find_runs(local_path(options.folder))
+    if not found:
+        print(f"no runs below {printable(options.folder)}", file=sys.stderr)
+        return 1
+    metrics = options.metric or _main_metrics(found)
+    parameters = options.hparam or differing(found)
+    rows = [(one, values_of(one)) for one in found]
+    known = list(dict.fromkeys(name for _, values in rows for name in values))
+    for text in options.filter:
+        name, compare, wanted = _condition(text, known)
+        rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
+    if options.sort:
+        name = _known(options.sort.removeprefix("-"), known)
+        there = [row for row in rows if row[1].get(name) is not None]
+        there.sort(key=lambda row: _sortable(row[1][name]), reverse=options.sort.startswith("-"))
+        rows = there + [row for row in rows if row[1].get(name) is None]
+    head = [*COLUMNS, *metrics, *parameters]
+    if options.json:
+        print(json.dumps([{name: values.get(name) for name in head} for _, values in rows], indent=1, default=str))
+    elif options.csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows([values.get(name) for name in head] for _, values in rows)
+    else:
+        cells = [head, *([_cell(name, values.get(name)) for name in head] for _, values in rows)]
+        print("\n".join(in_columns(cells, right=range(2, len(COLUMNS) + len(metrics)))))
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="trainer runs", description="List runs.", epilog=EXAMPLES)
+    commands = parser.add_subparsers(dest="action", metavar="COMMAND", required=True, parser_class=CommandParser)
+    words = "list the runs below a folder, at any depth: name, state, steps, time, metrics, hyperparameters that differ"
+    ls = commands.add_parser("ls", help=words, description=words[0].upper() + words[1:] + ".", epilog=EXAMPLES)
+    ls.add_argument("folder", metavar="FOLDER", help="the default_root_dir of runs, or a folder above it")
+    ls.add_argument("--sort", metavar="[-]NAME", help="by a column, a metric or a hyperparameter; -: largest first")
+    ls.add_argument("--filter", metavar="'NAME>VALUE'", action="append", default=[], help="also <, <=, >=, =, !=")
+    ls.add_argument("--metric", metavar="NAME", nargs="+", help=f"metrics to show (default: {METRICS_SHOWN} of them)")
+    ls.add_argument("--hparam", metavar="NAME", nargs="+", help="hyperparameters to show (default: those that differ)")
+    form = ls.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print CSV")
+    form.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _with_joined_sort(arguments: list[str]) -> list[str]:
+    """Return `--sort=-val_acc` for `--sort -val_acc`, whose second word would be an option."""
+    words, joined = iter(arguments), []
+    for word in words:
+        joined.append(f"--sort={next(words, '')}" if word == "--sort" else word)
+    return joined
+
+
+def values_of(one: RunSummary) -> dict[str, Any]:
+    """Return everything that is known of a run, by the names of columns, metrics and hyperparameters."""
+    began = None if one.began is None else datetime.fromtimestamp(one.began).isoformat(" ", "seconds")
+    columns = {"name": one.name, "state": one.state, "step": one.step, "epoch": one.epoch}
+    return {**one.hyperparameters, **one.metrics, **columns, "began": began, "time": one.seconds}
+
+
+def differing(found: list[RunSummary]) -> list[str]:
+    """Return the names of hyperparameters that are not the same in all runs."""
+    names = list(dict.fromkeys(name for one in found for name in one.hyperparameters))
+    known = [one.hyperparameters for one in found if one.hyperparameters]
+    return [name for name in names if len({repr(values.get(name)) for values in known}) > 1]
+
+
+def _main_metrics(found: list[RunSummary]) -> list[str]:
+    """Return the names of a few metrics, those of validation first."""
+    names = {name for one in found for name in one.metrics}
+    return sorted(names, key=lambda name: (not name.startswith("val"), name))[:METRICS_SHOWN]
+
+
+def _condition(text: str, known: list[str]) -> tuple[str, Callable[[Any, Any], bool], str]:
+    match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|!=|==|<|>|=)\s*(.*?)\s*", text)
+    if match is None:
+        raise ConfigError(f"--filter {text!r}: write NAME>VALUE, with one of <, <=, >, >=, =, !=.")
+    return _known(match[1], known), COMPARISONS[match[2].replace("==", "=")], match[3]
+
+
+def _known(name: str, known: list[str]) -> str:
+    if name not in known:
+        raise ConfigError(f"no run has {name!r}.{did_you_mean(name, known)} There are: {', '.join(known)}.")
+    return name
+
+
+def _holds(compare: Callable[[Any, Any], bool], value: Any, wanted: str) -> bool:
+    if value is None:
+        return False
+    try:
+        return compare(float(value), float(wanted))
+    except (TypeError, ValueError):
+        return compare(str(value).lower(), wanted.lower())
+
+
+def _sortable(value: Any) -> tuple[int, Any]:
+    """Return a key that sorts numbers before texts."""
+    is_number = isinstance(value, (int, float))
+    return (0, value) if is_number else (1, str(value))
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name == "time":
+        minutes, seconds = divmod(int(value), 60)
+        return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+    return f"{value:.6g}" if isinstance(value, float) else printable(str(value))

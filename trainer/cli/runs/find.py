@@ -1,0 +1,193 @@
+"""Find the runs below a folder, and read from their files what a table of runs shows. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+from trainer.fault_tolerance.file_lock import FolderLock
+
+FILES = ("config.yaml", "hparams.json", "metrics.csv", "metrics.jsonl", "checkpoints")
+"""What a run directory has at least one of."""
+MAX_BYTES = 50_000_000
+"""Size of the largest JSON file that is read."""
+
+
+@dataclass
+class RunSummary:
+    """One run of a listing."""
+
+    path: Path
+    name: str
+    """The path from the folder that was listed."""
+    state: str
+    """"running", "finished" (`max_steps` or `max_epochs` was reached), "unfinished", or "no checkpoint"."""
+    step: int | None = None
+    """Optimizer steps in the last checkpoint, or in the metrics where there is none."""
+    epoch: int | None = None
+    began: float | None = None
+    """Seconds since 1970."""
+    seconds: float | None = None
+    """From the first file to the last change of one."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Values of the best checkpoint, or of the last one; without checkpoints, the last logged ones."""
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    """By dotted name: `module.lr`."""
+
+
+def find_runs(folder: Path) -> list[RunSummary]:
+    """Return the runs below a folder, at any depth, in the order of their paths.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: give the default_root_dir of runs, or a folder above it.")
+    return [summary_of(path, folder) for path in sorted(run_directories(folder), key=_by_numbers)]
+
+
+def run_directories(folder: Path) -> Iterator[Path]:
+    """Yield the run directories of a folder: itself, or those below. Links are not followed."""
+    for path, folders, files in os.walk(folder):
+        names = {*folders, *files}
+        project = any(name.endswith(".py") for name in files)  # whose config.yaml is that of the next run
+        if names & set(FILES[2:]) or ("hparams.json" in names and not project):
+            yield Path(path)
+            folders.clear()
+        else:
+            folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+
+
+def summary_of(path: Path, folder: Path) -> RunSummary:
+    """Return what the files of a run directory say; files that are missing or damaged say nothing."""
+    run = RunSummary(path, str(path.relative_to(folder)) if path != folder else path.absolute().name, "no checkpoint")
+    with suppress(OSError):
+        times = [entry.stat().st_mtime for entry in os.scandir(path)]
+        run.began, run.seconds = min(times), max(times) - min(times)
+    checkpoints = path / "checkpoints"
+    manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
+    infos = {name: entry["info"] for name, entry in manifests.items() if isinstance(entry.get("info"), dict)}
+    last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
+    last = last or max(infos.values(), key=lambda info: info.get("step") or 0, default=None)
+    if last is not None:
+        run.step, run.epoch = last.get("step"), last.get("epoch")
+        run.metrics = numbers((best or last).get("metrics"))
+        run.state = "finished" if _is_finished(run, path / "config.yaml") else "unfinished"
+        if isinstance(last.get("captured"), int) and run.began is not None:
+            run.seconds = max(run.seconds or 0.0, last["captured"] / 1e9 - run.began)
+    else:
+        rows = read_metrics(path)
+        run.metrics = {name: points[-1][1] for name, points in rows.items() if points}
+        run.step = max((points[-1][0] for points in rows.values() if points), default=None)
+    if is_locked(path) or is_locked(checkpoints):
+        run.state = "running"
+        run.seconds = None if run.began is None else time.time() - run.began
+    run.hyperparameters = flat(read_json(path / "hparams.json") or _saved_hyperparameters(checkpoints, infos))
+    return run
+
+
+def _saved_hyperparameters(checkpoints: Path, infos: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters in a checkpoint, for runs without a logger that writes them."""
+    saved = read_json(checkpoints / next(iter(infos), "") / "checkpoint.json").get("hyperparameters")
+    return saved if isinstance(saved, dict) else {}
+
+
+def _pointed(checkpoints: Path, pointer: str, infos: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the info of the checkpoint to which `last` or `best` points."""
+    return infos.get(str(read_json(checkpoints / f"{pointer}.json").get("checkpoint")))
+
+
+def _is_finished(run: RunSummary, config: Path) -> bool:
+    """Whether the last checkpoint is that of the end that the configuration names."""
+    import yaml
+
+    try:
+        settings = yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]
+        ends = {name: settings.get(name) for name in ("max_steps", "max_epochs")}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError):
+        return False
+    done = {"max_steps": run.step, "max_epochs": None if run.epoch is None else run.epoch + 1}
+    return any(isinstance(end, int) and end > 0 and (done[name] or 0) >= end for name, end in ends.items())
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a training writes to the folder now."""
+    if not (folder / ".lock").is_file():
+        return False
+    lock = FolderLock(folder)
+    try:
+        holder = lock.acquire(timeout=0)
+    except OSError:
+        return False
+    lock.release()
+    return holder is not None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one if there is none."""
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            return {}
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the logged values of a run by name: the steps and values in `metrics.csv`, else in `metrics.jsonl`."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    with suppress(OSError, UnicodeDecodeError, csv.Error):
+        if (path / "metrics.csv").is_file():
+            with open(path / "metrics.csv", newline="", encoding="utf-8") as file:
+                for row in csv.DictReader(file):
+                    _add(found, row)
+        elif (path / "metrics.jsonl").is_file():
+            with open(path / "metrics.jsonl", encoding="utf-8") as lines:
+                for line in lines:
+                    with suppress(ValueError):
+                        _add(found, json.loads(line))
+    return found
+
+
+def _add(found: dict[str, list[tuple[int, float]]], row: Any) -> None:
+    if not isinstance(row, dict) or "kind" in row:
+        return
+    with suppress(TypeError, ValueError):
+        step = int(row["step"]) if "step" in row else -1
+        for name, value in row.items():
+            if name not in ("step", None) and value not in ("", None) and step >= 0:
+                with suppress(TypeError, ValueError):
+                    point = step, float(value)
+                    found.setdefault(name, []).append(point)
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    """Return the numbers of a mapping."""
+    found = metrics.items() if isinstance(metrics, dict) else ()
+    return {name: float(value) for name, value in found if isinstance(value, (int, float)) and type(value) is not bool}
+
+
+def flat(tree: Any, before: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted name."""
+    if not isinstance(tree, dict):
+        return {before: tree} if before else {}
+    return {name: value for key, child in tree.items() for name, value in flat(child, _dotted(before, key)).items()}
+
+
+def _dotted(before: str, key: str) -> str:
+    return f"{before}.{key}" if before else str(key)
+
+
+def _by_numbers(path: Path) -> list[Any]:
+    """Sort `version_10` after `version_9`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
