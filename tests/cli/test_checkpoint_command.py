@@ -279,7 +279,7 @@ def test_help_has_examples_and_does_not_import_torch(name: str | None) -> None:
     ("arguments", "code", "says"),
     [
         ([], 2, "usage: trainer checkpoint"),
-        (["list", "x"], 2, "invalid choice: 'list'"),
+        (["lst", "x"], 2, "invalid choice: 'lst'"),
         (["ls"], 2, "required: PATH"),
         (["ls", "nowhere"], 1, "there is no nowhere"),
         (["show", "runs/version_O"], 1, "Did you mean 'version_0'?"),

@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
+from tests.helpers.processes import run_python
 from tests.helpers.project import Command
 from trainer.cli.main import COMMANDS
 
@@ -244,3 +247,33 @@ def test_shells_complete(command: Command, tmp_path: Path, shell: str) -> None:
         words = "COMP_WORDS=(trainer fit --trainer.max_e); COMP_CWORD=2; _trainer; echo ${COMPREPLY[@]}"
         ended = subprocess.run(["bash", "-c", f". ./script; {words}"], cwd=tmp_path, capture_output=True, text=True)
         assert ended.stdout.split() == ["--trainer.max_epochs"]
+
+
+def test_a_typo_is_answered_without_torch(project: Path) -> None:
+    code = "import sys\nsys.modules['torch'] = None\nfrom trainer.__main__ import main\n"
+    ended = run_python(f"{code}sys.exit(main(['fit', '--module', 'x.py:X', '--trainer.max_epoch', '3']))")
+    assert ended.returncode == 2
+    assert "trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["checkpoint", "export", "runs", "w.pt"], "Call it w.safetensors"),
+        (["estimate", "7B"], "Write --params 7B."),
+    ],
+)
+def test_what_is_refused_says_what_to_type(command: Command, arguments: list[str], words: str) -> None:
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_words_of_the_checkpoint_command(command: Command, project: Path, bare: list[str]) -> None:
+    assert command("fit", *bare, "--optimizer", "SGD")[0] == 0
+    assert command("checkpoint", "list", "runs") == command("checkpoint", "ls", "runs")
+    options = ["--dtype", "bf16", "--prefix", "layer"]
+    code, _, err = command("checkpoint", "export", "runs", "w.safetensors", *options)
+    assert code == 0, err
+    found = load_file("w.safetensors")
+    assert {name: value.dtype for name, value in found.items()} == {"weight": torch.bfloat16, "bias": torch.bfloat16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -91,7 +92,8 @@ class CommandParser(argparse.ArgumentParser):
             word = rest[0].partition("=")[0]
             problem = f"unknown option {word!r}.{did_you_mean(word, options)}"
             if not word.startswith("-"):
-                problem = f"unexpected {rest[0]!r}."
+                number = "--params" in options and re.fullmatch(r"[\d.]+(e\d+|[KMBT])?", word, re.IGNORECASE)
+                problem = f"unexpected {rest[0]!r}.{f' Write --params {word}.' if number else ''}"
             raise ConfigError(f"{problem} See {parser.prog} --help.")
         return given
 

@@ -15,9 +15,11 @@ from trainer.cli.columns import in_columns
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
 from trainer.cli.settings_help import arguments_help
-from trainer.config.tree import Diagnostics
-from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, printable
+from trainer.compat.names import TRAINER_ARGUMENTS
+from trainer.config.tree import Diagnostics, Problem
+from trainer.errors import CheckpointError, ConfigError, MissingPackageError, TrainerError, did_you_mean, printable
 from trainer.launchers.restarts import LAUNCHED
+from trainer.settings import ARGUMENTS
 
 if TYPE_CHECKING:
     from trainer.config.load import Configuration
@@ -100,7 +102,9 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
             f"nothing to {command}: give a configuration, trainer {command} --config run.yaml, "
             f"or a module, trainer {command} --module file.py:Class. See trainer {command} --help."
         )
-    if not options.config:  # values of a file that cannot be read are not reported as missing
+    misspelt = unknown_settings(options)
+    if misspelt or not options.config:  # a typo is answered before torch is imported, which takes seconds
+        findings.problems += misspelt
         findings.report()
     from trainer.config.load import load  # torch is needed from here on
 
@@ -108,6 +112,16 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
     for note in configuration.notes:
         _print_note(note)
     return configuration
+
+
+def unknown_settings(options: Options) -> list[Problem]:
+    """Return a problem for each option that names no argument of the trainer."""
+    names = {name.split(".")[1]: node.source for name, node in options.overrides if name.startswith("trainer.")}
+    return [
+        Problem(source, f"trainer has no argument {name!r}.{did_you_mean(name, [*ARGUMENTS], TRAINER_ARGUMENTS)}")
+        for name, source in names.items()
+        if name not in ARGUMENTS
+    ]
 
 
 def _print_note(note: str) -> None:

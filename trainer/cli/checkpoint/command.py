@@ -39,6 +39,7 @@ EXAMPLES = {
 """,
 }
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PATH_HELP = "a checkpoint, a run directory, its folder of checkpoints, or a folder of runs (the newest is meant)"
 
 
@@ -51,7 +52,7 @@ def run(arguments: list[str]) -> int:
         return 2
     try:
         options = parser.parse(arguments)
-        code: int = {"ls": _ls, "show": _show, "verify": _verify, "export": _export}[options.name](options)
+        code: int = {"ls": _ls, "list": _ls, "show": _show, "verify": _verify, "export": _export}[options.name](options)
     except BrokenPipeError:  # as after `trainer checkpoint show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -69,6 +70,7 @@ def _parser() -> CommandParser:
     for name, summary in SUBCOMMANDS.items():
         of[name] = commands.add_parser(
             name,
+            aliases=["list"] if name == "ls" else [],
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
             epilog=f"examples:\n{EXAMPLES[name]}",
@@ -96,7 +98,10 @@ def _parser() -> CommandParser:
         "read them",
     )
     of["export"].add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="convert floating weights; default: as they are"
+        "--dtype",
+        type=lambda name: DTYPES.get(name, name),
+        choices=tuple(DTYPES.values()),
+        help="convert floating weights: float32, bfloat16 (or bf16), float16; default: as they are",
     )
     of["export"].add_argument(
         "--ema",

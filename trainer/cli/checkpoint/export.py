@@ -24,6 +24,8 @@ from trainer.errors import CheckpointError, ConfigError, did_you_mean
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 HF_SHARD_SIZE = "5GB"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+"""Endings of files that others would read by torch.load."""
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -39,6 +41,11 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"{out} is a folder: give the name of a file, such as {out / 'model.safetensors'}, or --max-shard-size 5GB "
             "and the name of a new folder."
+        )
+    if max_size is None and out.suffix.lower() in PICKLES:
+        raise ConfigError(
+            f"{out}: export writes safetensors, which torch.load cannot read. Call it "
+            f"{out.with_suffix('.safetensors')}, and read it with safetensors.torch.load_file."
         )
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}: make it first, or write somewhere else.")
@@ -160,6 +167,9 @@ def _weights(state: object, prefix: str, expand_tied: bool) -> tuple[dict[str, S
     """Return the weights to write by name, and notes about those left out."""
     if not isinstance(state, dict):
         raise CheckpointError("its 'model' is not a state_dict: it was not written by a Trainer.")
+    names = [name for name in state if isinstance(name, str)]
+    if prefix and not prefix.endswith(".") and any(name.startswith(f"{prefix}.") for name in names):
+        prefix += "."  # `--prefix net` means the weights of `net`, not `.weight`
     weights: dict[str, StoredTensor] = {}
     first_name: dict[int, str] = {}
     notes = []

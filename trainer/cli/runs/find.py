@@ -69,30 +69,30 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 def summary_of(path: Path, folder: Path) -> RunSummary:
     """Return what the files of a run directory say; files that are missing or damaged say nothing."""
-    run = RunSummary(path, str(path.relative_to(folder)) if path != folder else path.absolute().name, "no checkpoint")
+    one = RunSummary(path, str(path.relative_to(folder)) if path != folder else path.absolute().name, "no checkpoint")
     with suppress(OSError):
         times = [entry.stat().st_mtime for entry in os.scandir(path)]
-        run.began, run.seconds = min(times), max(times) - min(times)
+        one.began, one.seconds = min(times), max(times) - min(times)
     checkpoints = path / "checkpoints"
     manifests = {target.parent.name: read_json(target) for target in checkpoints.glob("*/manifest.json")}
     infos = {name: entry["info"] for name, entry in manifests.items() if isinstance(entry.get("info"), dict)}
     last, best = (_pointed(checkpoints, pointer, infos) for pointer in ("last", "best"))
     last = last or max(infos.values(), key=lambda info: info.get("step") or 0, default=None)
     if last is not None:
-        run.step, run.epoch = last.get("step"), last.get("epoch")
-        run.metrics = numbers((best or last).get("metrics"))
-        run.state = "finished" if _is_finished(run, path / "config.yaml") else "unfinished"
-        if isinstance(last.get("captured"), int) and run.began is not None:
-            run.seconds = max(run.seconds or 0.0, last["captured"] / 1e9 - run.began)
+        one.step, one.epoch = last.get("step"), last.get("epoch")
+        one.metrics = numbers((best or last).get("metrics"))
+        one.state = "finished" if _is_finished(one, path / "config.yaml") else "unfinished"
+        if isinstance(last.get("captured"), int) and one.began is not None:
+            one.seconds = max(one.seconds or 0.0, last["captured"] / 1e9 - one.began)
     else:
         rows = read_metrics(path)
-        run.metrics = {name: points[-1][1] for name, points in rows.items() if points}
-        run.step = max((points[-1][0] for points in rows.values() if points), default=None)
+        one.metrics = {name: points[-1][1] for name, points in rows.items() if points}
+        one.step = max((points[-1][0] for points in rows.values() if points), default=None)
     if is_locked(path) or is_locked(checkpoints):
-        run.state = "running"
-        run.seconds = None if run.began is None else time.time() - run.began
-    run.hyperparameters = flat(read_json(path / "hparams.json") or _saved_hyperparameters(checkpoints, infos))
-    return run
+        one.state = "running"
+        one.seconds = None if one.began is None else time.time() - one.began
+    one.hyperparameters = flat(read_json(path / "hparams.json") or _saved_hyperparameters(checkpoints, infos))
+    return one
 
 
 def _saved_hyperparameters(checkpoints: Path, infos: dict[str, Any]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _pointed(checkpoints: Path, pointer: str, infos: dict[str, Any]) -> dict[str
     return infos.get(str(read_json(checkpoints / f"{pointer}.json").get("checkpoint")))
 
 
-def _is_finished(run: RunSummary, config: Path) -> bool:
+def _is_finished(one: RunSummary, config: Path) -> bool:
     """Whether the last checkpoint is that of the end that the configuration names."""
     import yaml
 
@@ -115,7 +115,7 @@ def _is_finished(run: RunSummary, config: Path) -> bool:
         ends = {name: settings.get(name) for name in ("max_steps", "max_epochs")}
     except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError):
         return False
-    done = {"max_steps": run.step, "max_epochs": None if run.epoch is None else run.epoch + 1}
+    done = {"max_steps": one.step, "max_epochs": None if one.epoch is None else one.epoch + 1}
     return any(isinstance(end, int) and end > 0 and (done[name] or 0) >= end for name, end in ends.items())
 
 
