@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.fault_tolerance.file_lock import FolderLock
 
 FILES = ("config.yaml", "hparams.json", "metrics.csv", "metrics.jsonl", "checkpoints")
-"""What a run directory has at least one of."""
+"""Entries of run directories, of which each has one at least."""
 MAX_BYTES = 50_000_000
 """Size of the largest JSON file that is read."""
 
