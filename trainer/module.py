@@ -15,6 +15,7 @@ from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
+from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.schema import require
 from trainer.compat.answers import member_words
 from trainer.data.transfer import move_data_to_device
@@ -402,7 +403,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
                 f"load_from_checkpoint(strict={strict}) contradicts {cls.__name__}.strict_loading="
                 f"{module.strict_loading}: leave strict out, or set both to the same value."
             )
-        module.on_load_checkpoint(checkpoint)
+        with lightning_keys(checkpoint):
+            module.on_load_checkpoint(checkpoint)
         strict = module.strict_loading if strict is None else strict
         if (base := checkpoint.get("base")) is not None:
             own = module.state_dict()

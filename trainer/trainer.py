@@ -1070,7 +1070,9 @@ class Trainer:
     @property
     def num_training_batches(self) -> int | None:
         """Micro-batches of one epoch on this process; None: unknown."""
-        return None if self._run is None else self._run.num_training_batches
+        if self._run is None or self._run.stage != "fit":
+            return self._session.training_batches
+        return self._run.num_training_batches
 
     @property
     def num_val_batches(self) -> list[int | None]:

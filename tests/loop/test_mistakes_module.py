@@ -89,10 +89,6 @@ MODULES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["define on_train_batch_end(self, outputs, batch, batch_idx)"],
     ),
     "setup without stage": (lambda: fit(net(setup=lambda self: None)), ["define setup(self, stage)"]),
-    "step without batch_idx": (
-        lambda: fit(net(training_step=lambda self, batch: None)),
-        ["training_step takes (batch)", "define training_step(self, batch, batch_idx)"],
-    ),
     "step with optimizer_idx": (
         lambda: fit(net(training_step=lambda self, batch, batch_idx, optimizer_idx: None)),
         ["training_step takes optimizer_idx", "automatic_optimization = False"],

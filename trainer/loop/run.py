@@ -85,6 +85,8 @@ class Session:
         self.has_fit = False
         self.accumulate_grad_batches = self.configured_window = settings.accumulate_grad_batches
         """Micro-batches of the next window, and as they were set outside of a run, by which each `fit` begins."""
+        self.training_batches: int | None = None
+        """Micro-batches of an epoch in the last `fit`; None: unknown."""
         self.seed = settings.seed or 0
         self.run_dir = settings.root
         self.config_text: str | None = None
@@ -356,6 +358,7 @@ class Run:
         if seconds is not None:
             self.validation_clock = ValidationClock(seconds, self.strategy.processes, every)
         self._first_epoch = self.progress.epoch
+        self.session.training_batches = self.num_training_batches
         assert self.train_loader is not None
         self.skipping.begin_training(self.hooks, self.train_loader, self.closure_needed)
         guard = self.step_guard

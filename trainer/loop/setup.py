@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.disk import replace_notes
+from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.pretrained import open_weights, weights_for
 from trainer.checkpoint.storage import StoragePath, as_storage_path
 from trainer.data.datamodule import DataModule
@@ -43,7 +44,6 @@ from trainer.loop.teardown import end_with_error, exit_if_stopped, finish, will_
 from trainer.loop.training_state import (
     check_storable,
     choose_seed,
-    lightning_keys,
     load_training_state,
     restore_training,
     restore_weights,

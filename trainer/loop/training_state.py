@@ -6,8 +6,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +17,7 @@ from trainer.callback import AddsGroups, Callback, Checkpoint
 from trainer.checkpoint.base_weights import check_base, check_names, weight_sums
 from trainer.checkpoint.format import open_checkpoint, read_checkpoint, read_metadata
 from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
+from trainer.checkpoint.lightning_keys import lightning_keys
 from trainer.checkpoint.optimizer_state import add_saved_groups, check_shapes, with_dtypes_of
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
@@ -102,30 +102,6 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "facts": {name: dict(facts) for name, facts in run.facts.items()},
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }
-
-
-@contextmanager
-def lightning_keys(checkpoint: dict[str, Any]) -> Iterator[None]:
-    """Show entries of a checkpoint under Lightning's keys, too, in the hooks that get it; "state_dict" may be replaced.
-
-    "state_dict" is the entry "model"; the other keys are for reading.
-    """
-    progress = checkpoint.get("progress", {})
-    shown = {
-        "state_dict": checkpoint["model"],
-        "epoch": progress.get("epoch", 0),
-        "global_step": progress.get("step", 0),
-        "hyper_parameters": checkpoint.get("hyperparameters", {}).get("module", {}),
-        "optimizer_states": checkpoint.get("optimizers", []),
-        "lr_schedulers": checkpoint.get("schedulers", []),
-    }
-    shown = {name: value for name, value in shown.items() if name not in checkpoint}
-    checkpoint.update(shown)
-    yield
-    for name in shown:
-        value = checkpoint.pop(name, None)
-        if name == "state_dict" and value is not None and checkpoint["model"] is shown[name]:
-            checkpoint["model"] = value
 
 
 def check_storable(optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:

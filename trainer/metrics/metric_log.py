@@ -352,7 +352,7 @@ class MetricLog:
     def log_without_loader(self, name: str, *value_and_options: Any) -> None:
         """Record a value under its own name in an evaluation with several loaders; see `log`."""
         scope = self.scope
-        with self.recording(MetricScope(scope.batches, scope.steps, entries=scope.overall)):
+        with self.recording(MetricScope(scope.batches, scope.steps, entries=scope.entries)):
             self.log(name, *value_and_options)
 
     def _new_entry(self, scope: MetricScope, key: str, metric: Any, options: LogOptions) -> Entry:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 METHODS = (
@@ -44,6 +45,10 @@ class OptionalMethods:
         for name in vars(cls._base()):
             if _is_called(name) and getattr(cls, name) is None:
                 setattr(cls, name, vars(cls._base())[name])
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            step = vars(cls).get(name)
+            if inspect.isfunction(step) and _takes_batch_only(step):
+                setattr(cls, name, _with_batch_idx(step))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if value is None and _is_called(name) and name in vars(self._base()):
@@ -66,6 +71,23 @@ class OptionalMethods:
     def overrides_any(self, names: Collection[str]) -> bool:
         """Return True if the subclass (or this object) defines one of these methods."""
         return any(self.overrides(name) for name in names)
+
+
+def _takes_batch_only(step: Any) -> bool:
+    """Whether a step method is `step(self, batch)`, as Lightning allows."""
+    parameters = [*inspect.signature(step).parameters.values()]
+    return len(parameters) == 2 and all(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
+
+
+def _with_batch_idx(step: Any) -> Any:
+    """Return a step method that may be called with `batch_idx` and `dataloader_idx`, too."""
+
+    @wraps(step)
+    def call(self: Any, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
+        return step(self, batch)
+
+    call.__signature__ = inspect.signature(call, follow_wrapped=False)  # type: ignore[attr-defined]
+    return call
 
 
 def is_overridden(method_name: str, instance: Any, parent: type | None = None) -> bool:
