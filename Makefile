@@ -71,7 +71,7 @@ types: .venv/ready  ## mypy --strict
 	$(BIN)/mypy
 
 docs: .venv/ready  ## the site, in build/site: every link leads somewhere, every name of the reference exists
-	$(BIN)/python docs/site.py
+	$(BIN)/python docs/collect_pages.py
 	$(BIN)/zensical build --strict --clean --config-file mkdocs.yml
 
 clean:           ## remove what was made here

@@ -12,7 +12,7 @@ import yaml
 from tests.helpers.examples import restored_imports
 from tests.helpers.processes import ROOT, fork_python
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SHORTER = "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 3"
 
 QUICK = {"plan", "--help", "--print-config", "--print", "--dry-run", "checkpoint", "config", "env", "estimate", "init"}
@@ -24,7 +24,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def names(pages: list[Path]) -> list[str]:
-    return [page.name for page in pages]
+    return [page.relative_to(ROOT).as_posix().removeprefix("docs/") for page in pages]
 
 
 PYTHON_PAGES = [page for page in PAGES if blocks(page, "python")]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+import trainer
+import trainer.callbacks
+import trainer.strategies
+import trainer.testing
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,6 +21,16 @@ def pages_of(entry: Any) -> set[str]:
     if isinstance(entry, str):
         return {entry}
     return set().union(*(pages_of(part) for part in (entry.values() if isinstance(entry, dict) else entry)))
+
+
+def public_names() -> set[str]:
+    """Return the names that users import, as `trainer.callbacks.Timer`, but for aliases of the same thing."""
+    names = {f"trainer.{name}" for name in trainer.__all__ if name != "__version__"}
+    names |= {f"trainer.testing.{name}" for name in trainer.testing.__all__}
+    for package in (trainer.callbacks, trainer.strategies):
+        things = {name: thing for name, thing in vars(package).items() if callable(thing) and not name.startswith("_")}
+        names |= {f"{package.__name__}.{name}" for name, thing in things.items() if not hasattr(trainer, name)}
+    return names
 
 
 def test_the_navigation_lists_every_page() -> None:
@@ -37,8 +53,8 @@ def test_what_pages_link_to_elsewhere_is_on_the_site(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (tmp_path / "docs" / "site.py").write_text((ROOT / "docs" / "site.py").read_text())
-    runpy.run_path(str(tmp_path / "docs" / "site.py"), run_name="__main__")
+    (tmp_path / "docs" / "collect_pages.py").write_text((ROOT / "docs" / "collect_pages.py").read_text())
+    runpy.run_path(str(tmp_path / "docs" / "collect_pages.py"), run_name="__main__")
 
     built = tmp_path / "build" / "pages"
     pages = {path.relative_to(built).as_posix(): path.read_text() for path in built.rglob("*") if path.is_file()}
@@ -49,3 +65,11 @@ def test_what_pages_link_to_elsewhere_is_on_the_site(tmp_path: Path) -> None:
         "examples/one/run.yaml.md": "# examples/one/run.yaml\n\n````yaml\na: 1\n````\n",
         "examples/one/code.py.md": "# examples/one/code.py\n\n````python\ntext = '[not](README.md)'\n````\n",
     }
+
+
+def test_the_reference_has_every_public_name() -> None:
+    collected = runpy.run_path(str(ROOT / "docs" / "collect_pages.py"))
+    pages = [collected["as_page"](page) for page in (ROOT / "docs" / "reference").glob("*.md")]
+    described = {name for page in pages for name in re.findall(r"^::: (\S+)", page, flags=re.MULTILINE)}
+    assert public_names() - described == set(), "add `::: trainer.Name` to a page of docs/reference"
+    assert "`gradient_clip_val` | `None` |" in collected["arguments"]()

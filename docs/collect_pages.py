@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = ROOT / "build" / "pages"
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
+MARK = re.compile(r"^<!-- (\w+) -->$", flags=re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
 
 
@@ -39,7 +40,9 @@ def as_page(file: Path) -> str:
         target = linked_file(file, link[1])
         return link[1] if target is None else os.path.relpath(site_path(target), Path(site_path(file)).parent)
 
-    return LINK.sub(on_site, text) if file.suffix == ".md" else text
+    if file.suffix != ".md":
+        return text
+    return MARK.sub(lambda mark: REFERENCE[mark[1]](), LINK.sub(on_site, text))
 
 
 def linked_files(file: Path) -> set[Path]:
@@ -61,6 +64,62 @@ def site_path(file: Path) -> str:
     path = file.relative_to(DOCS if DOCS in file.parents else ROOT).as_posix()
     return f"{path}.md" if file.suffix in LANGUAGES else path
 
+
+# -- what the reference says of tables: `<!-- loggers -->` on a page stands for all loggers ----------------------------
+
+
+def arguments() -> str:
+    """Return a table of the Trainer's arguments, with the help that `trainer fit --help` shows."""
+    from dataclasses import fields
+
+    from trainer.settings import Settings
+
+    rows = [(field.name, repr(field.default), field.metadata["help"]) for field in fields(Settings)]
+    lines = [f"| `{name}` | `{default}` | {text.replace('|', '&#124;')} |" for name, default, text in rows]
+    return "\n".join(["| argument | default | |", "|---|---|---|", *lines])
+
+
+def callbacks() -> str:
+    from trainer.callbacks import CALLBACKS, Logger
+
+    classes = [name for name, kind in CALLBACKS.items() if not issubclass(kind, Logger)]
+    return described("trainer.callbacks", [*classes, "read_predictions"])
+
+
+def loggers() -> str:
+    from trainer.callbacks import CALLBACKS, Logger
+
+    return described("trainer.callbacks", [name for name, kind in CALLBACKS.items() if issubclass(kind, Logger)])
+
+
+def strategies() -> str:
+    from trainer.strategies import STRATEGIES
+
+    lines = [
+        f"| `{name}` | [{kind.__name__}](#trainer.strategies.{kind.__name__}) |" for name, kind in STRATEGIES.items()
+    ]
+    table = "\n".join(["| `strategy=` | class |", "|---|---|", *lines])
+    return f"{table}\n\n{described('trainer.strategies', [kind.__name__ for kind in STRATEGIES.values()])}"
+
+
+def precisions() -> str:
+    from trainer.precision import PRECISIONS
+
+    return ", ".join(f"`{name}`" for name in PRECISIONS)
+
+
+def testing() -> str:
+    import trainer.testing
+
+    return described("trainer.testing", trainer.testing.__all__)
+
+
+def described(package: str, names: list[str]) -> str:
+    """Return directives that mkdocstrings replaces with signatures and docstrings."""
+    return "\n\n".join(f"::: {package}.{name}" for name in sorted(set(names)))
+
+
+REFERENCE = {make.__name__: make for make in (arguments, callbacks, loggers, strategies, precisions, testing)}
 
 if __name__ == "__main__":
     collect()
