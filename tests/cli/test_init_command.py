@@ -24,7 +24,8 @@ SHORTER = {
     "python train.py": "--max-epochs 1",
     "python own_callback.py": "",
     "python sample.py": "--length 5",
-    "pytest": "-p no:cacheprovider -W error",
+    # The forked process has imported DeepSpeed, which imports the clients of trackers, and they a plugin of pytest.
+    "pytest": "-p no:cacheprovider -W error -W ignore::pytest.PytestAssertRewriteWarning",
 }
 """The beginning of a command in a README: what makes it short."""
 

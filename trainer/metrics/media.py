@@ -226,8 +226,8 @@ def on_cpu(tensor: torch.Tensor, method: str) -> torch.Tensor:
     """
     if hasattr(tensor, "full_tensor"):
         raise ConfigError(
-            f"{method} got a sharded tensor, of which this process holds a part: gather it on all processes first, "
-            "with tensor.full_tensor(), or log a value of trainer.full_state_dict()."
+            f"{method} got a sharded tensor, of which this process holds a part. Gather it on all processes first: "
+            "with trainer.full_parameters(module): ..., or tensor.full_tensor()."
         )
     copy = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg()
     return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy
