@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from tests.data.test_hugging_face_data import make_tokenizer
 from tests.helpers.hf_models import HFModule, data
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
 from tests.tiers import selected
 from trainer import TrainModule
+from trainer.callbacks import ModelCheckpoint
 from trainer.cli.main import main
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -112,3 +114,31 @@ def test_names_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     }.items():
         assert export(tmp_path / "c", tmp_path / "other", "--rename", rule, "--max-shard-size", "1GB") == 2
         assert says in capsys.readouterr().err
+
+
+class WithTokenizer(HFModule):
+    """A model with its tokenizer."""
+
+    def __init__(self) -> None:
+        super().__init__("Qwen2")
+        self.tokenizer = make_tokenizer()
+
+
+def test_the_tokenizer_of_the_module_is_in_the_folder(tmp_path: Path) -> None:
+    trainer, module = WAYS[SINGLE].trainer(max_steps=1), WithTokenizer()
+    trainer.fit(module, DataLoader(data("Qwen2"), 8))
+    trainer.save_checkpoint(tmp_path / "c")
+    assert export(tmp_path / "c", tmp_path / "hf", "--hf") == 0
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert read("a b c").input_ids == module.tokenizer("a b c").input_ids
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config is not None
+
+
+def test_trained_weights_alone_are_no_full_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = HFModule("Qwen2")
+    module.net.model.embed_tokens.requires_grad_(False)
+    saving = ModelCheckpoint(tmp_path, trainable_only=True)
+    trainer = WAYS[SINGLE].trainer(max_steps=1, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(module, DataLoader(data("Qwen2"), 8))
+    assert export(saving.last_model_path, tmp_path / "hf", "--hf") == 2
+    assert "holds trained weights alone" in capsys.readouterr().err

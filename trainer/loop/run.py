@@ -48,6 +48,7 @@ from trainer.loop.trainable import NewParameters, TrainableParameters
 from trainer.loop.validation_clock import ValidationClock
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
+from trainer.model.hugging_face import processing_files
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig, needs_closure, zero_grad_fast
 from trainer.profiling import (
@@ -190,6 +191,8 @@ class Run:
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
 
+        self._processing_files: dict[str, str] | None = None
+        """The files for checkpoints, read at the first one."""
         self._also_trained: set[str] = set()
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
@@ -701,6 +704,14 @@ class Run:
             self.watchdog.allow_slow = False
             if self.deadline is not None:
                 self.deadline.saved(time.monotonic() - begun)
+
+    def processing_files(self) -> dict[str, str]:
+        """Return the files of a tokenizer or processor of the module or data module; see `processing_files`."""
+        if self._processing_files is None:
+            self._processing_files = processing_files(
+                [one for one in (self.module, self.datamodule) if one is not None]
+            )
+        return self._processing_files
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters of module and data module."""

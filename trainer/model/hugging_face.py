@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -29,3 +33,29 @@ def hugging_face_models(module: nn.Module) -> dict[str, dict[str, Any]]:
             "tied": bool(getattr(config.get_text_config(), "tie_word_embeddings", True)),
         }
     return found
+
+
+_PROCESSORS = {"PreTrainedTokenizerBase", "ProcessorMixin", "ImageProcessingMixin", "FeatureExtractionMixin"}
+"""The base classes of what prepares a model's inputs."""
+
+
+def processing_files(owners: Iterable[object]) -> dict[str, str]:
+    """Return the files of the first tokenizer, processor and the like among the attributes of some objects.
+
+    Returns:
+        Names -> texts. A file that is no text, which only old tokenizers have, is left out.
+    """
+    files: dict[str, str] = {}
+    for value in (value for owner in owners for value in vars(owner).values()):
+        if not _PROCESSORS.isdisjoint(kind.__name__ for kind in type(value).__mro__):
+            with tempfile.TemporaryDirectory() as folder:
+                value.save_pretrained(folder)
+                for path in sorted(Path(folder).iterdir()):
+                    if is_processing_file(path.name) and path.is_file():
+                        files.setdefault(path.name, path.read_text(encoding="utf-8"))
+    return files
+
+
+def is_processing_file(name: str) -> bool:
+    """Whether a name is that of a text file beside a model, and none of the model's own."""
+    return re.fullmatch(r"(?!config|generation_config|model)[a-z0-9_]{1,60}\.(json|txt|jinja)", name) is not None

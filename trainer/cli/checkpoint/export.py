@@ -21,6 +21,7 @@ from trainer.checkpoint.shards import FlatSlice, StoredTensor
 from trainer.cli.checkpoint.find import choose
 from trainer.cli.checkpoint.report import plain, size
 from trainer.errors import CheckpointError, ConfigError, did_you_mean
+from trainer.model.hugging_face import is_processing_file
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 HF_SHARD_SIZE = "5GB"
@@ -55,6 +56,12 @@ def export(options: argparse.Namespace) -> int:
         raise ConfigError(f"{out} exists and has no {INDEX_FILE}, so --force does not replace it: give another name.")
     path = choose(options.path, options.ckpt)
     state = open_checkpoint(path, None, verify=True)
+    if options.hf and "base" in state:
+        raise ConfigError(
+            f"{path} holds trained weights alone (trainable_only=True), and --hf writes full models. Build the module "
+            "with load_from_checkpoint and call save_pretrained of its model: PEFT's writes the adapter, and "
+            "merge_and_unload() first makes a full model of it."
+        )
     prefix, model = _hugging_face_model(state, options.prefix) if options.hf else (options.prefix or "", None)
     expand_tied = options.expand_tied or (model is not None and not model["tied"])
     weights, notes = _weights(_averaged(state) if options.ema else state.get("model"), prefix, expand_tied)
@@ -69,7 +76,7 @@ def export(options: argparse.Namespace) -> int:
     if max_size is None:
         written = _write_file(out, weights)
     else:
-        written = _write_folder(out, weights, max_size, {} if model is None else _configs(model, weights))
+        written = _write_folder(out, weights, max_size, {} if model is None else _configs(model, weights, state))
     for note in notes:
         print(f"note: {plain(note)}", file=sys.stderr)
     print(f"{out}: {len(weights)} tensors, {size(written)}, of {plain(str(path))}")
@@ -132,11 +139,17 @@ def _hugging_face_model(state: Mapping[str, Any], prefix: str | None) -> tuple[s
     return chosen, models[chosen]
 
 
-def _configs(model: Mapping[str, Any], weights: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Return the contents of the JSON files next to the weights of a Hugging Face model."""
+def _configs(model: Mapping[str, Any], weights: Mapping[str, StoredTensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of the files next to the weights of a Hugging Face model, those of its tokenizer included."""
+    texts = state.get("processing", {})
+    require(texts, {str: str}, "'processing'")
+    if wrong := [name for name in texts if not is_processing_file(name)]:
+        raise CheckpointError(
+            f"'processing' has {plain(wrong[0])!r:.100}, which is no file of a tokenizer or processor"
+        )
     dtypes = [weight.dtype for weight in weights.values() if weight.dtype.is_floating_point]
     main = str(max(dtypes, key=dtypes.count, default=torch.float32)).removeprefix("torch.")
-    configs = {"config.json": {**model["config"], "dtype": main}}
+    configs = {**texts, "config.json": {**model["config"], "dtype": main}}
     return configs | ({"generation_config.json": model["generation_config"]} if model["generation_config"] else {})
 
 
@@ -205,7 +218,7 @@ def _write_folder(out: Path, weights: Mapping[str, StoredTensor], max_size: int,
     """Write files of at most `max_size` bytes of weights (one tensor may be larger) and their index; return their size.
 
     Args:
-        more: data for further JSON files, by their names.
+        more: texts of further files, or data for JSON files, by their names.
     """
     shards: list[dict[str, StoredTensor]] = [{}]
     room = max_size
@@ -226,5 +239,6 @@ def _write_folder(out: Path, weights: Mapping[str, StoredTensor], max_size: int,
             weight_map.update(dict.fromkeys(shard, file))
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         for name, content in {INDEX_FILE: index, **more}.items():
-            storage.write_file(folder / name, [(json.dumps(content, indent=2) + "\n").encode()])
+            text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+            storage.write_file(folder / name, [text.encode()])
     return total
