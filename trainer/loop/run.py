@@ -160,6 +160,8 @@ class Run:
     """Judges each step, with a `StepGuard` among the callbacks; None: every step changes the weights."""
     trainable: TrainableParameters | None = None
     """Notices a change of the trainable parameters; None on one process, and outside of `fit`."""
+    _processing_files: dict[str, str] | None = None
+    """The files of a tokenizer or processor for checkpoints, read at the first one."""
     new_parameters: NewParameters | None = None
     """Warns of untrained parameters; None on several processes, under sharding, and outside of `fit`."""
 
@@ -191,8 +193,6 @@ class Run:
         if stage == "predict":
             self.metrics.disabled_reason = "predict() logs nothing. Return values from predict_step, or use test()."
 
-        self._processing_files: dict[str, str] | None = None
-        """The files for checkpoints, read at the first one."""
         self._also_trained: set[str] = set()
         """Names with values of validations that are logged in training, too."""
         self._reported: set[str] = set()
