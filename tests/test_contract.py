@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.compare import QUIET, as_floats, assert_same_bits
 from tests.helpers.processes import run_distributed
 from trainer import Callback, Trainer, TrainModule
-from trainer.callbacks import CSVLogger, ModelCheckpoint, ReplicaCheck
+from trainer.callbacks import BadStepGuard, CSVLogger, GradNormMonitor, ModelCheckpoint, ReplicaCheck
 from trainer.checkpoint.format import read_checkpoint
 from trainer.errors import ConfigError
 from trainer.strategies import STRATEGIES
@@ -141,7 +141,13 @@ def train(
         gradient_clip_val=0.5,
         val_check_interval=interval,
         log_every_n_steps=1,
-        callbacks=[remember, ModelCheckpoint(save_top_k=1), ReplicaCheck(every_n_train_steps=1)],
+        callbacks=[
+            remember,
+            ModelCheckpoint(save_top_k=1),
+            ReplicaCheck(every_n_train_steps=1),
+            BadStepGuard(),
+            GradNormMonitor(),
+        ],
         default_root_dir=folder,
         **{**QUIET, "logger": CSVLogger(), "enable_checkpointing": True},
     )
