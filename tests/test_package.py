@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import yaml
 import trainer
 import trainer.callbacks
 import trainer.strategies
+from trainer.cli.collisions import collisions
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("trainer", "strategies", "callbacks")
@@ -138,3 +140,30 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 def _private_part(name: str) -> str | None:
     found = re.match(r"torch(\.[a-zA-Z]\w*)*?\._[a-zA-Z]\w*", name)
     return re.sub(r"(torch\._foreach_)\w+", r"\1*", found[0]) if found else None
+
+
+# -- two things of one name ------------------------------------------------------------------------------------------
+
+OWN_FILE = "raise SystemExit('the file of the user was imported')\n"
+
+
+def test_a_file_of_the_user_called_trainer_is_named_and_not_run(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(OWN_FILE)
+    start = "import sys; sys.path.remove(''); from trainer.__main__ import main; sys.exit(main())"
+    model = ["--module", f"{ROOT}/examples/gan/module.py:GAN", "--print-config"]
+    ended = run([sys.executable, "-c", start, "fit", *model], tmp_path)
+    assert f"trainer.py in {tmp_path}: scripts and `python -m trainer` in this folder import it" in ended.stderr
+    launched = run([sys.executable, "-c", start, "launch", "--nproc-per-node", "2", "trainer", "env"], tmp_path)
+    assert "the file of the user" not in launched.stdout + launched.stderr
+    assert launched.returncode == 0, launched.stderr
+
+
+def test_the_other_distribution_of_this_name_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trainer-0.0.36.dist-info").mkdir()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert [note for note in collisions() if "trainer-0.0.36 is installed" in note and "pip uninstall" in note]
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environ)

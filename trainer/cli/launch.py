@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.arguments import local_path, whole_number
+from trainer.cli.collisions import shadow
 from trainer.cli.options import CommandParser, reports_errors
 from trainer.errors import ConfigError, did_you_mean, raise_problems
 
@@ -159,7 +160,10 @@ def _command(options: argparse.Namespace) -> list[str]:
             "nothing to launch: give a script, -m MODULE or a trainer command; see trainer launch --help."
         )
     first = program[0]
-    if options.module or first == "trainer":
+    if first == "trainer" and not options.module:
+        # -P: not the user's own trainer.py.
+        return [*(["-P"] if shadow() is not None else []), "-m", *program]
+    if options.module:
         return ["-m", *program]
     if first.startswith("~"):
         first = program[0] = str(local_path(first))
@@ -323,17 +327,18 @@ def _run(options: argparse.Namespace, processes: int, launcher: bool) -> list[st
     # srun does not inherit --cpus-per-task from sbatch.
     cores = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
     stop_all = f"srun --kill-on-bad-exit=1{cores}"
+    isolated = "-P " if shadow() is not None else ""
     if not launcher:
         return [
             "# One task per process: they find each other by Slurm's variables. The first that fails ends the others.",
-            f"{stop_all} {python} {'-m ' if of_trainer else ''}{program}",
+            f"{stop_all} {python} {f'{isolated}-m ' if of_trainer else ''}{program}",
         ]
     return [
         "# One launcher per machine, which starts the processes there, and starts all again after a failure. They meet",
         "# on the first machine, at a port that follows from the number of the job.",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "port=$((20000 + SLURM_JOB_ID % 10000))",
-        f"{stop_all} {python} -m trainer launch --nnodes {options.nodes} --nproc-per-node {processes} \\",
+        f"{stop_all} {python} {isolated}-m trainer launch --nnodes {options.nodes} --nproc-per-node {processes} \\",
         f'    --rdzv "$first:$port" --rdzv-id "$SLURM_JOB_ID" --max-restarts {options.max_restarts} \\',
         f"    {program}",
     ]

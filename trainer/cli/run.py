@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.arguments import local_path
+from trainer.cli.collisions import collisions
 from trainer.cli.columns import in_columns
 from trainer.cli.main import COMMANDS, usage_error
 from trainer.cli.options import DOTTED_HELP, Options, make_parser, parse
@@ -109,7 +110,7 @@ def _load(command: str, options: Options, findings: Diagnostics) -> Configuratio
     from trainer.config.load import load  # torch is needed from here on
 
     configuration = load(options.config, options.overrides, findings)
-    for note in configuration.notes:
+    for note in [*collisions(), *configuration.notes]:
         _print_note(note)
     return configuration
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from trainer.cli.collisions import collisions
 from trainer.cli.doctor.results import CheckResult, check_result, gib
 from trainer.distributed.rendezvous import free_port
 from trainer.errors import install_command
@@ -50,6 +51,8 @@ def _versions() -> Iterator[CheckResult]:
         yield CheckResult("FAIL", "torch", f"{torch} is too old.", "pip install 'torch>=2.9'")
     else:
         yield CheckResult("OK", "torch", torch)
+    for collision in collisions():
+        yield CheckResult("WARN", "import name", collision)
     for package, gives in EXTRAS.items():
         missing = f"not installed, and not needed unless you want {gives}: {install_command(package)}"
         yield CheckResult("OK", package, _version(package) or missing)
