@@ -98,6 +98,7 @@ class Saves(Callback):
             except ConfigError as error:
                 self.refusal = str(error)
         trainer.strategy.processes.barrier()
+        net.save_pretrained(self.folder)  # the refused call does not disturb the next one
 
 
 def save(way: str, model: str, folder: str) -> Any:

@@ -102,6 +102,9 @@ class CollectiveCheck:
                 and int(self._store.get(begun)) > self._begun()
                 and not self._store.check([self._key(rank)])
             ):
+                # Where user code catches the error, the next call of this process is the others' next one, too.
+                self._store.delete_key(self._key(self._rank))
+                self._calls -= 1
                 raise ConfigError(
                     f"rank {self._rank} calls {call}, and rank {rank} has gone on without. All processes have to call "
                     "it, at the same place: take it out of `if trainer.is_global_zero`, `if rank == 0`, and "
