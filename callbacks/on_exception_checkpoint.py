@@ -33,7 +33,7 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename:
             raise ConfigError("OnExceptionCheckpoint(filename=''): give the checkpoint a name.")
-        self.dirpath = dirpath
+        self.dirpath = str(as_storage_path(dirpath, "dirpath"))
         self.filename = filename
 
     @property

@@ -106,8 +106,8 @@ def test_print_does_not_break_the_bar(attach: Attach) -> None:
 def test_evaluation_has_bars_too(attach: Attach) -> None:
     terminal = attach()
     trainer = quiet(callbacks=[ProgressBar()])
-    trainer.validate(Toy(), loader(3))
-    trainer.test(Toy(), loader(4))
+    trainer.validate(Toy(), loader(3), verbose=False)
+    trainer.test(Toy(), loader(4), verbose=False)
     trainer.predict(Toy(), loader(5))
     final = screen(terminal.text())
     assert [re.sub(r"\[.*", "", re.sub("█+", "", line)) for line in final] == [

@@ -157,7 +157,6 @@ CONSTRUCTORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["'1h'", "a timedelta", "seconds (a number)"],
     ),
     "interval below 0": (lambda: ModelCheckpoint(train_time_interval=-5), ["train_time_interval=-5", "not negative"]),
-    "last as a link": (lambda: ModelCheckpoint(save_last="link"), ["save_last='link'", "True, False or None"]),
     "number as a folder": (lambda: TorchProfiler(dirpath=3), ["dirpath=3", "give text, a path or None"]),
     "open brace": (lambda: ModelCheckpoint(filename="{epoch"), ["filename='{epoch'", "'{epoch}-{val_loss:.2f}'"]),
     "format of a name": (lambda: ModelCheckpoint(filename="{val_loss:d}"), ["'val_loss'", "'d'", "'.2f'"]),
