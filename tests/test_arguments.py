@@ -51,7 +51,7 @@ CALLBACKS = {
     for name, kind in vars(trainer.callbacks).items()
     if isinstance(kind, type) and issubclass(kind, Callback) and kind is not Callback
 }
-NEEDED = {"monitor": "loss", "scheduling": {0: 2}}
+NEEDED = {"monitor": "loss", "scheduling": {0: 2}, "dirpath": "there", "swa_lrs": 0.1}
 ODD: tuple[Any, ...] = (-1, -0.5, math.nan, "x", True, None, [], {}, object(), 10**20, b"a", ("a",), 1j, math.inf)
 
 
