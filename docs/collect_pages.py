@@ -80,16 +80,25 @@ def arguments() -> str:
 
 
 def callbacks() -> str:
-    from trainer.callbacks import CALLBACKS, Logger
-
-    classes = [name for name, kind in CALLBACKS.items() if not issubclass(kind, Logger)]
-    return described("trainer.callbacks", [*classes, "read_predictions"])
+    return described("trainer.callbacks", sorted(set(_of_callbacks()) - set(_loggers())))
 
 
 def loggers() -> str:
+    return described("trainer.callbacks", _loggers())
+
+
+def _of_callbacks() -> list[str]:
+    """Return the names of `trainer.callbacks`, but for the base classes, which the pages describe themselves."""
+    import trainer.callbacks
+
+    names = [name for name, thing in vars(trainer.callbacks).items() if callable(thing) and not name.startswith("_")]
+    return [name for name in names if name not in ("Callback", "Logger", "Tracker")]
+
+
+def _loggers() -> list[str]:
     from trainer.callbacks import CALLBACKS, Logger
 
-    return described("trainer.callbacks", [name for name, kind in CALLBACKS.items() if issubclass(kind, Logger)])
+    return [name for name in _of_callbacks() if name in CALLBACKS and issubclass(CALLBACKS[name], Logger)]
 
 
 def strategies() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 from pathlib import Path
@@ -73,3 +74,22 @@ def test_the_reference_has_every_public_name() -> None:
     described = {name for page in pages for name in re.findall(r"^::: (\S+)", page, flags=re.MULTILINE)}
     assert public_names() - described == set(), "add `::: trainer.Name` to a page of docs/reference"
     assert "`gradient_clip_val` | `None` |" in collected["arguments"]()
+
+
+def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    trees = [
+        ast.parse(path.read_text())
+        for folder in ("trainer", "strategies", "callbacks")
+        for path in python_files(folder)
+    ]
+    texts = [node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    everything = "\n".join(text for text in texts if isinstance(text, str))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \| ", page, flags=re.MULTILINE)
+    assert len(messages) > 10
+    for part in (part.strip() for message in messages for part in message.split("...")):
+        assert part in everything, f"docs/troubleshooting.md: no message has the words {part!r}"
+
+
+def python_files(folder: str) -> list[Path]:
+    return list((ROOT / folder).rglob("*.py"))
