@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveFloat, PositiveInt
 from trainer.callback import Callback
+from trainer.callbacks.weight_averaging import as_device
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
 from trainer.loop.averaged_weights import AveragedWeights, each, equal_weights
@@ -65,7 +66,7 @@ class StochasticWeightAveraging(Callback):
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = annealing_epochs
         self.annealing_strategy = annealing_strategy
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else as_device(device)
         self.latest_update_epoch = -1
         self._change = equal_weights if avg_fn is None else each(avg_fn)
         self._rates: list[float] = []

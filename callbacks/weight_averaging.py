@@ -51,7 +51,7 @@ class WeightAveraging(Callback):
                 f"{type(self).__name__} has no option {unknown[0]!r}.{did_you_mean(unknown[0], OPTIONS)} Options: "
                 f"{', '.join(OPTIONS)}."
             )
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else as_device(device)
         self.use_buffers = use_buffers
         self.latest_update_step = 0
         """The last step after which the average was updated."""
@@ -222,3 +222,16 @@ def _update_of(name: str, avg_fn: Callable[..., Any] | None, multi_avg_fn: Calla
     if multi_avg_fn is not None:
         return together(multi_avg_fn)
     return equal_weights if avg_fn is None else each(avg_fn)
+
+
+def as_device(device: torch.device | str | int) -> torch.device:
+    """Return the device of an argument.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        words = str(error).splitlines()[0]
+        raise ConfigError(f"device={shown(device)} is no device: give 'cpu', 'cuda' or 'cuda:1' ({words})") from None

@@ -43,7 +43,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("build")
     source = tmp_path_factory.mktemp("source")
-    unwanted = ignore_patterns("__pycache__", "runs")
+    unwanted = ignore_patterns("__pycache__", "version_*")
     for folder in PACKAGED:
         copytree(ROOT / folder, source / folder, symlinks=True, ignore=unwanted)
     for file in [*ROOT.glob("*.md"), *ROOT.glob("*.txt")]:

@@ -649,7 +649,7 @@ def test_the_wheel_has_the_linked_folders_under_the_package(tmp_path: Path) -> N
     source = tmp_path / "source"
     source.mkdir()
     for folder in ("trainer", "strategies", "callbacks", "examples"):
-        copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore_patterns("__pycache__", "runs"))
+        copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore_patterns("__pycache__", "version_*"))
     for name in ("pyproject.toml", "README.md"):
         copy(ROOT / name, source)
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
