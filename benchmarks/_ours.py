@@ -99,7 +99,7 @@ def validation(task: Task) -> list[Contender]:
 
     def run(clock: Clock, folder: Path, **options: Any) -> None:
         module = Classification(Net(clock, task.classes), task.classes)
-        trainer(task, folder, **{**OFF, **options}).validate(module, task.data())
+        trainer(task, folder, **{**OFF, **options}).validate(module, task.data(), verbose=False)
 
     return [
         Contender("ours, validate: log(loss), log(torchmetrics)", run, bar=1.10),

@@ -191,7 +191,7 @@ def evaluate(strategy: str, checkpoint: str) -> dict[str, Any]:
     """Validate and predict with the weights of a checkpoint, by a new trainer."""
     trainer = Trainer(strategy=strategy, devices=PROCESSES[strategy], **QUIET)
     module, loader = Classifier(), DataLoader(make_data(), MICRO_BATCH)
-    metrics = trainer.validate(module, loader, ckpt_path=checkpoint)
+    (metrics,) = trainer.validate(module, loader, ckpt_path=checkpoint)
     outputs = trainer.predict(module, loader, ckpt_path=checkpoint, return_predictions=True)
     outputs = [output.cpu() for output in outputs or ()]
     return {"metrics": metrics, "predictions": outputs, "keys": list(module.state_dict())}

@@ -74,7 +74,7 @@ def data(samples: int) -> TensorDataset:
 
 
 def measure() -> tuple[list[dict[str, float]], str]:
-    found = [Trainer(accelerator="cpu", **QUIET).validate(Measured(), DataLoader(data(size), 4)) for size in SIZES]
+    found = [Trainer(accelerator="cpu", **QUIET).validate(Measured(), DataLoader(data(size), 4))[0] for size in SIZES]
     with pytest.raises(ConfigError) as refused:
         Trainer(accelerator="cpu", **QUIET).validate(Measured(with_each=True), DataLoader(data(1), 4))
     return found, str(refused.value)

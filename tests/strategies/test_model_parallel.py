@@ -89,7 +89,7 @@ def everything(way: str, root: str) -> dict[str, Any]:
     module = GPT()
     module.load_state_dict(found["whole"]["weights"])
     loader = DataLoader(module.data(11), 4)
-    found["evaluated"] = trainer_of(way, folder).validate(module, loader)
+    (found["evaluated"],) = trainer_of(way, folder).validate(module, loader)
     module = GPT()
     module.load_state_dict(found["whole"]["weights"])
     writer = PredictionWriter(f"{folder}/predictions")
@@ -145,7 +145,7 @@ def test_evaluation_and_prediction_are_those_of_one_process(way: str, results: A
     module.load_state_dict(weights)
     loader = DataLoader(module.data(11), 4)
     single = Trainer(**QUIET)
-    expected = single.validate(module, loader)
+    (expected,) = single.validate(module, loader)
     for rank in results[way]:
         assert rank["evaluated"] == pytest.approx(expected, rel=1e-5)
     outputs = single.predict(module, loader, return_predictions=True)

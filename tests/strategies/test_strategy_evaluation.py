@@ -42,7 +42,7 @@ def work(name: str, folder: str) -> dict[str, Any]:
     }
     for size in SIZES:
         loader, fresh = DataLoader(module.data(size), way.micro_batch), make_module()
-        found["metrics", size] = way.trainer().validate(fresh, loader, ckpt_path=f"{folder}/{SINGLE}")
+        (found["metrics", size],) = way.trainer().validate(fresh, loader, ckpt_path=f"{folder}/{SINGLE}")
         writer = PredictionWriter(f"{folder}/predictions {name} {size}")
         predictor = way.trainer(callbacks=writer)
         found["returned", size] = predictor.predict(fresh, loader, return_predictions=True)
