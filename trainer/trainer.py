@@ -287,7 +287,7 @@ class Trainer:
     def save_checkpoint(
         self,
         filepath: str | Path,
-        weights_only: bool = False,
+        weights_only: bool | None = None,
         storage_options: None = None,
         info: dict[str, Any] | None = None,
     ) -> None:
@@ -302,10 +302,14 @@ class Trainer:
             info: data of your own, for `trainer checkpoint list` and the like.
 
         Raises:
-            ConfigError: `storage_options` is given.
+            ConfigError: `weights_only` is no bool, or `storage_options` is given.
             CheckpointError: the checkpoint could not be written; nothing is left at `path`.
         """
         run = self._begun("save_checkpoint")
+        if weights_only not in (True, False, None):
+            raise ConfigError(
+                f"weights_only={shown(weights_only)}: give True or False; data of your own are info={{...}}."
+            )
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
         run.check_all_ranks_call("save_checkpoint")
@@ -319,7 +323,7 @@ class Trainer:
         self.save_with(
             lambda state, about: write_checkpoint(filepath, state, info=about, process_group=group),
             info or {},
-            weights_only,
+            bool(weights_only),
         )
         if self.is_global_zero:
             run.hooks.on_checkpoint_saved(str(as_storage_path(filepath)))

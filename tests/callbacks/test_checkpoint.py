@@ -247,7 +247,7 @@ def test_what_was_not_logged_is_named_with_what_was() -> None:
         ({"monitor": "val_loss", "mode": "minimum"}, r"mode='minimum'\): give 'min', 'max' or None"),
         ({"monitor": 3}, r"monitor=3\): give text or None"),
         ({"monitor": "val_acc"}, r"this name says that larger is better: give mode='max'"),
-        ({"save_last": "link"}, r"save_last='link'\): give True, False or None"),
+        ({"save_last": "lnk"}, r"save_last='lnk'\): give True, False"),
         ({"async_save": 1}, r"async_save=1\): give True or False"),
         ({"on_write_error": "warning"}, r"on_write_error='warning'\): give 'raise' or 'warn'.*Did you mean 'warn'"),
         ({"dirpath": 3}, r"dirpath=3\): give text, a path or None"),
@@ -317,7 +317,7 @@ def test_a_checkpoint_by_hand_is_announced_too(tmp_path: Path) -> None:
 
         def on_train_step_end(self, trainer: Trainer, module: Any) -> None:
             if trainer.global_step == 2:
-                trainer.save_checkpoint(tmp_path / "by hand", {"why": "a test"})
+                trainer.save_checkpoint(tmp_path / "by hand", info={"why": "a test"})
 
     quiet(max_epochs=1, callbacks=SavedPaths()).fit(Toy(), loader(4))
     assert saved == [str(tmp_path / "by hand")]

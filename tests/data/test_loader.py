@@ -283,7 +283,9 @@ def pairs(rows: list[Any]) -> Any:
 def test_the_samples_of_a_batch_that_others_have_made(loader: Any, samples: list[int | None]) -> None:
     assert [batch.samples for batch in loader_of(loader()).iterate(0)] == samples
     assert [batch.total for batch in loader_of(loader()).iterate(0)] == samples
-    assert [batch.total for batch in loader_of(loader(), 1, 2).iterate(0)] == [None] * len(samples)
+    # A subclass of DataLoader is cut: of its batches each process takes every second one.
+    of_one = len(samples) if type(loader()) is not Subclass else len(samples) // 2
+    assert [batch.total for batch in loader_of(loader(), 1, 2).iterate(0)] == [None] * of_one
 
 
 def test_the_limit_takes_nothing_more() -> None:
@@ -399,10 +401,12 @@ def test_a_fraction_needs_a_length_and_at_least_one_batch() -> None:
 
 
 @pytest.mark.parametrize("make", [list, tuple, lambda two: dict(zip("ab", two, strict=True))])
-def test_training_takes_one_loader(make: Any) -> None:
-    loaders = make([DataLoader(Numbers(3)), DataLoader(Numbers(3))])
-    with pytest.raises(ConfigError, match=r"of 2 loaders; it must be one\. Join the datasets with .*ConcatDataset"):
-        loader_of(loaders)
+def test_training_takes_a_batch_of_each_of_several_loaders(make: Any) -> None:
+    loaders = make([DataLoader(Numbers(3)), DataLoader(Numbers(2))])
+    batches = [batch.data for batch in loader_of(loaders).iterate(0)]
+    assert [type(batch) for batch in batches] == [type(loaders)] * 3
+    pairs = [batch.values() if isinstance(batch, dict) else batch for batch in batches]
+    assert [[int(item) for item in pair] for pair in pairs] == [[0, 0], [1, 1], [2, 0]]
 
 
 def test_what_cannot_be_iterated_is_refused() -> None:
@@ -416,9 +420,9 @@ def test_named_loaders() -> None:
     one, two = DataLoader(Numbers(3)), DataLoader(Numbers(4))
     assert named_loaders(None) == {}
     assert named_loaders(one) == {"": one}
-    assert named_loaders([one, two]) == named_loaders((one, two)) == {"0": one, "1": two}
+    assert named_loaders([one, two]) == named_loaders((one, two)) == {"dataloader_idx_0": one, "dataloader_idx_1": two}
     assert named_loaders({"a": one, "b": two}) == {"a": one, "b": two}
-    assert named_loaders([Counter(), Counter()]).keys() == {"0", "1"}
+    assert named_loaders([Counter(), Counter()]).keys() == {"dataloader_idx_0", "dataloader_idx_1"}
     for batches in (
         [torch.zeros(2), torch.zeros(2)],
         [(torch.zeros(2), torch.zeros(2))],

@@ -447,7 +447,7 @@ def test_fast_dev_run_has_no_sanity_check_and_a_logger_that_takes_everything() -
             logger: Any = self.logger
             logger.log_metrics({"a": 1.0}, 1)
             logger.log_metrics({"a": 1.0})
-            logger.log_table("t", [1], columns=["a"])
+            logger.log_table("t", columns=["a"], data=[[1]])
             logger.experiment.log_metrics({"a": 1.0}, epoch=1)
             logger.experiment.config.update({"lr": 0.1})
             logger.experiment["parameters/lr"] = 0.1

@@ -73,7 +73,7 @@ def make_batch_loader(
         return CombinedBatches(loader, parts, label, limit)
     _refuse_several(loader, label)
     _refuse_no_batches(loader, label)
-    if split and world_size > 1 and repeats_samples(loader):
+    if split and world_size > 1 and repeats_samples(loader) and len(loader) > 0:
         loader = EveryNth(loader, rank, world_size)
     if not is_plain(loader):
         return IterableLoader(loader, label=label, world_size=world_size, seed=seed, training=training, limit=limit)
