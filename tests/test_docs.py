@@ -16,7 +16,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 SHORTER = "--trainer.max_epochs 1 --trainer.limit_train_batches 3 --trainer.limit_val_batches 3"
 
 QUICK = {"plan", "--help", "--print-config", "--print", "--dry-run", "checkpoint", "config", "env", "estimate", "init"}
-QUICK |= {"runs", "plot", "help", "schema", "completion"}
+QUICK |= {"runs", "plot", "help", "schema", "completion", "migrate"}
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -1,0 +1,258 @@
+"""`trainer migrate` rewrites a project of Lightning's, keeps everything else as it is, and lists what is left."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.project import Command
+from trainer.compat.names import NAMES, SURFACE
+
+pytest.importorskip("libcst")
+
+BEFORE = '''"""Trains with pytorch_lightning."""
+import os, pytorch_lightning as pl  # the trainer
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint as MC,  # keep this
+)
+from lightning import pytorch as L
+from pytorch_lightning.core.lightning import LightningModule
+from pytorch_lightning.utilities.seed import seed_everything
+from .lightning import own
+
+
+class Net(LightningModule):
+    def other(self, net: 'LightningModule', also: "pl.LightningModule") -> LightningModule:
+        return  net   # two spaces
+
+
+class Data(L.LightningDataModule): pass
+
+
+def main(n):
+    trainer = pl.Trainer(gpus = 2, max_nb_epochs=3, checkpoint_callback=True, callbacks=[MC(period=2)],
+        weights_summary=None)
+    return L.Trainer(gpus=n), 'LightningModule'
+'''
+AFTER = '''"""Trains with pytorch_lightning."""
+import os, trainer as pl  # the trainer
+from typing import TYPE_CHECKING
+
+from trainer.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint as MC,  # keep this
+)
+import trainer as L
+from trainer import TrainModule
+from trainer import seed_everything
+from .lightning import own
+
+
+class Net(TrainModule):
+    def other(self, net: 'TrainModule', also: "pl.LightningModule") -> TrainModule:
+        return  net   # two spaces
+
+
+class Data(L.DataModule): pass
+
+
+def main(n):
+    trainer = pl.Trainer(accelerator = "gpu", devices = 2, max_epochs=3, enable_checkpointing=True, callbacks=[MC(every_n_epochs=2)],
+        enable_model_summary=False)
+    return L.Trainer(gpus=n), 'LightningModule'
+'''  # noqa: E501
+
+
+def written(command: Command, folder: Path, **files: str) -> tuple[dict[str, str], str]:
+    """Write files, migrate them twice, and return their new texts, and what has been listed both times."""
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_bytes(text.encode())
+    code, out, err = command("migrate", str(folder), "--write")
+    assert (code, err) == (0, "")
+    found = {name: (folder / name.replace("__", ".")).read_bytes().decode() for name in files}
+    again = command("migrate", str(folder))
+    assert again[0] == 0
+    assert "---" not in again[1]
+    return found, again[1] if "To decide" in again[1] else out
+
+
+def test_a_file_is_rewritten_and_its_formatting_kept(command: Command, tmp_path: Path) -> None:
+    found, _ = written(command, tmp_path / "p", net__py=BEFORE)
+    assert found["net__py"] == AFTER
+
+
+def test_without_write_a_diff_is_shown_and_nothing_changed(command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(BEFORE)
+    code, out, _ = command("migrate", str(file))
+    assert code == 0
+    assert file.read_text() == BEFORE
+    assert "\n-from pytorch_lightning.core.lightning import LightningModule\n" in out
+    assert "\n+from trainer import TrainModule\n" in out
+    assert f"{file}:26: Trainer(gpus=): use accelerator='cuda', devices=" in out
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import lightning\nlightning.Trainer()\n", "import trainer\ntrainer.Trainer()\n"),
+        (
+            "import lightning.pytorch.callbacks\nlightning.pytorch.callbacks.Timer, lightning.LightningModule\n",
+            "import trainer.callbacks\ntrainer.callbacks.Timer, trainer.TrainModule\n",
+        ),
+        (
+            "import pytorch_lightning\ntrainer = pytorch_lightning.Trainer()\n",
+            "import trainer as pytorch_lightning\ntrainer = pytorch_lightning.Trainer()\n",
+        ),
+        (
+            "from lightning import LightningDataModule\nclass DataModule(LightningDataModule): ...\n",
+            "from trainer import LightningDataModule\nclass DataModule(LightningDataModule): ...\n",
+        ),
+        (
+            "from lightning import LightningModule\n__all__ = ['LightningModule']\n",
+            "from trainer import LightningModule\n__all__ = ['LightningModule']\n",
+        ),
+        (
+            "from pytorch_lightning.loggers.wandb import WandbLogger as W\n",
+            "from trainer.loggers import WandbLogger as W\n",
+        ),
+        ("import lightning\r\nx = 1", "import trainer\r\nx = 1"),
+        ("import lightning as L\nL.Trainer(accelerator='ddp')", "import trainer as L\nL.Trainer(strategy='ddp')"),
+        ("import lightning.data as d\n", "import lightning.data as d\n"),
+    ],
+)
+def test_imports_and_names(command: Command, tmp_path: Path, before: str, after: str) -> None:
+    found, _ = written(command, tmp_path / "p", a__py=before)
+    assert found["a__py"] == after
+
+
+def test_a_name_that_another_file_imports_is_kept(command: Command, tmp_path: Path) -> None:
+    base = "from lightning import LightningModule\n"
+    found, _ = written(
+        command, tmp_path / "p", base__py=base, use__py="from base import LightningModule\nimport lightning"
+    )
+    assert found["base__py"] == "from trainer import LightningModule\n"
+
+
+DECISIONS = {
+    "    def training_step(self, batch, batch_idx, optimizer_idx=0): ...": "automatic_optimization = False",
+    "    def training_epoch_end(self, outputs): ...": "on_train_epoch_end(self)",
+    "    def configure_gradient_clipping(self, optimizer, optimizer_idx, v): ...": "configure_gradient_clipping(self,",
+    "    def a(self): return self.trainer.fit_loop": "trainer.progress",
+    "    def b(self): return self.use_amp": "self.trainer.precision.name",
+    "    def c(self, h): self.hparams = h": "save_hyperparameters",
+    "pl.Trainer(resume_from_checkpoint='x')": "fit(..., ckpt_path=...)",
+    "pl.Trainer(gpus=n)": "devices=",
+    "pl.callbacks.ModelCheckpoint(filepath='x')": "dirpath=",
+    "pl.callbacks.GPUStatsMonitor()": "DeviceStatsMonitor",
+    "pl.Trainer.add_argparse_args": "trainer fit",
+    "torch.load('x')['state_dict']": "load_from_checkpoint",
+    "pl.__version__": "Lightning 2",
+    "getLogger('pytorch_lightning.core')": "in a string",
+    "from lightning.pytorch.cli import LightningCLI": "trainer fit",
+    "from lightning.pytorch import *": "names that are used",
+    "from pytorch_lightning.metrics import Accuracy": "torchmetrics",
+}
+
+
+def test_decisions_are_listed_with_file_and_line_before_and_after(command: Command, tmp_path: Path) -> None:
+    lines = ["import pytorch_lightning as pl", "class Net(pl.LightningModule):", *DECISIONS]
+    file = tmp_path / "net.py"
+    file.write_text("\n".join(lines) + "\n")
+    for option in ([], ["--write"], []):
+        out = command("migrate", str(file), *option)[1]
+        for line, todo in enumerate(DECISIONS.values(), 3):
+            assert any(f"{file}:{line}: " in one and todo in one for one in out.splitlines()), (line, todo, out)
+
+
+def test_helpers_of_the_users_own_are_not_listed(command: Command, tmp_path: Path) -> None:
+    text = (
+        "import lightning as L\n"
+        "class Net(L.LightningModule):\n"
+        "    def __init__(self): self.use_amp = True\n"
+        "    def f(self): return self.use_amp\n"
+        "class Other:\n"
+        "    def training_epoch_end(self, outputs): ...\n"
+    )
+    _, out = written(command, tmp_path / "p", net__py=text)
+    assert "by hand: 0" in out
+
+
+YAML = """\
+# A run
+seed_everything: 1
+trainer:
+  replace_sampler_ddp: false  # two
+  gpus: 2
+  callbacks:
+    - class_path: 'pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint'  # x
+      init_args: {period: 3, filepath: a}
+  logger: {class_path: lightning.pytorch.loggers.wandb.WandbLogger}
+model:
+  class_path: my.Model
+---
+_target_: &name "pytorch_lightning.Trainer"
+max_nb_epochs: 3
+"""
+
+
+def test_yaml_files(command: Command, tmp_path: Path) -> None:
+    found, out = written(command, tmp_path / "p", run__yaml=YAML)
+    expected = YAML
+    for old, new in {
+        "replace_sampler_ddp": "use_distributed_sampler",
+        "pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint": "trainer.callbacks.ModelCheckpoint",
+        "lightning.pytorch.loggers.wandb.WandbLogger": "trainer.loggers.WandbLogger",
+        "period": "every_n_epochs",
+        "model:\n": "module:\n",
+        "pytorch_lightning.Trainer": "trainer.Trainer",
+        "max_nb_epochs": "max_epochs",
+    }.items():
+        expected = expected.replace(old, new)
+    assert found["run__yaml"] == expected
+    for line, what in ((2, "seed_everything"), (5, "Trainer(gpus=)"), (8, "ModelCheckpoint(filepath=)")):
+        assert f"run.yaml:{line}: {what}: use" in out
+
+
+def test_what_cannot_be_read_is_told_and_the_others_go_on(command: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "p"
+    folder.mkdir()
+    (folder / "bad.py").write_text("import lightning\ndef f(:\n")
+    (folder / "latin.py").write_bytes(b"import lightning\n# \xff\n")
+    (folder / "bad.yaml").write_text("class_path: pytorch_lightning.Trainer\n a: [")
+    (folder / "latin.yaml").write_bytes(b"a: pytorch_lightning # \xff\n")
+    (folder / "good.py").write_text("import lightning as L\n")
+    (folder / "trainer.py").write_text("")
+    (folder / "requirements.txt").write_text("pytorch-lightning>=1.5\ntorch\n")
+    code, out, err = command("migrate", str(folder), "--write")
+    assert code == 1
+    assert (folder / "good.py").read_text() == "import trainer as L\n"
+    assert (folder / "latin.py").read_bytes() == b"import lightning\n# \xff\n"
+    for name, words in {"bad.py": "line 2", "latin.py": "UTF-8", "bad.yaml": "no YAML", "latin.yaml": "UTF-8"}.items():
+        assert any(name in line and words in line and "left as it is" in line for line in err.splitlines()), err
+    assert "trainer.py:1: a module of yours with the import name" in out
+    assert "requirements.txt:1: pytorch-lightning: use exact-trainer" in out
+    code, _, err = command("migrate", str(tmp_path / "nowhere"), str(folder / "good.py"))
+    assert code == 2
+    assert "nowhere: there is no such file or folder" in err
+
+
+def test_every_rewritten_import_of_a_public_name_works() -> None:
+    from trainer.cli.migrate.python_files import migrate_python
+
+    lightning = {"Trainer": "lightning.pytorch.trainer.trainer", "Callback": "lightning.pytorch.callbacks.callback"}
+    for name in {*SURFACE, *(name for name, target in NAMES.items() if " " not in target and ":" in target)}:
+        module = lightning.get(name, "lightning.pytorch.utilities")
+        new, findings = migrate_python(f"from {module} import {name} as it\n".encode())
+        if findings:  # a name that is not here
+            continue
+        (line,) = ast.parse(new).body
+        assert isinstance(line, ast.ImportFrom)
+        assert getattr(importlib.import_module(str(line.module)), line.names[0].name) is not None, new

@@ -1,0 +1,217 @@
+"""`trainer migrate`: rewrite a project of Lightning's to this package, and list what a person must decide."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.cli.options import CommandParser, reports_errors
+from trainer.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from trainer.cli.migrate.decisions import Finding
+
+EXAMPLES = """\
+What is rewritten: imports of `lightning`, `lightning.pytorch`, `pytorch_lightning`; LightningModule and
+LightningDataModule; arguments of former versions that only have another name; `class_path:` and `_target_:` in YAML.
+What changes in meaning stands in docs/migrating.md.
+
+examples:
+  trainer migrate .                 show what would change, as a diff
+  trainer migrate . --write         change the files
+  trainer migrate train.py configs/trainer.yaml
+
+exit codes: 0 done, 1 a file could not be read or written, 2 wrong usage
+"""
+YAML = (".yaml", ".yml")
+SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist", "venv", "env", "lightning_logs", "wandb"}
+MENTIONED = re.compile(rb"\b(pytorch_lightning|lightning|lightning_fabric|trainer)\b")
+REQUIREMENT = re.compile(r"(?<![\w.\-/])(pytorch[-_]lightning|lightning)(\[[\w,-]+\])?\s*(?=[=<>~!;,\s\"']|$)")
+REQUIREMENTS = re.compile(r"(.*requirements.*\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|environment.*\.ya?ml|Pipfile)")
+EXPORTED = re.compile(rb"^\s*from\s+(\S+)\s+import\s+(\([^)]*\)|[^\n]*)", re.MULTILINE)
+
+
+NAMESAKE = (
+    "a module of yours with the import name of this package: rename it, since Python imports it in place of this "
+    "package where its folder is first on the path"
+)
+
+
+@reports_errors
+def run(arguments: list[str]) -> int:
+    """Show or make the changes. Returns the exit code."""
+    parser = CommandParser(
+        prog="trainer migrate",
+        description="Rewrite a project of Lightning's to this package, and list what a person must decide.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a Python or YAML file, or a folder of them")
+    parser.add_argument("--write", action="store_true", help="change the files; default: show a diff")
+    options = parser.parse(arguments)
+    if importlib.util.find_spec("libcst") is None:
+        raise ConfigError("trainer migrate needs LibCST: pip install 'exact-trainer[migrate]'.")
+    missing = [path for path in options.paths if not os.path.exists(path)]
+    problems = [f"{path}: there is no such file or folder" for path in missing]
+    files = list(dict.fromkeys(file for path in options.paths if path not in missing for file in _files(Path(path))))
+    sources = _read(files, problems)
+    kept = _names_taken_from_others(sources.values())
+    changed, places = 0, [f"{file}:1: {NAMESAKE}" for file in files if _is_namesake(file)]
+    for file, source in sources.items():
+        try:
+            new, findings = _migrated(file, source, kept)
+            if new != source:
+                _write(file, new) if options.write else _show(file, source, new)
+                changed += 1
+        except (ValueError, OSError) as error:
+            if b"lightning" in source:  # else it is no file of Lightning's
+                problems.append(f"{file}: {error}")
+            continue
+        places += [f"{file}:{one.line}: {one.what}: {one.todo}" for one in findings]
+    _report(len(sources), changed, places, options.write)
+    for problem in problems:
+        print(f"error: {printable(problem)}", file=sys.stderr)
+    return 2 if missing else 1 if problems else 0
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Return the files of a folder that may name Lightning; a file as it is."""
+    if path.is_file():
+        yield path
+        return
+    for folder, folders, names in os.walk(path):
+        here = Path(folder)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in SKIPPED and not name.startswith(".") and not (here / name / "pyvenv.cfg").exists()
+        )
+        for name in sorted(names):
+            if Path(name).suffix in (".py", ".ipynb", *YAML) or REQUIREMENTS.fullmatch(name):
+                yield here / name
+
+
+def _is_namesake(file: Path) -> bool:
+    """Whether `import trainer` would import this file."""
+    if file.name == "trainer.py":
+        return not (file.parent / "__init__.py").exists()
+    if file.name == "__init__.py" and file.parent.name == "trainer":
+        return not (file.parents[1] / "__init__.py").exists()
+    return False
+
+
+def _read(files: Iterable[Path], problems: list[str]) -> dict[Path, bytes]:
+    """Return the contents of the files that name Lightning or this package."""
+    found = {}
+    for file in files:
+        try:
+            source = file.read_bytes()
+        except OSError as error:
+            problems.append(f"{file}: {error.strerror or error}")
+            continue
+        if MENTIONED.search(source) or REQUIREMENTS.fullmatch(file.name):
+            found[file] = source
+    return found
+
+
+def _names_taken_from_others(sources: Iterable[bytes]) -> set[str]:
+    """Return the names that a file of the project imports from another file of it, which keep their old names."""
+    from trainer.cli.migrate.names import RENAMED, lightning_root
+
+    taken: set[str] = set()
+    for source in sources:
+        for module, names in EXPORTED.findall(source):
+            if lightning_root(module.decode(errors="replace")) is None:
+                taken |= {name for name in RENAMED if re.search(rf"\b{name}\b".encode(), names)}
+    return taken
+
+
+def _migrated(file: Path, source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding]]:
+    """Return the new contents of a file, and what a person must decide.
+
+    Raises:
+        ValueError: the file cannot be understood.
+    """
+    from trainer.cli.migrate.decisions import Finding
+
+    found: list[Finding] = []
+    new = source
+    if file.suffix == ".py":
+        new, found = _python(source, kept if file.name != "__init__.py" else ("LightningModule", "LightningDataModule"))
+    elif file.suffix == ".ipynb":
+        if b"lightning" in source:
+            words = "a notebook is not rewritten: replace the imports by hand, or `jupyter nbconvert --to script` it"
+            found = [Finding(1, "notebook", words)]
+    elif file.suffix in YAML:
+        new, found = _yaml(source)
+    if REQUIREMENTS.fullmatch(file.name):
+        lines = source.decode(errors="replace").splitlines()
+        found += [
+            Finding(number, match[1], "use exact-trainer where this is a requirement")
+            for number, line in enumerate(lines, 1)
+            if "import" not in line and (match := REQUIREMENT.search(line.partition("#")[0]))
+        ]
+    return new, found
+
+
+def _python(source: bytes, kept: Collection[str]) -> tuple[bytes, list[Finding]]:
+    import libcst
+
+    from trainer.cli.migrate.python_files import migrate_python
+
+    try:
+        return migrate_python(source, kept)
+    except libcst.ParserSyntaxError as error:
+        raise ValueError(f"line {error.raw_line}: {error.message}; left as it is") from None
+    except (UnicodeDecodeError, LookupError) as error:
+        raise ValueError(f"not in its encoding ({error}); save it as UTF-8; left as it is") from None
+    except RecursionError:
+        raise ValueError("nested too deeply to be read; left as it is") from None
+
+
+def _yaml(source: bytes) -> tuple[bytes, list[Finding]]:
+    import yaml
+
+    from trainer.cli.migrate.yaml_files import migrate_yaml
+
+    try:
+        text, found = migrate_yaml(source.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error}); left as it is") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"no YAML ({' '.join(str(error).split())}); left as it is") from None
+    return text.encode("utf-8"), found
+
+
+def _write(file: Path, new: bytes) -> None:
+    """Put new contents in the place of a file at once, with its permissions."""
+    place = file.resolve()
+    part = place.with_name(f".{place.name}.migrate-{os.getpid()}")
+    try:
+        part.write_bytes(new)
+        shutil.copymode(place, part)
+        os.replace(part, place)
+    finally:
+        part.unlink(missing_ok=True)
+    print(f"written: {printable(str(file))}")
+
+
+def _show(file: Path, old: bytes, new: bytes) -> None:
+    before, after = (text.decode("utf-8", errors="replace").splitlines(keepends=True) for text in (old, new))
+    name = file.as_posix().lstrip("/")
+    for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
+        print(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n", end="")
+
+
+def _report(files: int, changed: int, places: list[str], write: bool) -> None:
+    if places:
+        print(f"{'' if write and not changed else chr(10)}To decide by hand:")
+        print("\n".join(f"  {printable(place)}" for place in places))
+    done = "changed" if write else "would change (--write changes them)" if changed else "would change"
+    print(f"\nfiles that name Lightning or this package: {files}; {done}: {changed}; to decide by hand: {len(places)}")

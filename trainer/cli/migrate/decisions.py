@@ -1,0 +1,242 @@
+"""List what a person must decide in a Python file of Lightning's, each with what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
+
+from trainer.cli.migrate.names import NOT_THERE, argument_words, lightning_root
+from trainer.compat.names import NAMES, SURFACE, WORDS
+
+KEEP_OUTPUTS = "append what is needed to a list of the module in the step, read it here, and clear it"
+FORMER_HOOKS = {
+    "training_epoch_end": f"on_train_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "validation_epoch_end": f"on_validation_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "test_epoch_end": f"on_test_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "validation_end": f"on_validation_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "test_end": f"on_test_epoch_end(self), which gets no outputs: {KEEP_OUTPUTS}",
+    "training_step_end": "the end of training_step: each process has its own batch and loss",
+    "validation_step_end": "the end of validation_step: each process has its own batch",
+    "test_step_end": "the end of test_step: each process has its own batch",
+    "training_end": "the end of training_step: each process has its own batch and loss",
+    "on_epoch_start": "on_train_epoch_start, and on_validation_epoch_start where it was meant for validation too",
+    "on_epoch_end": "on_train_epoch_end, and on_validation_epoch_end where it was meant for validation too",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_keyboard_interrupt": "on_exception, which gets the KeyboardInterrupt",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_configure_sharded_model": "setup",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+    "tng_dataloader": "train_dataloader",
+    "configure_sharded_model": "configure_model",
+    "tbptt_split_batch": "automatic_optimization = False, and a loop over the parts in training_step",
+    "get_progress_bar_dict": "self.log(..., prog_bar=True)",
+    "get_tqdm_dict": "self.log(..., prog_bar=True)",
+}
+"""Hooks of former versions, which nobody calls any more -> what to use instead."""
+
+OPTIMIZER_IDX = (
+    "automatic_optimization = False in __init__; in training_step take self.optimizers() apart, and for each do "
+    "zero_grad, self.manual_backward(loss) and step"
+)
+PARAMETERS: dict[tuple[str, str], str] = {
+    ("training_step", "optimizer_idx"): OPTIMIZER_IDX,
+    ("training_step", "hiddens"): "automatic_optimization = False, and a loop over the parts in training_step",
+    ("backward", "optimizer_idx"): "backward(self, loss)",
+    ("optimizer_step", "optimizer_idx"): "optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)",
+    ("optimizer_zero_grad", "optimizer_idx"): "optimizer_zero_grad(self, epoch, batch_idx, optimizer)",
+    ("lr_scheduler_step", "optimizer_idx"): "lr_scheduler_step(self, scheduler, metric)",
+    ("configure_gradient_clipping", "optimizer_idx"): (
+        "configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm)"
+    ),
+    ("on_before_optimizer_step", "optimizer_idx"): "the hook without this parameter",
+    ("on_train_epoch_end", "outputs"): f"the hook without this parameter: {KEEP_OUTPUTS}",
+    ("on_train_batch_start", "dataloader_idx"): "the hook without this parameter",
+    ("on_train_batch_end", "dataloader_idx"): "the hook without this parameter",
+}
+"""A hook and a parameter of former versions -> what to use instead."""
+
+OF_THE_TRAINER = frozenset(WORDS["Trainer"]) - {
+    *("fitted", "publish", "meet", "begin_save", "gather_object", "gather_objects", "all_gather_object"),
+    *("broadcast_object", "barrier", "flush", "saved_run_dir", "hparams", "batch_idx", "tuner"),
+}
+"""Attributes of Lightning's Trainer that are not here."""
+OF_A_MODULE = frozenset(WORDS["LightningModule"]) - frozenset(FORMER_HOOKS) - {"summarize", "model_size"}
+
+MODULE_NAME = re.compile(r"(pytorch_lightning|lightning_fabric|lightning\.(pytorch|fabric))(\.\w+)*")
+
+
+class Finding(NamedTuple):
+    """One place that a person must look at."""
+
+    line: int
+    what: str
+    todo: str
+
+
+def decisions(wrapper: MetadataWrapper, rewritten: Collection[tuple[int, str]]) -> list[Finding]:
+    """Return what a person must decide.
+
+    Args:
+        rewritten: line and name of arguments that are rewritten.
+    """
+    looking = _Looking(rewritten)
+    wrapper.visit(looking)
+    return looking.findings
+
+
+class _Looking(cst.CSTVisitor):
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
+
+    def __init__(self, rewritten: Collection[tuple[int, str]]) -> None:
+        super().__init__()
+        self.findings: list[Finding] = []
+        self.rewritten = rewritten
+        self.classes: list[set[str] | None] = []
+        """Of each class around: the names it has itself; None for a class that is nothing of Lightning's."""
+        self.known: set[str] = set()
+        """Classes of this file that derive from one of Lightning's."""
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        module = get_full_name_for_node(node.module) if node.module else ""
+        if not node.relative and f"{module}.".startswith("trainer.") and not isinstance(node.names, cst.ImportStar):
+            for alias in node.names:  # rewritten before
+                self._tell_name(alias, alias.evaluated_name)
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        ours = any(self._path(base.value) or self._derived(base.value) for base in node.bases)
+        own = _own_names(node)
+        if ours or {"training_step", "configure_optimizers"} <= own:
+            self.known.add(node.name.value)
+            self.classes.append(own)
+        else:
+            self.classes.append(None)
+
+    def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
+        self.classes.pop()
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        if not self.classes or self.classes[-1] is None:
+            return
+        name = node.name.value
+        if name in FORMER_HOOKS:
+            self._tell(node.name, name, f"use {FORMER_HOOKS[name]}")
+        for parameter in (*node.params.params, *node.params.kwonly_params):
+            if (name, parameter.name.value) in PARAMETERS:
+                self._tell(
+                    parameter, f"{name}({parameter.name.value})", f"use {PARAMETERS[name, parameter.name.value]}"
+                )
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        for target in node.targets:
+            if self.classes and self.classes[-1] is not None and _is(target.target, "self.hparams"):
+                self._tell(node, "self.hparams = ...", "use self.save_hyperparameters(...), which fills self.hparams")
+            if isinstance(target.target, cst.Name) and target.target.value == "truncated_bptt_steps" and self.classes:
+                self._tell(node, "truncated_bptt_steps", f"use {WORDS['LightningModule']['truncated_bptt_steps']}")
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        name, path = node.attr.value, self._path(node)
+        if path is not None:
+            self._tell_path(node, path)
+            return
+        written = get_full_name_for_node(node.value) or ""
+        if name in OF_THE_TRAINER and re.fullmatch(r"(.*\.)?_?trainer", written):
+            self._tell(node, f"{written}.{name}", f"use {WORDS['Trainer'][name]}")
+        own = self.classes[-1] if self.classes else None
+        if written == "self" and own is not None and name in OF_A_MODULE and name not in own:
+            self._tell(node, f"self.{name}", f"use {WORDS['LightningModule'][name]}")
+
+    def visit_Call(self, node: cst.Call) -> None:
+        path = self._path(node.func)
+        kind = path.rpartition(".")[2] if path else ""
+        words = argument_words(kind)
+        for arg in node.args if path else ():
+            line = self.get_metadata(PositionProvider, arg).start.line
+            if arg.keyword and arg.keyword.value in words and (line, arg.keyword.value) not in self.rewritten:
+                name = arg.keyword.value
+                self._tell(arg, f"{kind}({name}=)", f"use {words[name]}")
+
+    def visit_Subscript(self, node: cst.Subscript) -> None:
+        index = node.slice[0].slice
+        if isinstance(node.value, cst.Call) and _is(node.value.func, "torch.load") and isinstance(index, cst.Index):
+            key = index.value.raw_value if isinstance(index.value, cst.SimpleString) else ""
+            if key in ("state_dict", "hyper_parameters", "optimizer_states"):
+                words = "Module.load_from_checkpoint(path), or `trainer checkpoint export` for one file of weights"
+                self._tell(node, f"torch.load(...)[{key!r}]", f"a checkpoint is a folder here: use {words}")
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        if MODULE_NAME.fullmatch(node.raw_value):
+            self._tell(
+                node, node.value, "the name of a package in a string: write the one of this package if it is meant"
+            )
+
+    def _path(self, node: cst.CSTNode) -> str | None:
+        """Return the path in Lightning or in this package that an expression has been imported from."""
+        for one in self.get_metadata(QualifiedNameProvider, node, ()):
+            ours = lightning_root(one.name) or one.name.startswith("trainer.")
+            if one.source is QualifiedNameSource.IMPORT and ours:
+                path: str = one.name
+                return path
+        return None
+
+    def _derived(self, base: cst.BaseExpression) -> bool:
+        return isinstance(base, cst.Name) and base.value in self.known
+
+    def _tell_path(self, node: cst.CSTNode, path: str) -> None:
+        before, _, name = path.rpartition(".")
+        owner = before.rpartition(".")[2]
+        if name == "__version__":
+            self._tell(node, path, "the version of this package: keep the branch for Lightning 2")
+        elif owner in SURFACE and name in WORDS.get(owner, {}):
+            self._tell(node, f"{owner}.{name}", f"use {WORDS[owner][name]}")
+        elif (root := lightning_root(before)) and (package := before.removeprefix(f"{root}.")) in NOT_THERE:
+            self._tell(node, path, f"use {NOT_THERE[package]}")
+        else:
+            self._tell_name(node, name)
+
+    def _tell_name(self, node: cst.CSTNode, name: str) -> None:
+        target = NAMES.get(name, "")
+        if target and (" " in target or ":" not in target):
+            self._tell(node, name, f"use {target}")
+
+    def _tell(self, node: cst.CSTNode, what: str, todo: str) -> None:
+        self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, todo))
+
+
+def _own_names(node: cst.ClassDef) -> set[str]:
+    """Return the names that a class defines: methods, attributes of the class, and of `self` in its methods."""
+    names = _Own()
+    node.body.visit(names)
+    return names.found
+
+
+class _Own(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.found.add(node.name.value)
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        name = get_full_name_for_node(node.target) or ""
+        self.found.add(name.removeprefix("self."))
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        name = get_full_name_for_node(node.target) or ""
+        self.found.add(name.removeprefix("self."))
+
+
+def _is(node: cst.CSTNode, written: str) -> bool:
+    return get_full_name_for_node(node) == written

@@ -1,0 +1,139 @@
+"""Say of a name of Lightning's how it is written here, or what to use instead, from the table of Lightning's names."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import trainer
+from trainer.compat.names import MODULES, NAMES, TRAINER_ARGUMENTS, WORDS
+
+ROOTS = {
+    "lightning.pytorch": "trainer",
+    "lightning.fabric": "trainer.fabric",
+    "lightning": "trainer",
+    "pytorch_lightning": "trainer",
+    "lightning_fabric": "trainer.fabric",
+    "lightning_lite": "trainer.lite",
+}
+"""Lightning's packages -> what they are here; the longer names first."""
+
+RENAMED = {"LightningModule": "TrainModule", "LightningDataModule": "DataModule"}
+"""Classes that are called something else here."""
+
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "Trainer": {
+        "replace_sampler_ddp": "use_distributed_sampler",
+        "default_save_path": "default_root_dir",
+        "show_progress_bar": "enable_progress_bar",
+        "log_save_interval": "log_every_n_steps",
+        "row_log_interval": "log_every_n_steps",
+        "train_percent_check": "limit_train_batches",
+        "val_percent_check": "limit_val_batches",
+        "test_percent_check": "limit_test_batches",
+        "nb_gpu_nodes": "num_nodes",
+        "nb_sanity_val_steps": "num_sanity_val_steps",
+        "max_nb_epochs": "max_epochs",
+        "min_nb_epochs": "min_epochs",
+    },
+    "ModelCheckpoint": {"period": "every_n_epochs", "every_n_val_epochs": "every_n_epochs"},
+}
+"""Lightning's class -> an argument of a former version -> its name now, with the same values."""
+
+VALUES: dict[tuple[str, str], tuple[str, str]] = {
+    ("checkpoint_callback", "True"): ("enable_checkpointing", "True"),
+    ("checkpoint_callback", "False"): ("enable_checkpointing", "False"),
+    ("weights_summary", "None"): ("enable_model_summary", "False"),
+    ("progress_bar_refresh_rate", "0"): ("enable_progress_bar", "False"),
+    ("reload_dataloaders_every_epoch", "True"): ("reload_dataloaders_every_n_epochs", "1"),
+    ("reload_dataloaders_every_epoch", "False"): ("reload_dataloaders_every_n_epochs", "0"),
+    ("gradient_clip_val", "0"): ("gradient_clip_val", "None"),
+    ("gradient_clip_val", "0.0"): ("gradient_clip_val", "None"),
+    **{
+        (name, value): ("strategy", value)
+        for name in ("accelerator", "distributed_backend")
+        for value in ("'ddp'", '"ddp"', "'fsdp'", '"fsdp"')
+    },
+}
+"""An argument of Trainer and its value -> those that mean the same here."""
+
+NOT_THERE = {
+    "metrics": "torchmetrics, which these metrics have become",
+    "data": "litdata, which this package has become",
+    "apps": "nothing: apps are not here",
+    "store": "nothing: the model store is not here",
+}
+"""Packages of Lightning's that are neither here nor in the table -> what to use instead."""
+
+UNKNOWN = "one of the names of docs/lightning-names.md: this one is not here"
+
+
+class Here(NamedTuple):
+    """The fate of a name or module."""
+
+    path: str
+    """The dotted path here; empty if nothing of that name is here."""
+    instead: str = ""
+    """The replacement of a name that is not here."""
+
+
+def lightning_root(path: str) -> str | None:
+    """Return the package of Lightning's to which a dotted path belongs; None for paths of others."""
+    return next((root for root in ROOTS if f"{path}.".startswith(f"{root}.")), None)
+
+
+def module_here(path: str) -> Here:
+    """Return what became of one of Lightning's modules."""
+    root = lightning_root(path)
+    assert root is not None
+    inside = (ROOTS[root] + path.removeprefix(root)).partition(".")[2]
+    if (package := inside.partition(".")[0]) in NOT_THERE:
+        return Here("", NOT_THERE[package])
+    if not inside or inside in MODULES.split() or _is_file(inside):
+        return Here(f"trainer.{inside}" if inside else "trainer")
+    return Here("", UNKNOWN)
+
+
+def name_here(module: str, name: str) -> Here:
+    """Return what became of the name `name` of Lightning's module `module`."""
+    if (served := module_here(f"{module}.{name}")).path:
+        return served
+    inside = module_here(module)
+    known = RENAMED.get(name, name)
+    target = NAMES.get(known, "")
+    if target and (" " in target or ":" not in target):
+        return Here("", target)
+    if known in trainer.__all__:
+        return Here(f"trainer.{known}")
+    if target:
+        # A public home where there is one; else Lightning's path, which is served.
+        home = target.partition(":")[0]
+        home = home if home in ("trainer.callbacks", "trainer.strategies", "trainer.tuner") else inside.path
+        same = target.endswith(f":{known}")
+        return Here(f"{home if same and home else inside.path or 'trainer.utilities'}.{known}")
+    if known in callbacks():
+        return Here(f"trainer.{'loggers' if known.endswith('Logger') else 'callbacks'}.{known}")
+    return Here("", inside.instead or UNKNOWN)
+
+
+@cache
+def callbacks() -> frozenset[str]:
+    """Return the names that `trainer.callbacks` exports, read without importing torch."""
+    import ast
+
+    file = Path(trainer.__file__).parent / "callbacks" / "__init__.py"
+    lines = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom))
+    return frozenset(alias.name for line in lines for alias in line.names)
+
+
+def argument_words(cls: str) -> dict[str, str]:
+    """Return what to use instead of arguments of Lightning's class."""
+    words = {name[1:-1]: text for name, text in WORDS.get(cls, {}).items() if name.startswith("(")}
+    return {**TRAINER_ARGUMENTS, **words} if cls == "Trainer" else words
+
+
+def _is_file(inside: str) -> bool:
+    """Whether a module of this package is a file, found without importing it."""
+    path = Path(trainer.__file__).parent.joinpath(*inside.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()

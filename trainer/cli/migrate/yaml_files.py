@@ -1,0 +1,113 @@
+"""Rewrite the class paths and arguments of a YAML file of LightningCLI or Hydra, keeping everything else as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import yaml
+
+from trainer.cli.migrate.decisions import Finding
+from trainer.cli.migrate.names import ARGUMENTS, argument_words, lightning_root, name_here
+
+CLASS_KEYS = ("class_path", "_target_")
+ARGUMENTS_KEYS = ("init_args", "dict_kwargs")
+SEED = "'seed:' under 'trainer:', with this number"
+MODULE = "'module:' for 'trainer fit', with the class as 'class_path:'"
+Change = tuple[int, int, str]
+"""The end of a text, its length, and the text in its place."""
+
+
+def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
+    """Return a YAML file in this package's names, and what a person must decide in it.
+
+    Raises:
+        yaml.YAMLError: the file is no YAML.
+    """
+    changes: list[Change] = []
+    findings: list[Finding] = []
+    for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
+        for mapping in _mappings(document):
+            _look(mapping, changes, findings)
+        if isinstance(document, yaml.MappingNode):
+            _look_at_cli(document, changes, findings)
+    for end, length, new in sorted(set(changes), reverse=True):
+        while text[end - 1] in "'\" \t\r\n":
+            end -= 1
+        text = text[: end - length] + new + text[end:]
+    return text, sorted(set(findings))
+
+
+def _look(mapping: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
+    """Rewrite a class that is written with its arguments."""
+    entries = {key.value: value for key, value in mapping.value if isinstance(key, yaml.ScalarNode)}
+    for key in CLASS_KEYS:
+        path = entries.get(key)
+        if not isinstance(path, yaml.ScalarNode) or not (
+            lightning_root(path.value) or path.value.startswith("trainer.")
+        ):
+            continue
+        module, _, name = path.value.rpartition(".")
+        if lightning_root(path.value):
+            here = name_here(module, name)
+            if here.path:
+                changes.append(_scalar(path, here.path))
+            else:
+                findings.append(Finding(_line(path), path.value, f"use {here.instead}"))
+        arguments = [mapping] if key == "_target_" else [entries.get(one) for one in ARGUMENTS_KEYS]
+        for node in arguments:
+            if isinstance(node, yaml.MappingNode):
+                _look_at_arguments(name, node, changes, findings)
+
+
+def _look_at_cli(document: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
+    """Rewrite the top of a file of LightningCLI."""
+    entries = {key.value: (key, value) for key, value in document.value if isinstance(key, yaml.ScalarNode)}
+    _, settings = entries.get("trainer", (None, None))
+    if not isinstance(settings, yaml.MappingNode) or "_target_" in {key.value for key, _ in settings.value}:
+        return
+    _look_at_arguments("Trainer", settings, changes, findings)
+    if "seed_everything" in entries:
+        findings.append(Finding(_line(entries["seed_everything"][0]), "seed_everything", f"use {SEED}"))
+    key, value = entries.get("model", (None, None))
+    if isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.MappingNode) and "module" not in entries:
+        keys = {one.value for one, _ in value.value}
+        if "class_path" in keys:
+            changes.append(_scalar(key, "module"))
+        elif "_target_" not in keys and "seed_everything" in entries:
+            findings.append(Finding(_line(key), "model", f"use {MODULE}"))
+
+
+def _look_at_arguments(kind: str, arguments: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
+    words = argument_words(kind)
+    given = {key.value for key, _ in arguments.value}
+    for key, _ in arguments.value:
+        new = ARGUMENTS.get(kind, {}).get(key.value)
+        if new is not None and new not in given:
+            changes.append(_scalar(key, new))
+        elif key.value in words:
+            findings.append(Finding(_line(key), f"{kind}({key.value}=)", f"use {words[key.value]}"))
+
+
+def _mappings(node: yaml.Node | None) -> Iterator[yaml.MappingNode]:
+    """Return the mappings of a document, each once, although anchors may repeat them."""
+    waiting, seen = [node], set()
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, yaml.MappingNode):
+            yield one
+            waiting += [node for pair in one.value for node in pair]
+        elif isinstance(one, yaml.SequenceNode):
+            waiting += one.value
+
+
+def _scalar(node: yaml.ScalarNode, new: str) -> Change:
+    """Return a change of a text that keeps the quotes around it, and an anchor before it."""
+    return node.end_mark.index, len(node.value), new
+
+
+def _line(node: yaml.Node) -> int:
+    line: int = node.start_mark.line
+    return line + 1
