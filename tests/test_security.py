@@ -18,6 +18,8 @@ ALLOWED = {
     ("trainer/launchers/notebook.py", "pickle.dumps"),
     ("trainer/launchers/notebook.py", "pickle.loads"),
     ("trainer/launchers/notebook.py", "torch.load"),
+    ("trainer/cli/checkpoint/from_lightning.py", "import pickle"),
+    ("trainer/cli/checkpoint/from_lightning.py", "torch.load"),
     ("trainer/arguments.py", "eval"),
     ("trainer/launchers/multinode.py", "C10dRendezvousBackend"),
 }
@@ -100,7 +102,10 @@ def test_optional_packages_are_named_as_the_extras_have_them() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {
         one
-        for name in ("deepspeed", "fp8", "ray", "tensorboard", "metrics", "wandb", "mlflow", "plots")
+        for name in (
+            *("deepspeed", "fp8", "ray", "tensorboard", "metrics", "wandb", "mlflow", "plots"),
+            *("monitors", "migrate"),
+        )
         for one in extras[name]
     } == set(OPTIONAL_PACKAGES.values())
 

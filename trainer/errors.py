@@ -83,6 +83,7 @@ def restoring(what: str) -> Iterator[None]:
 
 OPTIONAL_PACKAGES = {
     "deepspeed": "deepspeed>=0.19",
+    "libcst": "libcst>=1.5",
     "matplotlib": "matplotlib>=3.8",
     "mlflow": "mlflow>=2.14",
     "psutil": "psutil>=5.9",

@@ -35,7 +35,7 @@ COMMANDS = {
         "trainer.cli.doctor.command",
         "try what a training needs on this machine, and say what is wrong and how to mend it",
     ),
-    "checkpoint": ("trainer.cli.checkpoint.command", "look into checkpoints: ls, show, verify, export"),
+    "checkpoint": ("trainer.cli.checkpoint.command", "look into checkpoints: ls, show, verify, export, import"),
     "runs": (
         "trainer.cli.runs.command",
         "list runs below a folder: state, steps, metrics, hyperparameters that differ",

@@ -14,6 +14,7 @@ SUBCOMMANDS = {
     "show": "show what is in a checkpoint",
     "verify": "read checkpoints completely and compare every file with its checksum",
     "export": "write the weights alone, to one safetensors file or to several, also as a Hugging Face model",
+    "import": "write the weights and hyperparameters of a file of Lightning's as a checkpoint",
 }
 
 EXAMPLES = {
@@ -37,9 +38,13 @@ EXAMPLES = {
   trainer checkpoint export runs/gpt/version_0 gpt --max-shard-size 5GB --dtype bfloat16
   trainer checkpoint export runs/llama/version_0 llama --hf              for from_pretrained("llama")
 """,
+    "import": """\
+  trainer checkpoint import lightning_logs/version_0/checkpoints/last.ckpt imported
+""",
 }
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+FILE_HELP = "a .ckpt file of Lightning's"
 PATH_HELP = "a checkpoint, a run directory, its folder of checkpoints, or a folder of runs (the newest is meant)"
 
 
@@ -52,7 +57,7 @@ def run(arguments: list[str]) -> int:
         return 2
     try:
         options = parser.parse(arguments)
-        code: int = {"ls": _ls, "list": _ls, "show": _show, "verify": _verify, "export": _export}[options.name](options)
+        code: int = RUN[options.name](options)
     except BrokenPipeError:  # as after `trainer checkpoint show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -75,7 +80,7 @@ def _parser() -> CommandParser:
             description=summary[0].upper() + summary[1:] + ".",
             epilog=f"examples:\n{EXAMPLES[name]}",
         )
-        of[name].add_argument("path", metavar="PATH", help=PATH_HELP)
+        of[name].add_argument("path", metavar="PATH", help=FILE_HELP if name == "import" else PATH_HELP)
     for name in ("show", "verify", "export"):
         default = "all of them" if name == "verify" else "last"
         of[name].add_argument("--ckpt", metavar="NAME", help=f"last, best, or a name, of a run (default: {default})")
@@ -103,11 +108,8 @@ def _parser() -> CommandParser:
         choices=tuple(DTYPES.values()),
         help="convert floating weights: float32, bfloat16 (or bf16), float16; default: as they are",
     )
-    of["export"].add_argument(
-        "--ema",
-        action="store_true",
-        help="write the average of the weights that EMAWeightAveraging or the like has kept",
-    )
+    words = "write the average of the weights that EMAWeightAveraging or the like has kept"
+    of["export"].add_argument("--ema", action="store_true", help=words)
     of["export"].add_argument("--prefix", help="only weights whose names begin so, named without it")
     of["export"].add_argument(
         "--rename",
@@ -117,7 +119,9 @@ def _parser() -> CommandParser:
         help="replace this regular expression in the names of weights, after --prefix; several are applied in order",
     )
     of["export"].add_argument("--expand-tied", action="store_true", help="write tied weights under every name")
-    of["export"].add_argument("--force", action="store_true", help="replace OUT if it is there")
+    of["import"].add_argument("out", metavar="OUT", help="the folder to write, for load_from_checkpoint")
+    for name in ("export", "import"):
+        of[name].add_argument("--force", action="store_true", help="replace OUT if it is there")
     return parser
 
 
@@ -194,3 +198,12 @@ def _export(options: argparse.Namespace) -> int:
     from trainer.cli.checkpoint.export import export
 
     return export(options)
+
+
+def _import(options: argparse.Namespace) -> int:
+    from trainer.cli.checkpoint.from_lightning import import_lightning
+
+    return import_lightning(options)
+
+
+RUN = {"ls": _ls, "list": _ls, "show": _show, "verify": _verify, "export": _export, "import": _import}

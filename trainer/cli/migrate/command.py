@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.cli.options import CommandParser, reports_errors
-from trainer.errors import ConfigError, printable
+from trainer.errors import MissingPackageError, printable
 
 if TYPE_CHECKING:
     from trainer.cli.migrate.decisions import Finding
@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help="change the files; default: show a diff")
     options = parser.parse(arguments)
     if importlib.util.find_spec("libcst") is None:
-        raise ConfigError("trainer migrate needs LibCST: pip install 'exact-trainer[migrate]'.")
+        raise MissingPackageError("libcst", "trainer migrate")
     missing = [path for path in options.paths if not os.path.exists(path)]
     problems = [f"{path}: there is no such file or folder" for path in missing]
     files = list(dict.fromkeys(file for path in options.paths if path not in missing for file in _files(Path(path))))
@@ -153,7 +153,7 @@ def _migrated(file: Path, source: bytes, kept: Collection[str]) -> tuple[bytes, 
     if REQUIREMENTS.fullmatch(file.name):
         lines = source.decode(errors="replace").splitlines()
         found += [
-            Finding(number, match[1], "use exact-trainer where this is a requirement")
+            Finding(number, match[1], "where this is a requirement, write that of this package in its place")
             for number, line in enumerate(lines, 1)
             if "import" not in line and (match := REQUIREMENT.search(line.partition("#")[0]))
         ]

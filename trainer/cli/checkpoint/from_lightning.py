@@ -1,0 +1,108 @@
+"""`trainer checkpoint import`: write the weights and hyperparameters of a Lightning checkpoint as one of this package.
+
+The file is a pickle. It is read by torch's restricted unpickler, which makes tensors and plain data and calls nothing
+else, in a process of its own: `python -m trainer.cli.checkpoint.from_lightning FILE OUT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import trainer
+from trainer.errors import CheckpointError
+
+INSTEAD = (
+    "Where you trust it, in the environment that wrote it: torch.save({'state_dict': torch.load(path, "
+    "weights_only=False)['state_dict']}, 'weights.ckpt'), and import that file."
+)
+NOT_TAKEN = ("optimizer_states", "lr_schedulers", "callbacks", "loops", "native_amp_scaling_state", "MixedPrecision")
+"""Entries of Lightning's that have no place here."""
+
+
+def import_lightning(options: argparse.Namespace) -> int:
+    """Import a file in a process of its own; return the exit code.
+
+    Raises:
+        CheckpointError: there is no such file, it is no checkpoint of Lightning, or would run code.
+    """
+    if not Path(options.path).is_file():
+        raise CheckpointError(f"{options.path} is no file: give a .ckpt file that Lightning has written.")
+    here = str(Path(trainer.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+    words = ["--force"] if options.force else []
+    child = subprocess.run(
+        [sys.executable, "-P", "-m", "trainer.cli.checkpoint.from_lightning", options.path, options.out, *words],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    if child.returncode:
+        lines = child.stderr.strip().splitlines() or [f"the process that read it ended with {child.returncode}"]
+        raise CheckpointError(f"{options.path} cannot be imported: {lines[-1]}")
+    print(child.stdout, end="")
+    return 0
+
+
+def convert(file: str, out: str, force: bool) -> str:
+    """Write the checkpoint `out`, and return what has been taken and what has not.
+
+    Raises:
+        CheckpointError: the file is no checkpoint of Lightning, would run code, or `out` is there.
+    """
+    from trainer.checkpoint.writing import write_checkpoint
+
+    read = _read(file)
+    weights = read.get("state_dict")
+    if not isinstance(weights, dict) or not weights:
+        raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
+    hyperparameters = read.get("hyper_parameters", {})
+    epoch, step = read.get("epoch", 0), read.get("global_step", 0)
+    state = {"model": weights, "hyperparameters": {"module": dict(hyperparameters)} if hyperparameters else {}}
+    progress = {"epoch": epoch, "step": step}
+    write_checkpoint(out, {**state, "progress": progress}, info=progress, overwrite=force)
+    left = [name for name in NOT_TAKEN if read.get(name)]
+    return "\n".join(
+        [
+            f"{out}: {len(weights)} weights and {len(hyperparameters)} hyperparameters, of epoch {epoch}, step {step}",
+            f"for Module.load_from_checkpoint({out!r}); a training starts anew with these weights",
+            *([f"not taken: {', '.join(left)}"] if left else []),
+        ]
+    )
+
+
+def _read(file: str) -> Mapping[str, Any]:
+    """Read a file with torch's restricted unpickler."""
+    from pickle import UnpicklingError
+
+    import torch
+
+    try:
+        read = torch.load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise CheckpointError(f"to read it would run code ({_cause(str(error))}). {INSTEAD}") from None
+    except Exception as error:  # of any kind, from a file that is no pickle
+        raise CheckpointError(f"it is damaged, or no file of torch.save ({_cause(str(error))}).") from None
+    if not isinstance(read, dict):
+        raise CheckpointError(f"it contains a {type(read).__name__}, where files of Lightning have a dict.")
+    return read
+
+
+def _cause(message: str) -> str:
+    """Return what torch's message says is wrong, without its advice."""
+    called = re.search(r"(?:GLOBAL |class |function )(\S*\w)", message)
+    return called[1] if called else (message.strip().splitlines() or ["it ends early"])[0].partition(". ")[0]
+
+
+if __name__ == "__main__":
+    try:
+        print(convert(sys.argv[1], sys.argv[2], "--force" in sys.argv[3:]))
+    except CheckpointError as error:
+        sys.exit(" ".join(str(error).split()))
