@@ -17,7 +17,7 @@ lightning = pytest.importorskip("pytorch_lightning", reason="compares with Light
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "lightning-names.md"
 
-TO_COME = {"MLFlowLogger", "RichProgressBar", "StochasticWeightAveraging", "WandbLogger"}
+TO_COME = {"BatchSizeFinder", "LearningRateFinder", "RichModelSummary"}
 """Classes that are here, and of which some members or arguments are neither here nor answered in words."""
 
 

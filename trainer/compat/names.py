@@ -359,7 +359,27 @@ WORDS: dict[str, dict[str, str]] = {
     },
     "ProgressBar": _BARS,
     "TQDMProgressBar": _BARS,
+    "RichProgressBar": {
+        **_BARS,
+        "configure_columns": "a subclass of ProgressBar",
+        "val_sanity_check_bar": "self.log(..., prog_bar=True) for values, and refresh_rate= and leave= for the bar",
+    },
+    "StochasticWeightAveraging": dict.fromkeys(
+        (
+            *("pl_module_contains_batch_norm", "reset_batch_norm_and_save_state", "reset_momenta", "swa_end"),
+            *("swa_start", "transfer_weights", "update_parameters"),
+        ),
+        "nothing: a subclass of WeightAveraging decides by should_update",
+    ),
     "CSVLogger": {"LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'"},
+    "MLFlowLogger": {"LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'"},
+    "WandbLogger": {
+        "LOGGER_JOIN_CHAR": "prefix=, after which there is a '-'",
+        "download_artifact": "self.logger.experiment.use_artifact(name).download()",
+        **dict.fromkeys(
+            ("log_audio", "log_video"), "self.logger.experiment.log({key: wandb.Video(...)}), or wandb.Audio"
+        ),
+    },
     "Profiler": {"local_rank": "trainer.local_rank"},
     "AdvancedProfiler": {
         "local_rank": "trainer.local_rank",
