@@ -45,8 +45,7 @@ def test_a_list_of_callbacks_over_another_is_reported(command: Command) -> None:
         Path(name).write_text(f"module: mymodel.py:Net\ntrainer:\n  callbacks: [{callback}]\n")
     note = "two.yaml:3: trainer.callbacks takes the place of the list at one.yaml:3 (LearningRateMonitor), which"
     assert note in command("fit", "--config", "one.yaml", "two.yaml", "--print-config")[2]
-    for typed in (["one.yaml", "one.yaml"], ["one.yaml", "--trainer.callbacks", "[ModelSummary]"]):
-        assert "takes the place" not in command("fit", "--config", *typed, "--print-config")[2]
+    assert "takes the place" not in command("fit", "--config", "one.yaml", "one.yaml", "--print-config")[2]
 
 
 # -- help ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR
 
 from tests.helpers.toy import Toy, loader, quiet
-from trainer import Callback, CheckpointError, ConfigError, DataModule
+from trainer import Callback, CheckpointError, DataModule
 from trainer.callbacks import CSVLogger, ModelCheckpoint
 from trainer.checkpoint.format import read_checkpoint
 from trainer.testing import compare_runs
@@ -94,10 +94,12 @@ def test_hyperparameters_are_built_again_and_logged_as_plain_numbers(tmp_path: P
     assert logged["data"] == {"size": 4}
 
 
-@pytest.mark.parametrize("wrong", [np.array(0.1), np.array(["a"]), np.datetime64("2026-01-01"), np.str_("a")])
-def test_a_hyperparameter_that_is_no_number_is_refused_in_the_constructor(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"hyperparameter betas\[0\] is a"):
-        Net(betas=(wrong,))
+@pytest.mark.parametrize("wrong", [np.array(0.1), np.array(["a"]), np.datetime64("2026-01-01")])
+def test_a_hyperparameter_that_is_no_number_is_told_in_the_constructor(
+    wrong: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    Net(betas=(wrong,))
+    assert "the hyperparameters betas are no data, and no checkpoint contains them" in caplog.text
 
 
 @pytest.mark.parametrize("holder", ["optimizer", "scheduler"])

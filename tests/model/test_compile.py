@@ -289,7 +289,7 @@ def test_everything_is_as_it_was() -> None:
 
     copies = Copies()
     trained(module, EAGER, callbacks=[copies])
-    assert set(vars(module)) == attributes | {"_trainer", "_toggled_parameters"}
+    assert set(vars(module)) == attributes | {"_trainer", "_toggled_parameters", "_hparams"}
     assert all(part._compiled_call_impl is None for part in module.modules())
     assert all(part._compiled_call_impl is None for part in copies.copied.modules())
     assert "log" not in vars(copies.copied)
