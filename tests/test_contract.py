@@ -145,8 +145,8 @@ def train(
             remember,
             ModelCheckpoint(save_top_k=1),
             ReplicaCheck(every_n_train_steps=1),
-            BadStepGuard(),
-            GradNormMonitor(),
+            # Both read a number of the device in each step, for which XLA would wait.
+            *([] if strategy.startswith("xla") else [BadStepGuard(), GradNormMonitor()]),
         ],
         default_root_dir=folder,
         **{**QUIET, "logger": CSVLogger(), "enable_checkpointing": True},

@@ -149,9 +149,17 @@ RIGHT: dict[str, list[list[str]]] = {
     "env": [["--json"]],
     "checkpoint": [["ls", "runs"], ["show", CHECKPOINT], ["verify", "runs/version_0"], ["export", "runs", "out"]],
     "doctor": [["--devices", "1", "--timeout", "60"]],
+    "tune": [["lr", "--config", "run.yaml", "--num-training", "3"]],
+    "runs": [["ls", "runs"], ["ls", ".", "--json"]],
+    "plot": [["runs"]],
+    "migrate": [["mymodel.py"], ["."]],
+    "schema": [[]],
+    "completion": [["bash"], ["fish"]],
+    "help": [["fit"], ["ModelCheckpoint"]],
 }
-LONG_RUNNING = ("--slurm", "--ray", "--nnodes", "--rdzv")
-"""Options whose work waits for other machines; --slurm is always given to launch, with --print."""
+NOT_TRIED = ("--slurm", "--ray", "--nnodes", "--rdzv", "--traceback")
+"""Options whose work waits for other machines (--slurm is always given to launch, with --print), and the one that
+asks for a traceback."""
 CODES = {0, 1, 2}
 
 
@@ -168,7 +176,7 @@ def drawn_line(rng: random.Random) -> list[str]:
     """Return a command line: one that is right, with options added, and sometimes words removed or exchanged."""
     command = rng.choice(list(RIGHT))
     line = [command, *rng.choice(RIGHT[command])]
-    options = [one for one in options_in_help(*line[:1]) if not one.startswith(LONG_RUNNING)]
+    options = [one for one in options_in_help(*line[:1]) if not one.startswith(NOT_TRIED)]
     if command in ("fit", "validate", "test", "predict", "estimate"):
         options += [f"--trainer.{name}" for name in rng.sample(ARGUMENTS, 6)] + ["--module.lr", "--data.batch_size"]
     more: list[str] = []
