@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainer.arguments import NonNegativeInt, PositiveFloat
 from trainer.callback import AddsGroups
 from trainer.checkpoint.schema import NUMBER, Integer, require
+from trainer.errors import ConfigError
 from trainer.strategy import may_unfreeze
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ class BaseFinetuning(AddsGroups):
 
     def freeze_before_training(self, pl_module: Any) -> None:
         """Freeze parameters; called before `configure_optimizers`."""
-        raise NotImplementedError(f"{type(self).__name__}: define freeze_before_training(self, module).")
+        raise ConfigError(f"{type(self).__name__}: define freeze_before_training(self, module).")
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze parameters, and add them to the optimizer; called at the start of each epoch for each optimizer."""
-        raise NotImplementedError(f"{type(self).__name__}: define finetune_function(self, module, epoch, optimizer).")
+        raise ConfigError(f"{type(self).__name__}: define finetune_function(self, module, epoch, optimizer).")
 
     # -- for `freeze_before_training` and `finetune_function` ----------------------------------------------------------
 

@@ -153,6 +153,7 @@ class XlaStrategy(Strategy):
         self, module: TrainModule, for_training: bool, activation_checkpointing: BlockPolicy | None = None
     ) -> None:
         self.module, self._full = module, SwappedParameters(self, _as_it_is)
+        self._run_backward = module.backward if module.overrides("backward") else torch.Tensor.backward
         refuse_meta_tensors(module)
         if activation_checkpointing is not None:
             self._recompute(module, activation_checkpointing)
