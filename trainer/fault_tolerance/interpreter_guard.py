@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 
 SIGTERMS = 3
 """The number of SIGTERMs that end a process at once; the first one asks it to stop after the step."""
@@ -50,9 +51,11 @@ def main(parent: int, noticed: int, rank: str) -> None:
         before = now
         if now and count + unnoticed >= SIGTERMS:
             os.write(2, f"rank {rank}: {_WORDS}\n".encode())
-            os.kill(parent, DUMP_SIGNAL)
-            time.sleep(1.0)
-            os.kill(parent, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # its launcher was faster
+                os.kill(parent, DUMP_SIGNAL)
+                time.sleep(1.0)
+                os.kill(parent, signal.SIGKILL)
+            return
 
 
 if __name__ == "__main__":

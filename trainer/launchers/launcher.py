@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from trainer.distributed.rendezvous import LOOPBACK, loopback_store
 from trainer.distributed.tpu import share_chips
 from trainer.errors import ConfigError
-from trainer.fault_tolerance.interpreter_guard import SIGTERMS
+from trainer.fault_tolerance.interpreter_guard import DUMP_SIGNAL, SIGTERMS
 from trainer.fault_tolerance.signals import EXIT_RETRY, keep_exit_code
 from trainer.launchers.restarts import LAUNCHED
 
@@ -30,8 +31,8 @@ if TYPE_CHECKING:  # torch's elastic agent is imported only by the process that 
     from trainer.launchers.elastic_agent import Agent
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_KILL_AFTER_S = 5.0
-"""Seconds in which the processes have to print their stacks after the third SIGTERM."""
+_KILL_AFTER_S = 10.0
+"""Seconds in which the processes have to end themselves after the third SIGTERM, with their stacks."""
 
 
 def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str = "cpu") -> NoReturn:
@@ -203,7 +204,7 @@ class _SignalForwarder:
         elif number == signal.SIGTERM and self._received[number] == SIGTERMS:
             self.ended_by = signal.SIGTERM
             self.send(signal.SIGTERM)
-            kill = threading.Timer(_KILL_AFTER_S, self.send, [signal.SIGKILL])
+            kill = threading.Timer(_KILL_AFTER_S, self._kill_with_stacks)
             kill.daemon = True
             kill.start()
         elif number == getattr(signal, "SIGHUP", None):
@@ -211,7 +212,13 @@ class _SignalForwarder:
         else:
             self.send(signal.Signals(number))
 
-    def send(self, number: signal.Signals) -> None:
+    def _kill_with_stacks(self) -> None:
+        if DUMP_SIGNAL:
+            self.send(DUMP_SIGNAL)
+            time.sleep(1.0)
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
         """Send a signal to every process; SIGKILL also to their children."""
         for pid in self._pids():
             try:

@@ -73,7 +73,7 @@ class BackgroundCalls:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._thread is not me)
-                if not self._waiting:
+                if self._thread is not me:  # ended by `wait`; calls since then are another thread's
                     return
                 function, args, _ = self._waiting[0]
             try:
