@@ -126,7 +126,7 @@ def test_the_third_sigterm_ends_a_hung_step_with_its_stacks(number: str) -> None
     for _ in range(3):
         assert running.process.poll() is None
         running.send(signal.SIGTERM)
-        time.sleep(0.3)  # signals that come together are one
+        time.sleep(1.0)  # signals that come together are one
     error = running.wait(60).check(143).stderr
     assert "the third SIGTERM ends this process in the middle of a step" in error
     assert "in training_step" in error
