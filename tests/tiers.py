@@ -60,6 +60,7 @@ SLOW = (
     "strategies/test_strategy_*",
     "test_benchmarks.py",
     "test_contract.py",
+    "test_contract_callbacks.py",
     "test_docs.py",
     "test_gpu_report.py",
     "test_package.py",
@@ -71,6 +72,7 @@ SLOW = (
 
 LONG: dict[str, tuple[str, ...]] = {
     "callbacks/test_bad_step_guard.py::test_every_strategy_refuses_the_same_steps": ("FSDP x2",),
+    "test_contract_callbacks.py::*": ("single-EMAWeightAveraging", "single-BadStepGuard, skip"),
     "callbacks/test_checkpoint_monitor.py::test_a_name_without_fields_survives_a_kill_at_any_time": (),
     "callbacks/test_finetuning.py::test_it_trains_as_by_hand_and_a_resumed_run_has_the_same_bits": ("single",),
     "callbacks/test_grad_norm_monitor.py::test_the_norms_are_those_of_one_big_batch": ("single", "FSDP x2"),

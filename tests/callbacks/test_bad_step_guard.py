@@ -105,6 +105,29 @@ def test_the_weights_are_those_of_a_run_without_the_batch() -> None:
     assert_same_bits(weights[0], weights[1])
 
 
+@pytest.mark.parametrize("bad", ["nan", "spike"])
+def test_statistics_of_norms_are_those_without_the_batch(bad: str) -> None:
+    """The forward of a bad batch changes them before its loss is known."""
+    weights = []
+    for there in (True, False):
+        module, full = Net(), data(bad).dataset
+        module.net[1] = nn.BatchNorm1d(8)
+        module.net.register_buffer("replaced", torch.zeros(()))
+        first = 88 if bad == "spike" else 40
+        kept = [k for k in range(SAMPLES) if there or not first <= k < first + 8]
+        trainer = quiet(max_epochs=1, callbacks=[BadStepGuard("skip"), Replaces()])
+        trainer.fit(module, DataLoader(torch.utils.data.Subset(full, kept), batch_size=8))
+        weights.append(module.state_dict())
+    assert_same_bits(weights[0], weights[1])
+
+
+class Replaces(Callback):
+    """Put another tensor in the place of a buffer, in each step."""
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: torch.Tensor) -> None:
+        module.net.replaced = module.net.replaced + 1
+
+
 def test_raise_names_the_step_and_its_samples_before_the_weights_change(tmp_path: Path) -> None:
     module, steps = Net(), Steps()
     trainer = quiet(max_epochs=1, callbacks=[BadStepGuard(), steps], default_root_dir=tmp_path)

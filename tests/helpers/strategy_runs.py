@@ -61,6 +61,7 @@ SHARD_SMALL = (("config", {"zero_optimization": {"stage3_param_persistence_thres
 
 WAYS = {
     SINGLE: Way("single_device"),
+    "DDP x1": Way("ddp", 1),
     "DDP x2": Way("ddp", 2),
     "FSDP x1": Way("fsdp", 1),
     "FSDP x2": Way("fsdp", 2),
@@ -101,6 +102,8 @@ WAYS = {
     "PP 2 x CP 2 x TP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("context_parallel", 2), ("tensor_parallel", 2))),
     "EP 2 x TP 2 x FSDP 2": Way("fsdp", 8, (("expert_parallel", 2), ("tensor_parallel", 2))),
     "PP 2 x EP 2 x FSDP 2": Way("fsdp", 8, (("pipeline_parallel", 2), ("expert_parallel", 2))),
+    "ZeRO-1 x1": Way("deepspeed_stage_1", 1),
+    "ZeRO-2 x1": Way("deepspeed_stage_2", 1),
     "ZeRO-1 x2": Way("deepspeed_stage_1", 2),
     "ZeRO-2 x2": Way("deepspeed_stage_2", 2),
     "ZeRO-3 x2": Way("deepspeed_stage_3", 2, SHARD_SMALL),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from trainer.data.loader import Batch, BatchLoader
@@ -61,6 +63,50 @@ class LossWindow:
         return mean + self._z_score * max(spread, LEAST_SPREAD * abs(mean))
 
 
+class KeptBuffers:
+    """The values of a module's buffers at the start of a step: a forward changes them before its loss is known.
+
+    Buffers that are not part of the `state_dict` are left alone. Only what a step has changed is copied anew; torch's
+    kernels change the statistics of norms without counting a version, so that these are copied in each step.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (owner, name)
+            for owner in module.modules()
+            for name in owner._buffers
+            if name not in owner._non_persistent_buffers_set
+        ]
+        self._kept: dict[tuple[nn.Module, str], tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """The buffer in each place, its version, and a copy of its values."""
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the buffers that may have changed since they were last copied."""
+        copies, values = [], []
+        for place in self._places:
+            owner, name = place
+            buffer, kept = owner._buffers[name], self._kept.get(place)
+            if buffer is None:
+                self._kept.pop(place, None)
+            elif kept is None or kept[0] is not buffer:
+                self._kept[place] = (buffer, buffer._version, buffer.detach().clone())
+            elif kept[1] != buffer._version or isinstance(owner, _NormBase):
+                self._kept[place] = (buffer, buffer._version, kept[2])
+                copies.append(kept[2])
+                values.append(buffer)
+        if copies:
+            torch._foreach_copy_(copies, values)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back the values that were kept."""
+        for (owner, name), (buffer, version, values) in self._kept.items():
+            owner._buffers[name] = buffer
+            if buffer._version != version or isinstance(owner, _NormBase):
+                buffer.copy_(values)
+
+
 class BadSteps:
     """Judges the steps of a training by their losses and gradients.
 
@@ -99,6 +145,7 @@ class BadSteps:
         self._norms, self._loader, self._window, self._left_out = norms, loader, window, left_out
         self._losses: list[torch.Tensor] = []
         self._measures, self._limit = measures, math.inf
+        self._buffers = KeptBuffers(strategy.module)
         loader.keep_indices()
         metrics.watches_losses = False  # they are judged here
 
@@ -111,6 +158,7 @@ class BadSteps:
             return True
         self._losses.clear()
         self._limit = self._window.limit()
+        self._buffers.keep()
         self._metrics.hold()
         return False
 
@@ -145,6 +193,8 @@ class BadSteps:
         bad = None if all(map(math.isfinite, of_gradients)) else self._describe(of_gradients, losses, window)
         if bad is None:
             self._window.losses.extend(loss for loss in losses if loss <= self._limit)
+        else:
+            self._buffers.restore()
         self._metrics.release(keep=bad is None)
         return bad
 
