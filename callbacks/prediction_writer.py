@@ -339,17 +339,17 @@ def read_predictions(dirpath: str | Path) -> Iterator[Any]:
         yield from rows
 
 
-Batches = Iterator[tuple[tuple[int, int, int], list[Any]]]
+WrittenBatches = Iterator[tuple[tuple[int, int, int], list[Any]]]
 """((loader, batch, rank), rows) of one process."""
 
 
-def _batches_of(folder: Path, parts: list[str], rank: int) -> Batches:
+def _batches_of(folder: Path, parts: list[str], rank: int) -> WrittenBatches:
     for name in parts:
         read = _read_json_lines if name.endswith(".jsonl") else _read_tensors
         yield from read(folder / name, rank)
 
 
-def _read_json_lines(path: Path, rank: int) -> Batches:
+def _read_json_lines(path: Path, rank: int) -> WrittenBatches:
     batches: dict[tuple[int, int, int], list[Any]] = {}
     with open(path, encoding="utf-8") as file:
         for line in map(json.loads, file):
@@ -357,7 +357,7 @@ def _read_json_lines(path: Path, rank: int) -> Batches:
     yield from batches.items()
 
 
-def _read_tensors(path: Path, rank: int) -> Batches:
+def _read_tensors(path: Path, rank: int) -> WrittenBatches:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:

@@ -71,8 +71,8 @@ class HasHyperparameters:
     @property
     def hyperparameter_problems(self) -> list[str]:
         """The problems of values in `hparams` that are no data, but for those that a warning has named."""
-        told = self.__dict__.get("_hparams_left_out", ())
-        found = [data_problem(value, str(name)) for name, value in self.hparams.items() if str(name) not in told]
+        reported = self.__dict__.get("_hparams_left_out", ())
+        found = [data_problem(value, str(name)) for name, value in self.hparams.items() if str(name) not in reported]
         return [problem for problem in found if problem is not None]
 
     def save_hyperparameters(

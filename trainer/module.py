@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 Reduction = Literal["mean", "sum", "min", "max"]
-EXCLUDED_FROM_PICKLE = ("_trainer", "_toggled_parameters", "_wrapper", "_compiled_call_impl", *GRAPH_BREAKING_METHODS)
+EXCLUDED_FROM_PICKLE = (
+    "_trainer",
+    "_toggled_parameters",
+    "_wrapper",
+    "_wrapped_for",
+    "_compiled_call_impl",
+    *GRAPH_BREAKING_METHODS,
+)
 """Attributes excluded when a module is copied or pickled."""
 READ_ONLY = ("trainer", "device", "dtype", "global_step", "current_epoch", "global_rank", "local_rank", "loggers")
 
@@ -58,6 +65,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
     """With False, weights that a checkpoint lacks stay as they are, and weights that the module lacks are left out."""
     _wrapper: nn.Module | None = None
     """The wrapper of a strategy that shards the parameters; kept after the run."""
+    _wrapped_for: type | None = None
+    """Class of that strategy, under which later runs use the wrapper again."""
 
     def __init__(self) -> None:
         super().__init__()

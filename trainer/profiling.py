@@ -21,7 +21,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 """`with phase(FORWARD): ...`. Phases nest; hooks are phases too, named `"Class.hook"` and `"module.hook"`."""
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 @runtime_checkable
@@ -43,12 +43,12 @@ def unheard(name: str) -> AbstractContextManager[None]:
     return _SILENT
 
 
-def during(phase: Phase, name: str, function: Callable[..., Result]) -> Callable[..., Result]:
+def during(phase: Phase, name: str, function: Callable[..., Returned]) -> Callable[..., Returned]:
     """Return a function that reports each call as a phase; the function itself if nothing listens."""
     if phase is unheard:
         return function
 
-    def call(*args: Any, **options: Any) -> Result:
+    def call(*args: Any, **options: Any) -> Returned:
         with phase(name):
             return function(*args, **options)
 

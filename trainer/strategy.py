@@ -114,8 +114,6 @@ class Strategy:
     """True if no parameter can be unfrozen, or added to the optimizer, while training."""
     _run_backward: Callable[..., Any] = staticmethod(torch.Tensor.backward)
     """Computes the gradients of a loss: that of the module, if it overrides `backward`."""
-    _keeps_wrapper: bool = False
-    """True if a module stays wrapped after the run, for later runs with the same strategy."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Have the constructors of this package's strategies check the types of their arguments."""
@@ -649,10 +647,16 @@ def override_problems(module: TrainModule | None, name: str) -> list[str]:
     ]
 
 
+def keep_wrapper(module: TrainModule, wrapper: nn.Module, kind: type[Strategy]) -> None:
+    """Have a module keep its wrapper after the run, for later runs under strategies of class `kind`."""
+    # Not as a submodule: the module's own keys stay as they are.
+    module.__dict__.update(_wrapper=wrapper, _wrapped_for=kind)
+
+
 def wrapping_problems(module: TrainModule, strategy: Strategy) -> list[str]:
     """Return a problem for each of torch's wrappers in the module: strategies wrap modules themselves."""
-    if module._wrapper is not None:
-        if strategy._keeps_wrapper:
+    if module._wrapped_for is not None:
+        if isinstance(strategy, module._wrapped_for):
             return []
         return [
             f"{type(module).__name__} was sharded by another strategy in an earlier run, and cannot be used under "

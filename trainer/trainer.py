@@ -37,8 +37,8 @@ from trainer.loop.accumulation import (
     outputs_for_hooks,
 )
 from trainer.loop.bad_steps import BadStep, BadSteps
-from trainer.loop.call import Call, read_call
-from trainer.loop.compare import compare
+from trainer.loop.call_arguments import Call, read_call
+from trainer.loop.compare_ranks import compare
 from trainer.loop.describe import describe
 from trainer.loop.evaluation import run_prediction, run_test, run_validation, sanity_check, validate_during_fit
 from trainer.loop.manual import ManualOptimization, ManualOptimizer
@@ -179,7 +179,7 @@ class Trainer:
             ckpt_path: the checkpoint to resume from: a folder, "best", or "last", which starts a new training if there
                 is no checkpoint yet, so that one command both starts and restarts a job.
             allow_changes: what may differ from the run that wrote the checkpoint, without a warning or an error: names
-                of `trainer.loop.changes.CHANGES`, such as "dataset", "shuffle", "optimizers".
+                of `trainer.loop.changes_since_checkpoint.CHANGES`, such as "dataset", "shuffle", "optimizers".
             weights: pretrained weights to start from, unless a checkpoint is there to resume from: a folder that
                 Hugging Face's `save_pretrained` has written, or a safetensors file. Each process reads its part only.
                 See `TrainModule.key_mapping` and `strict_loading`.

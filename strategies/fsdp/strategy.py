@@ -39,7 +39,7 @@ from trainer.strategies.full_parameters import (
     without_hooks,
 )
 from trainer.strategies.outside_of_steps import ExplainingShards
-from trainer.strategy import StepConfig, wrapping_problems
+from trainer.strategy import StepConfig, keep_wrapper, wrapping_problems
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -93,7 +93,6 @@ class FSDPStrategy(DistributedStrategy):
     name: ClassVar[str] = "fsdp"
     shards_state = True
     collective_forward = True
-    _keeps_wrapper = True
 
     def __init__(
         self,
@@ -298,8 +297,7 @@ class FSDPStrategy(DistributedStrategy):
         self.wrapped.division = Division(
             self.layout, self.processes.world_size, self.pipeline, self._loss_parallel, self.divisions
         )
-        # Not as a submodule: the module's own keys stay as they are.
-        module.__dict__["_wrapper"] = self.wrapped
+        keep_wrapper(module, self.wrapped, FSDPStrategy)
         self._allocate(module)
         tensors = named_tensors(module)
         for name, value in values:

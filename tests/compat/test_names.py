@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from trainer.compat.names import ALIASES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import ALIASES, EARLIER_NAMES, HOMES, MODULES, NAMES, SURFACE, TRAINER_ARGUMENTS, WORDS
 from trainer.compat.page import page
 
 lightning = pytest.importorskip("pytorch_lightning", reason="compares with Lightning, which is not installed")
@@ -92,7 +92,7 @@ def test_words_are_given_by_attribute_errors() -> None:
         "LightningDataModule": DataModule(),
     }
     for name, owner in objects.items():
-        for member, words in WORDS[name].items():
+        for member, words in {**WORDS[name], **(EARLIER_NAMES if name == "Trainer" else {})}.items():
             if member.isidentifier() and not callable(inspect.getattr_static(owner, member, None)):
                 assert not hasattr(owner, member)
                 with pytest.raises(AttributeError) as refused:

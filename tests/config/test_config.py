@@ -22,7 +22,7 @@ from trainer.config.tree import (
     is_index,
     merge,
 )
-from trainer.config.types import TypeMismatchError, allowed, parameters_of, validate
+from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
 
 
 def read(text: str, name: str = "run.yaml") -> tuple[Any, list[str]]:
@@ -327,7 +327,7 @@ def test_parameters_without_a_usable_annotation_take_anything() -> None:
         def __init__(self, a, b: NotDefined = 1, *args, c: int, **kwargs) -> None:  # type: ignore # noqa: F821
             pass
 
-    parameters = parameters_of(Odd)
+    parameters = constructor_parameters(Odd)
     assert {name: (p.annotation, p.default is p.empty) for name, p in parameters.named.items()} == {
         "a": (Any, True),
         "b": (Any, False),

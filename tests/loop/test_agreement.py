@@ -37,9 +37,9 @@ from trainer.callbacks import (
     Timer,
 )
 from trainer.distributed.process_group import TorchProcessGroup
-from trainer.loop import agreement
-from trainer.loop.agreement import describe_layer, optimizer_facts
-from trainer.loop.compare import as_text, compare, describe_tensor
+from trainer.loop import agreement_at_start
+from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
+from trainer.loop.compare_ranks import as_text, compare, describe_tensor
 from trainer.model.weights import AbsentParameter
 from trainer.optimizers import SchedulerConfig
 
@@ -312,8 +312,8 @@ def run_all(name: str) -> dict[str, str | None]:
         found["strategy", "class"] = fit(another if rank else way, Chosen(""), data(), None, {})
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr(agreement, "__version__", "0")
-            patch.setattr(agreement, "sys", SimpleNamespace(version_info=(3, 99)))
+            patch.setattr(agreement_at_start, "__version__", "0")
+            patch.setattr(agreement_at_start, "sys", SimpleNamespace(version_info=(3, 99)))
             patch.setattr(torch, "__version__", type(torch.__version__)(f"{torch.__version__}.another"))
         versions = fit(way, Chosen(""), data(), None, {})
     found |= {("versions of", name): versions for name in VERSIONS}

@@ -14,7 +14,7 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, DataModule, Trainer, TrainModule
 from trainer.callback import HOOKS, NOT_ON_MODULES, parameters_of
 from trainer.callbacks import ModelCheckpoint
-from trainer.loop.checks import LIGHTNING_EQUIVALENTS, MODULE_HOOKS
+from trainer.loop.preflight_checks import LIGHTNING_EQUIVALENTS, MODULE_HOOKS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 

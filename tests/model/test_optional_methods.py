@@ -13,7 +13,7 @@ from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, DataModule, Trainer, TrainModule
 from trainer.callback import HOOKS
 from trainer.callbacks import LambdaCallback
-from trainer.loop.checks import DATAMODULE_METHODS, MODULE_HOOKS
+from trainer.loop.preflight_checks import DATAMODULE_METHODS, MODULE_HOOKS
 from trainer.model.optional_methods import METHODS
 
 NEEDED = ("training_step", "configure_optimizers")

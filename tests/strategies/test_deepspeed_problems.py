@@ -17,7 +17,7 @@ from tests.helpers.compare import QUIET
 from tests.helpers.deepspeed_runs import ENGINES, Net
 from tests.helpers.strategy_models import MLP
 from trainer import ConfigError, Trainer
-from trainer.loop.checks import check_call
+from trainer.loop.preflight_checks import check_call
 from trainer.precision import PRECISIONS
 from trainer.strategies import DDPStrategy, FSDPStrategy
 from trainer.strategies.deepspeed.strategy import (

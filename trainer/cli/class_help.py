@@ -6,7 +6,7 @@ import inspect
 import textwrap
 from typing import Any
 
-from trainer.config.types import allowed, parameters_of
+from trainer.config.types import allowed, constructor_parameters
 
 WIDTH = 110
 PROVIDED = {("optimizer", "params"), ("lr_scheduler", "optimizer")}
@@ -22,7 +22,7 @@ def class_help(cls: type, place: str) -> str:
     text = inspect.getdoc(cls) or ""
     described = argument_texts(text)
     lines = [cls.__qualname__, "", *textwrap.wrap(" ".join(text.partition("\n\n")[0].split()), WIDTH), ""]
-    parameters = {name: p for name, p in parameters_of(cls).named.items() if (place, name) not in PROVIDED}
+    parameters = {name: p for name, p in constructor_parameters(cls).named.items() if (place, name) not in PROVIDED}
     lines.append(f"arguments (init_args in a file, or --{place}.NAME):" if parameters else "It takes no arguments.")
     for name, parameter in parameters.items():
         default = "" if parameter.default is parameter.empty else f" (default: {_shown(parameter.default)})"

@@ -231,8 +231,8 @@ def _data(
         adopt: called with the run, to attach a trainer to its module.
     """
     from trainer.config.check import instantiate
-    from trainer.loop.checks import check_call
     from trainer.loop.loaders import make_loaders
+    from trainer.loop.preflight_checks import check_call
     from trainer.loop.resolved_config import step_config
     from trainer.loop.run import Run, Session
     from trainer.precision import default_dtype

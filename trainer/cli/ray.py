@@ -39,9 +39,9 @@ def read_ray(words: Sequence[str], findings: Diagnostics) -> RayOptions:
     """Parse the options; problems go to `findings`."""
     from trainer.arguments import options_of
     from trainer.config.files import read_value
-    from trainer.config.types import TypeMismatchError, allowed, parameters_of, validate
+    from trainer.config.types import TypeMismatchError, allowed, constructor_parameters, validate
 
-    parameters = parameters_of(RayOptions).named
+    parameters = constructor_parameters(RayOptions).named
     values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")

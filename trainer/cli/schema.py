@@ -77,10 +77,10 @@ def schema() -> dict[str, Any]:
 def arguments_schema(cls: type) -> dict[str, Any]:
     """Return the schema of the arguments of a class."""
     from trainer.cli.class_help import argument_texts
-    from trainer.config.types import parameters_of
+    from trainer.config.types import constructor_parameters
 
     texts = _trainer_texts() if cls.__name__ == "Trainer" else argument_texts(inspect.getdoc(cls) or "")
-    parameters = parameters_of(cls)
+    parameters = constructor_parameters(cls)
     properties: dict[str, dict[str, Any]] = {}
     for name, parameter in parameters.named.items():
         properties[name] = {"anyOf": [_type_schema(parameter.annotation), REFERENCE]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from trainer.compat.names import ALIASES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import ALIASES, EARLIER_NAMES, TRAINER_ARGUMENTS, WORDS
 
-Kind = TypeVar("Kind", bound=type)
+Class = TypeVar("Class", bound=type)
 
 
 class Alias:
@@ -36,12 +36,12 @@ class Absent:
         raise AttributeError(f"{owner.__name__} has no attribute {self.name!r}. Use {self.words}.")
 
 
-def answer_members(kind: Kind, lightning: str) -> Kind:
+def answer_members(kind: Class, lightning: str) -> Class:
     """Give a class an answer for each member of Lightning's class `lightning` that it does not have."""
     for name, path in ALIASES.get(lightning, {}).items():
         if name not in dir(kind):
             setattr(kind, name, Alias(name, path))
-    for name, words in WORDS.get(lightning, {}).items():
+    for name, words in _words_of(lightning).items():
         if name.isidentifier() and name not in dir(kind):
             setattr(kind, name, Absent(name, words))
     return kind
@@ -49,10 +49,14 @@ def answer_members(kind: Kind, lightning: str) -> Kind:
 
 def member_words(lightning: str, name: str) -> str | None:
     """Return what to use instead of a member of Lightning's class; None for a name without words."""
-    return WORDS.get(lightning, {}).get(name)
+    return _words_of(lightning).get(name)
 
 
 def argument_words(lightning: str) -> dict[str, str]:
     """Return what to use instead of arguments of the constructor of Lightning's class, by name."""
     of_class = {name[1:-1]: words for name, words in WORDS.get(lightning, {}).items() if name.startswith("(")}
     return {**TRAINER_ARGUMENTS, **of_class} if lightning == "Trainer" else of_class
+
+
+def _words_of(lightning: str) -> dict[str, str]:
+    return {**WORDS.get(lightning, {}), **(EARLIER_NAMES if lightning == "Trainer" else {})}

@@ -301,18 +301,6 @@ WORDS: dict[str, dict[str, str]] = {
         "default_attributes": "trainer.settings.Settings()",
         "run_stage": "fit, validate, test or predict",
         "print_nan_gradients": "detect_anomaly=True",
-        # Names of earlier versions.
-        "fitted": "trainer.has_fit",
-        "publish": "trainer.read_metrics",
-        "meet": "trainer.strategy.processes.barrier",
-        "begin_save": "trainer.save_with",
-        "gather_object": "trainer.strategy.processes.all_gather_object",
-        "gather_objects": "trainer.strategy.processes.all_gather_object",
-        "all_gather_object": "trainer.strategy.processes.all_gather_object",
-        "broadcast_object": "trainer.strategy.processes.broadcast_object",
-        "barrier": "trainer.strategy.processes.barrier",
-        "flush": "trainer.read_metrics",
-        "saved_run_dir": "trainer.run_dir",
     },
     "Logger": {
         "agg_and_log_metrics": "log_metrics",
@@ -411,6 +399,21 @@ WORDS: dict[str, dict[str, str]] = {
     },
 }
 """Lightning's class -> a name that is not here -> what to use instead."""
+
+EARLIER_NAMES = {
+    "fitted": "trainer.has_fit",
+    "publish": "trainer.read_metrics",
+    "meet": "trainer.strategy.processes.barrier",
+    "begin_save": "trainer.save_with",
+    "gather_object": "trainer.strategy.processes.all_gather_object",
+    "gather_objects": "trainer.strategy.processes.all_gather_object",
+    "all_gather_object": "trainer.strategy.processes.all_gather_object",
+    "broadcast_object": "trainer.strategy.processes.broadcast_object",
+    "barrier": "trainer.strategy.processes.barrier",
+    "flush": "trainer.read_metrics",
+    "saved_run_dir": "trainer.run_dir",
+}
+"""Names that members of `Trainer` had in earlier versions of this package -> their names now."""
 
 ALIASES: dict[str, dict[str, str]] = {
     "Trainer": {

@@ -35,17 +35,17 @@ from trainer.config.types import (
     TypeMismatchError,
     allowed,
     classes_in,
+    constructor_parameters,
     items_of,
     objects_in,
-    parameters_of,
     reads_as_number,
     takes_mapping,
     validate,
 )
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, TrainerError, did_you_mean
-from trainer.loop.changes import allowed_problems
-from trainer.loop.checks import checkpoint_may_exist
+from trainer.loop.changes_since_checkpoint import allowed_problems
+from trainer.loop.preflight_checks import checkpoint_may_exist
 from trainer.loop.resolved_config import settings_problems
 from trainer.module import TrainModule
 from trainer.settings import NONE_IS_DEFAULT, Settings
@@ -277,7 +277,7 @@ class Checker:
     ) -> ClassSpec:
         """Return the spec of a class with the arguments in a mapping; those that it cannot do without are asked for."""
         arguments = self.arguments(node, cls, path)
-        needed = [name for name, p in parameters_of(cls).named.items() if p.default is p.empty]
+        needed = [name for name, p in constructor_parameters(cls).named.items() if p.default is p.empty]
         missing = [name for name in needed if name not in entries(node) and name not in provided]
         if missing:
             needs = f"needs the argument{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}"
@@ -288,7 +288,7 @@ class Checker:
     def arguments(self, node: Node | None, cls: type, path: KeyPath) -> dict[str, Any]:
         """Return the values given to a class as a mapping, checked; names that it does not take are problems."""
         who = f"{dotted(path)} ({cls.__name__})" if path != ("trainer",) else "trainer"
-        parameters = parameters_of(cls)
+        parameters = constructor_parameters(cls)
         values = {}
         for name, child in entries(node).items():
             if path == ("trainer",) and child.value is None and name in NONE_IS_DEFAULT:

@@ -35,7 +35,7 @@ class TypeMismatchError(Exception):
         self.path = path
 
 
-def parameters_of(cls: type) -> Parameters:
+def constructor_parameters(cls: type) -> Parameters:
     """Return the arguments that a class takes by name."""
     constructor: Any = cls.__init__  # type: ignore[misc]  # of this very class
     hints = hints_of(constructor, cls)

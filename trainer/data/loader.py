@@ -96,13 +96,15 @@ class BatchLoader(ABC):
 
     @abstractmethod
     def identity(self, world_size: int) -> dict[str, str]:
-        """Return descriptions, by names of `loop.changes.CHANGES`, that have to be equal to resume inside an epoch.
+        """Return descriptions that have to be equal to resume inside an epoch.
+
+        By names of `CHANGES` in `loop/changes_since_checkpoint.py`.
 
         A description with "on each process" depends on `world_size`.
         """
 
     def numbers(self) -> dict[str, dict[str, str]]:
-        """Return the numbers that decide which samples are loaded, by a name of `loop.changes.CHANGES` and their own.
+        """Return the numbers that decide which samples are loaded, by a name of `CHANGES` and their own.
 
         Without the numbers that are restored from a checkpoint.
         """

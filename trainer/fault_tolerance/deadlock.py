@@ -31,7 +31,7 @@ SAME_CALLS = (
 """Advice in messages."""
 _SOMEBODY_WAITS, _FOUND = "deadlock/somebody waits", "deadlock/found"
 
-Collective = tuple[str, int, str]
+CollectiveId = tuple[str, int, str]
 """Group, number in the group, kind."""
 Barrier = Literal["calls", "end"]
 """Points that all processes reach together without a collective of torch: a `CollectiveCheck`, the end of training."""
@@ -51,10 +51,10 @@ class Waiting:
     """True if the main thread can raise an error where it waits."""
 
     @property
-    def collective(self) -> Collective:
+    def collective(self) -> CollectiveId:
         return self.group, self.number, self.kind
 
-    def lacks(self, other: Collective) -> bool:
+    def lacks(self, other: CollectiveId) -> bool:
         """Whether the process has not come to a collective, so that those in it wait for this process."""
         group, number, kind = other
         if (self.group, self.number) == (group, number):
@@ -198,12 +198,12 @@ def find_circle(waiting: Mapping[int, Waiting]) -> list[int]:
         waiting: the processes that wait, by rank.
     """
     # For each collective, those in which the processes are that it waits for; each with the rank of such a process.
-    waits_for: dict[Collective, dict[Collective, int]] = {one.collective: {} for one in waiting.values()}
+    waits_for: dict[CollectiveId, dict[CollectiveId, int]] = {one.collective: {} for one in waiting.values()}
     for collective, others in waits_for.items():
         for rank, one in waiting.items():
             if one.lacks(collective):
                 others.setdefault(one.collective, rank)
-    harmless: set[Collective] = set()
+    harmless: set[CollectiveId] = set()
     for start in waits_for:
         path = [start]
         ranks: list[int] = []

@@ -14,7 +14,7 @@ from trainer.strategy import Strategy
 Update = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
 """Changes averages, given with the weights of now and the number of updates so far."""
 
-Entry = torch.Tensor | Shard
+TensorOrShard = torch.Tensor | Shard
 
 
 class AveragedWeights:
@@ -33,9 +33,9 @@ class AveragedWeights:
         """Number of updates. Before the first one there are no averages."""
         self._strategy, self._use_buffers, self._device = strategy, use_buffers, device
         self._averages: dict[str, torch.Tensor] = {}
-        self._trained: dict[str, Entry] | None = None
+        self._trained: dict[str, TensorOrShard] | None = None
         """The weights of the training while the averages are in their place."""
-        self._current: dict[str, Entry] | None = None
+        self._current: dict[str, TensorOrShard] | None = None
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class AveragedWeights:
         """Look up anew where the weights are, before the next update: parameters may have been replaced or unfrozen."""
         self._current = None
 
-    def _of(self, name: str, entry: Entry) -> torch.Tensor:
+    def _of(self, name: str, entry: TensorOrShard) -> torch.Tensor:
         """Return the average of a weight, begun with its value."""
         if name not in self._averages:
             local = _local(entry)
@@ -73,7 +73,7 @@ class AveragedWeights:
             self._averages[name] = local.to(self._device or local.device, dtype, copy=True)
         return self._averages[name]
 
-    def _entries(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, TensorOrShard]:
         """Return the weights to average by name, tied ones once, in the memory that the optimizer changes."""
         state, module = self._strategy.module_state(), self._strategy.module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad or name in self._averages]
@@ -128,7 +128,7 @@ class AveragedWeights:
         checkpoint["average"] = self._under_all_names(own)
         checkpoint["model"] = {**checkpoint["model"], **self._under_all_names(trained)}
 
-    def _under_all_names(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    def _under_all_names(self, entries: Mapping[str, TensorOrShard]) -> dict[str, TensorOrShard]:
         """Return the entries of tied weights under each of their names, as `module_state` does."""
         module = self._strategy.module
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -208,10 +208,10 @@ def together(function: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor],
     return change
 
 
-def _local(entry: Entry) -> torch.Tensor:
+def _local(entry: TensorOrShard) -> torch.Tensor:
     return entry.local if isinstance(entry, Shard) else entry
 
 
-def _like(entry: Entry, local: torch.Tensor) -> Entry:
+def _like(entry: TensorOrShard, local: torch.Tensor) -> TensorOrShard:
     """Return other values with the place of an entry."""
     return Shard(local, entry.shape, entry.extent) if isinstance(entry, Shard) else local

@@ -39,12 +39,12 @@ from trainer.loop.bad_steps import BadSteps
 from trainer.loop.direct_backward import RefusingDirectBackward
 from trainer.loop.gradient_norms import GradientNorms, clipping_finds_it
 from trainer.loop.nonfinite import NonFiniteMonitor
-from trainer.loop.options import OptionsCheck
-from trainer.loop.overrides import OverriddenStep, OverriddenZeroGrad
+from trainer.loop.optimizer_options import OptionsCheck
+from trainer.loop.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
 from trainer.loop.progress import Progress
 from trainer.loop.resolved_config import ResolvedConfig, with_module_callbacks
 from trainer.loop.skipping import SkippedBatches
-from trainer.loop.trainable import NewParameters, TrainableParameters
+from trainer.loop.trainable_parameters import NewParameters, TrainableParameters
 from trainer.loop.validation_clock import ValidationClock
 from trainer.metrics.metric_log import MetricLog, ReducedMetrics
 from trainer.metrics.monitor import Measured
@@ -153,7 +153,7 @@ class Run:
     in_epoch = False
     """True from `on_train_epoch_start` to the end of the epoch."""
     facts: Mapping[str, Mapping[str, str]] = {}
-    """Facts with which a resumed run is compared, see loop/changes.py."""
+    """Facts with which a resumed run is compared, see loop/changes_since_checkpoint.py."""
     postponed_stop: str | None = None
     """The reason of a stop that waits for `min_epochs` and `min_steps`."""
     bad_steps: BadSteps | None = None

@@ -24,12 +24,12 @@ from trainer.errors import ConfigError
 from trainer.fault_tolerance.signals import keep_exit_code
 from trainer.launchers.launcher import die_with_parent, launch_processes
 from trainer.launchers.restarts import RestartRecord, max_restarts
-from trainer.loop.agreement import check_loaders, check_module, check_optimizers, check_settings
-from trainer.loop.changes import facts_of_module, facts_of_training, report_changes
-from trainer.loop.checks import check_call
+from trainer.loop.agreement_at_start import check_loaders, check_module, check_optimizers, check_settings
+from trainer.loop.changes_since_checkpoint import facts_of_module, facts_of_training, report_changes
 from trainer.loop.describe import cuda_capability, performance_hints, start_line
 from trainer.loop.loaders import make_loaders
-from trainer.loop.overrides import OF_STEP
+from trainer.loop.optimizer_overrides import OF_STEP
+from trainer.loop.preflight_checks import check_call
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.loop.run import Run, Session
 from trainer.loop.run_directory import (
@@ -86,7 +86,8 @@ def start_run(
         data: the user's loaders, by stage.
         adopt: called with the run before any user code, to attach the trainer to modules. Returns the first argument
             of hooks.
-        allow_changes: names of `loop.changes.CHANGES`: what may differ from the run that wrote the checkpoint.
+        allow_changes: names of `CHANGES` in `changes_since_checkpoint.py`, which may differ from the run that
+            wrote the checkpoint.
         weights: pretrained weights with which `fit` starts, where there is no checkpoint.
     """
     check_call(config, session.stage, stage, module, data, datamodule, ckpt_path, allow_changes, weights)

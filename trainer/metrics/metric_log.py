@@ -16,7 +16,7 @@ from trainer.arguments import is_mapping
 from trainer.distributed.sendable import sendable
 from trainer.errors import ConfigError
 from trainer.metrics.log_arguments import as_number, check_name, checked_weight, reduction_named
-from trainer.metrics.monitor import Kind
+from trainer.metrics.monitor import ValueKind
 from trainer.metrics.reductions import COMBINE_HOST, REDUCTIONS, Accumulator, Number, to_host, total_of
 from trainer.profiling import LOGGING, Phase, unheard
 
@@ -100,7 +100,7 @@ class ReducedMetrics:
     all: dict[str, float] = field(default_factory=dict)
     results: dict[str, float] = field(default_factory=dict)
     """All values by their full names: of a name logged by step and epoch only `name_step` and `name_epoch`."""
-    kinds: dict[str, Kind] = field(default_factory=dict)
+    kinds: dict[str, ValueKind] = field(default_factory=dict)
     """The kind of each value in `all`."""
 
     def put(
@@ -116,7 +116,7 @@ class ReducedMetrics:
         full_name = with_suffix(name, suffix, loader) if options.on_step and options.on_epoch else name
         self.all[full_name] = self.results[full_name] = value
         self.all[name] = value
-        of_step: Kind = "past" if past else "step"
+        of_step: ValueKind = "past" if past else "step"
         self.kinds[name] = "epoch" if suffix == "epoch" else "interim" if options.on_epoch and not past else of_step
         if full_name != name:
             self.kinds[full_name] = "epoch" if suffix == "epoch" else of_step

@@ -13,7 +13,7 @@ from trainer.errors import ConfigError
 log = logging.getLogger("trainer")
 
 Mode = Literal["min", "max"]
-Kind = Literal["step", "past", "interim", "epoch", "validation"]
+ValueKind = Literal["step", "past", "interim", "epoch", "validation"]
 """Part of the training that a value covers:
 
 - "step": a single step
@@ -31,7 +31,7 @@ class Measured:
     value: float
     step: int
     """Completed steps when it was measured; -1: of no state, as for a mean that is not complete."""
-    kind: Kind
+    kind: ValueKind
 
 
 _LARGER = """

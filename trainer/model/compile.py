@@ -235,11 +235,11 @@ def compile_in_place(module: nn.Module, compilation: Compilation) -> list[nn.Mod
     return list(parts.values())
 
 
-Modules = dict[str, nn.Module]
+NamedModules = dict[str, nn.Module]
 """Modules by name."""
 
 
-def parts_to_compile(module: nn.Module, compilation: Compilation) -> tuple[Modules, Modules]:
+def parts_to_compile(module: nn.Module, compilation: Compilation) -> tuple[NamedModules, NamedModules]:
     """Return the modules to compile (`""`: `module` itself), and modules with weights that stay uncompiled."""
     if compilation.blocks is not None:
         chosen = find_blocks(module, compilation.blocks)
@@ -252,10 +252,10 @@ def parts_to_compile(module: nn.Module, compilation: Compilation) -> tuple[Modul
     return parts, {name: child for name, child in uncompiled.items() if id(child) not in covered}
 
 
-def _split(modules: Modules) -> tuple[Modules, Modules]:
+def _split(modules: NamedModules) -> tuple[NamedModules, NamedModules]:
     """Return the outermost modules in `modules` that can be compiled, and other modules with weights."""
-    parts: Modules = {}
-    uncompiled: Modules = {}
+    parts: NamedModules = {}
+    uncompiled: NamedModules = {}
     for name, module in modules.items():
         if _is_metric(module) or _is_compiled(module):
             continue

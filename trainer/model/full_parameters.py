@@ -93,16 +93,16 @@ class Block:
 
     def __init__(self, places: list[Place], write: bool, keep: bool) -> None:
         self._places, self._write, self._keep = places, write, write and keep
-        self._before = {place.name: self._look(place.parameter) for place in places}
+        self._before = {place.name: self._snapshot(place.parameter) for place in places}
 
-    def _look(self, parameter: nn.Parameter) -> tuple[nn.Parameter, torch.Size, Any]:
+    def _snapshot(self, parameter: nn.Parameter) -> tuple[nn.Parameter, torch.Size, Any]:
         return parameter, parameter.shape, parameter.data.clone() if self._keep else checksum(parameter)
 
     def take(self, written: Iterable[Place]) -> None:
         """Take for granted the new values in these places, which a block within this one has written."""
         for place in written:
             if place.name in self._before:
-                self._before[place.name] = self._look(place.parameter)
+                self._before[place.name] = self._snapshot(place.parameter)
 
     @contextmanager
     def checked(self) -> Iterator[None]:

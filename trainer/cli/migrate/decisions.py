@@ -68,10 +68,7 @@ PARAMETERS: dict[tuple[str, str], str] = {
 }
 """A hook and a parameter of former versions -> what to use instead."""
 
-OF_THE_TRAINER = frozenset(WORDS["Trainer"]) - {
-    *("fitted", "publish", "meet", "begin_save", "gather_object", "gather_objects", "all_gather_object"),
-    *("broadcast_object", "barrier", "flush", "saved_run_dir", "hparams", "batch_idx", "tuner"),
-}
+OF_THE_TRAINER = frozenset(WORDS["Trainer"]) - {"hparams", "batch_idx", "tuner"}
 """Attributes of Lightning's Trainer that are not here."""
 OF_A_MODULE = frozenset(WORDS["LightningModule"]) - frozenset(FORMER_HOOKS) - {"summarize", "model_size"}
 
@@ -92,12 +89,12 @@ def decisions(wrapper: MetadataWrapper, rewritten: Collection[tuple[int, str]]) 
     Args:
         rewritten: line and name of arguments that are rewritten.
     """
-    looking = _Looking(rewritten)
-    wrapper.visit(looking)
-    return looking.findings
+    finder = _DecisionFinder(rewritten)
+    wrapper.visit(finder)
+    return finder.findings
 
 
-class _Looking(cst.CSTVisitor):
+class _DecisionFinder(cst.CSTVisitor):
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
     def __init__(self, rewritten: Collection[tuple[int, str]]) -> None:
@@ -132,19 +129,17 @@ class _Looking(cst.CSTVisitor):
             return
         name = node.name.value
         if name in FORMER_HOOKS:
-            self._tell(node.name, name, f"use {FORMER_HOOKS[name]}")
+            self._add(node.name, name, f"use {FORMER_HOOKS[name]}")
         for parameter in (*node.params.params, *node.params.kwonly_params):
             if (name, parameter.name.value) in PARAMETERS:
-                self._tell(
-                    parameter, f"{name}({parameter.name.value})", f"use {PARAMETERS[name, parameter.name.value]}"
-                )
+                self._add(parameter, f"{name}({parameter.name.value})", f"use {PARAMETERS[name, parameter.name.value]}")
 
     def visit_Assign(self, node: cst.Assign) -> None:
         for target in node.targets:
             if self.classes and self.classes[-1] is not None and _is(target.target, "self.hparams"):
-                self._tell(node, "self.hparams = ...", "use self.save_hyperparameters(...), which fills self.hparams")
+                self._add(node, "self.hparams = ...", "use self.save_hyperparameters(...), which fills self.hparams")
             if isinstance(target.target, cst.Name) and target.target.value == "truncated_bptt_steps" and self.classes:
-                self._tell(node, "truncated_bptt_steps", f"use {WORDS['LightningModule']['truncated_bptt_steps']}")
+                self._add(node, "truncated_bptt_steps", f"use {WORDS['LightningModule']['truncated_bptt_steps']}")
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         name, path = node.attr.value, self._path(node)
@@ -153,10 +148,10 @@ class _Looking(cst.CSTVisitor):
             return
         written = get_full_name_for_node(node.value) or ""
         if name in OF_THE_TRAINER and re.fullmatch(r"(.*\.)?_?trainer", written):
-            self._tell(node, f"{written}.{name}", f"use {WORDS['Trainer'][name]}")
+            self._add(node, f"{written}.{name}", f"use {WORDS['Trainer'][name]}")
         own = self.classes[-1] if self.classes else None
         if written == "self" and own is not None and name in OF_A_MODULE and name not in own:
-            self._tell(node, f"self.{name}", f"use {WORDS['LightningModule'][name]}")
+            self._add(node, f"self.{name}", f"use {WORDS['LightningModule'][name]}")
 
     def visit_Call(self, node: cst.Call) -> None:
         path = self._path(node.func)
@@ -166,7 +161,7 @@ class _Looking(cst.CSTVisitor):
             line = self.get_metadata(PositionProvider, arg).start.line
             if arg.keyword and arg.keyword.value in words and (line, arg.keyword.value) not in self.rewritten:
                 name = arg.keyword.value
-                self._tell(arg, f"{kind}({name}=)", f"use {words[name]}")
+                self._add(arg, f"{kind}({name}=)", f"use {words[name]}")
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
         index = node.slice[0].slice
@@ -174,11 +169,11 @@ class _Looking(cst.CSTVisitor):
             key = index.value.raw_value if isinstance(index.value, cst.SimpleString) else ""
             if key in ("state_dict", "hyper_parameters", "optimizer_states"):
                 words = "Module.load_from_checkpoint(path), or `trainer checkpoint export` for one file of weights"
-                self._tell(node, f"torch.load(...)[{key!r}]", f"a checkpoint is a folder here: use {words}")
+                self._add(node, f"torch.load(...)[{key!r}]", f"a checkpoint is a folder here: use {words}")
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         if MODULE_NAME.fullmatch(node.raw_value):
-            self._tell(
+            self._add(
                 node, node.value, "the name of a package in a string: write the one of this package if it is meant"
             )
 
@@ -198,20 +193,20 @@ class _Looking(cst.CSTVisitor):
         before, _, name = path.rpartition(".")
         owner = before.rpartition(".")[2]
         if name == "__version__":
-            self._tell(node, path, "the version of this package: keep the branch for Lightning 2")
+            self._add(node, path, "the version of this package: keep the branch for Lightning 2")
         elif owner in SURFACE and name in WORDS.get(owner, {}):
-            self._tell(node, f"{owner}.{name}", f"use {WORDS[owner][name]}")
+            self._add(node, f"{owner}.{name}", f"use {WORDS[owner][name]}")
         elif (root := lightning_root(before)) and (package := before.removeprefix(f"{root}.")) in NOT_THERE:
-            self._tell(node, path, f"use {NOT_THERE[package]}")
+            self._add(node, path, f"use {NOT_THERE[package]}")
         else:
             self._tell_name(node, name)
 
     def _tell_name(self, node: cst.CSTNode, name: str) -> None:
         target = NAMES.get(name, "")
         if target and (" " in target or ":" not in target):
-            self._tell(node, name, f"use {target}")
+            self._add(node, name, f"use {target}")
 
-    def _tell(self, node: cst.CSTNode, what: str, todo: str) -> None:
+    def _add(self, node: cst.CSTNode, what: str, todo: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, todo))
 
 

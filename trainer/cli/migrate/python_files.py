@@ -34,9 +34,9 @@ def migrate_python(source: bytes, kept: Collection[str] = ()) -> tuple[bytes, li
     wrapper = MetadataWrapper(cst.parse_module(source))
     names = _NamesOfTheFile()
     wrapper.module.visit(names)
-    rewriting = _Rewriting(names, kept)
-    changed = wrapper.visit(rewriting)
-    found = [*rewriting.findings, *decisions(wrapper, rewriting.rewritten_arguments)]
+    rewriter = _Rewriter(names, kept)
+    changed = wrapper.visit(rewriter)
+    found = [*rewriter.findings, *decisions(wrapper, rewriter.rewritten_arguments)]
     return changed.bytes, sorted(set(found))
 
 
@@ -76,7 +76,7 @@ class _NamesOfTheFile(cst.CSTVisitor):
             self.exported |= {one.value.raw_value for one in elements if isinstance(one.value, cst.SimpleString)}
 
 
-class _Rewriting(cst.CSTTransformer):
+class _Rewriter(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider)
 
     def __init__(self, names: _NamesOfTheFile, kept: Collection[str]) -> None:
@@ -107,9 +107,9 @@ class _Rewriting(cst.CSTTransformer):
         here = module_here(path)
         top = path.partition(".")[0]
         if not here.path:
-            self._tell(line, path, here.instead)
+            self._add(line, path, here.instead)
         elif alias.asname is None and top not in self.whole:
-            self._tell(line, path, f"`import trainer` for what is here, since another import of {top} has to stay")
+            self._add(line, path, f"`import trainer` for what is here, since another import of {top} has to stay")
         if not here.path or (alias.asname is None and top not in self.whole):
             return alias
         if alias.asname is not None:
@@ -124,13 +124,13 @@ class _Rewriting(cst.CSTTransformer):
         if original_node.relative or module is None or lightning_root(module) is None:
             return updated_node
         if isinstance(original_node.names, cst.ImportStar):
-            self._tell(original_node, f"from {module} import *", "an import of the names that are used")
+            self._add(original_node, f"from {module} import *", "an import of the names that are used")
             return updated_node
         aliases = _aliases(original_node.names)
         found = [name_here(module, alias.evaluated_name) for alias in aliases]
         for alias, here in zip(aliases, found, strict=True):
             if not here.path:
-                self._tell(alias, alias.evaluated_name, here.instead)
+                self._add(alias, alias.evaluated_name, here.instead)
         home = module_here(module).path
         if not home:
             return updated_node
@@ -215,7 +215,7 @@ class _Rewriting(cst.CSTTransformer):
     def _imported_as(self, node: cst.CSTNode) -> set[str]:
         return imported_as(self.get_metadata(QualifiedNameProvider, node, set()))
 
-    def _tell(self, node: cst.CSTNode, what: str, instead: str) -> None:
+    def _add(self, node: cst.CSTNode, what: str, instead: str) -> None:
         self.findings.append(Finding(self.get_metadata(PositionProvider, node).start.line, what, f"use {instead}"))
 
 

@@ -27,9 +27,9 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
     findings: list[Finding] = []
     for document in yaml.compose_all(text, Loader=yaml.SafeLoader):
         for mapping in _mappings(document):
-            _look(mapping, changes, findings)
+            _rewrite_class(mapping, changes, findings)
         if isinstance(document, yaml.MappingNode):
-            _look_at_cli(document, changes, findings)
+            _rewrite_cli_keys(document, changes, findings)
     for end, length, new in sorted(set(changes), reverse=True):
         while text[end - 1] in "'\" \t\r\n":
             end -= 1
@@ -37,7 +37,7 @@ def migrate_yaml(text: str) -> tuple[str, list[Finding]]:
     return text, sorted(set(findings))
 
 
-def _look(mapping: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
+def _rewrite_class(mapping: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
     """Rewrite a class that is written with its arguments."""
     entries = {key.value: value for key, value in mapping.value if isinstance(key, yaml.ScalarNode)}
     for key in CLASS_KEYS:
@@ -56,16 +56,16 @@ def _look(mapping: yaml.MappingNode, changes: list[Change], findings: list[Findi
         arguments = [mapping] if key == "_target_" else [entries.get(one) for one in ARGUMENTS_KEYS]
         for node in arguments:
             if isinstance(node, yaml.MappingNode):
-                _look_at_arguments(name, node, changes, findings)
+                _rewrite_arguments(name, node, changes, findings)
 
 
-def _look_at_cli(document: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
+def _rewrite_cli_keys(document: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
     """Rewrite the top of a file of LightningCLI."""
     entries = {key.value: (key, value) for key, value in document.value if isinstance(key, yaml.ScalarNode)}
     _, settings = entries.get("trainer", (None, None))
     if not isinstance(settings, yaml.MappingNode) or "_target_" in {key.value for key, _ in settings.value}:
         return
-    _look_at_arguments("Trainer", settings, changes, findings)
+    _rewrite_arguments("Trainer", settings, changes, findings)
     if "seed_everything" in entries:
         findings.append(Finding(_line(entries["seed_everything"][0]), "seed_everything", f"use {SEED}"))
     key, value = entries.get("model", (None, None))
@@ -77,7 +77,7 @@ def _look_at_cli(document: yaml.MappingNode, changes: list[Change], findings: li
             findings.append(Finding(_line(key), "model", f"use {MODULE}"))
 
 
-def _look_at_arguments(kind: str, arguments: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
+def _rewrite_arguments(kind: str, arguments: yaml.MappingNode, changes: list[Change], findings: list[Finding]) -> None:
     words = argument_words(kind)
     given = {key.value for key, _ in arguments.value}
     for key, _ in arguments.value:

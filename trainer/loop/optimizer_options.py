@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainer.loop.compare import compare
+from trainer.loop.compare_ranks import compare
 from trainer.loop.progress import Progress
 from trainer.strategy import Strategy
 

@@ -14,8 +14,8 @@ from trainer import __version__
 from trainer.data.fingerprints import functions_of, of_globals
 from trainer.data.loader import BatchLoader
 from trainer.errors import ConfigError, did_you_mean, shown
-from trainer.loop.agreement import describe_layer, optimizer_facts
-from trainer.loop.compare import as_text
+from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
+from trainer.loop.compare_ranks import as_text
 from trainer.loop.run import Run
 from trainer.module import TrainModule
 from trainer.optimizers import SchedulerConfig

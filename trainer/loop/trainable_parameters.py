@@ -48,7 +48,7 @@ class TrainableParameters:
 
     def _in_optimizers(self) -> set[int]:
         """Return the identities of the parameters in the optimizers."""
-        return parameters_of(self._optimizers)
+        return optimized_parameters(self._optimizers)
 
     def _number_of_groups(self) -> int:
         return sum(len(optimizer.param_groups) for optimizer in self._optimizers)
@@ -81,7 +81,7 @@ class TrainableParameters:
             ConfigError: the processes train different parameters, or the strategy cannot follow the change.
         """
         if self._have_changed():
-            self._agree()
+            self._adopt_changes()
         self.windows = window
 
     def require_unchanged(self) -> None:
@@ -104,7 +104,7 @@ class TrainableParameters:
             "on_train_epoch_start, on_train_step_end or on_train_batch_start of a step's first batch."
         )
 
-    def _agree(self) -> None:
+    def _adopt_changes(self) -> None:
         changes = self._changes()
         try:
             self._wait_for_all(f"for a step in which {changes}")
@@ -146,13 +146,13 @@ class NewParameters:
         """Log a warning if there are such parameters, once for each change."""
         if self._tables.unchanged():
             return
-        untrained = describe_untrained(self._tables, parameters_of(self._optimizers))
+        untrained = describe_untrained(self._tables, optimized_parameters(self._optimizers))
         if untrained:
             log.warning("%s", untrained)
         self._tables = ParameterTables(self._module)
 
 
-def parameters_of(optimizers: list[Optimizer]) -> set[int]:
+def optimized_parameters(optimizers: list[Optimizer]) -> set[int]:
     """Return the identities of the parameters in the optimizers."""
     groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
     return set(map(id, chain.from_iterable(groups)))

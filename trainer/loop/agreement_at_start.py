@@ -18,7 +18,7 @@ from trainer import __version__
 from trainer.arguments import local_path
 from trainer.data.loader import BatchLoader
 from trainer.hyperparameters import is_scalar
-from trainer.loop.compare import compare, describe_tensor
+from trainer.loop.compare_ranks import compare, describe_tensor
 from trainer.loop.run import Run
 from trainer.model.blocks import class_of
 from trainer.module import TrainModule

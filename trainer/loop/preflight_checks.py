@@ -15,7 +15,7 @@ from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import as_storage_path
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean, raise_problems, shown
-from trainer.loop.changes import allowed_problems
+from trainer.loop.changes_since_checkpoint import allowed_problems
 from trainer.loop.loaders import micro_batch_of
 from trainer.loop.resolved_config import ResolvedConfig, step_config
 from trainer.model.optional_methods import METHODS

@@ -24,7 +24,12 @@ class Call(NamedTuple):
     ckpt_path: Any
 
 
-OTHER_NAMES = {"model": "module", "train_dataloader": "train", "test_dataloaders": "test", "val_dataloader": "val"}
+LIGHTNING_ARGUMENTS = {
+    "model": "module",
+    "train_dataloader": "train",
+    "test_dataloaders": "test",
+    "val_dataloader": "val",
+}
 """Lightning's names of arguments, also of its first versions -> the part of the call."""
 
 
@@ -50,7 +55,7 @@ def read_call(
     """
     data = dict(data)
     for name, value in others.items():
-        part = OTHER_NAMES.get(name)
+        part = LIGHTNING_ARGUMENTS.get(name)
         if part == "module":
             if module is not None:
                 raise ArgumentError(f"{stage}() got the module twice, by position and as model=: give it once.")
