@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from trainer.checkpoint.schema import Integer, require
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import unknown_name_error
 
@@ -72,11 +73,17 @@ def combined_length(lengths: Sequence[int], mode: str) -> int:
     return min(lengths) if mode == "min_size" else max(lengths)
 
 
-def together(begin: Sequence[Callable[[], Iterator[Any]]], mode: str) -> Iterator[list[Any]]:
-    """Yield lists with an item of each iterator; `begin` starts them, in "max_size_cycle" again and again."""
+def together(
+    begin: Sequence[Callable[[], Iterator[Any]]], mode: str, ended: Sequence[bool] | None = None
+) -> Iterator[list[Any]]:
+    """Yield lists with an item of each iterator; `begin` starts them, in "max_size_cycle" again and again.
+
+    Args:
+        ended: which of them have been at their end before; default: none.
+    """
     iterators = [start() for start in begin]
-    ended = [False] * len(begin)
-    while True:
+    ended = list(ended or [False] * len(begin))
+    while not all(ended):
         items: list[Any] = []
         for number, start in enumerate(begin):
             item = next(iterators[number], None)
@@ -106,36 +113,52 @@ class CombinedBatches(BatchLoader):
         self.exact = all(part.exact for part in parts)
         self.one_shot = any(part.one_shot for part in parts)
         self.batch_size = parts[0].batch_size
+        self._lengths = lengths
+        """The batches of each loader in this epoch; None: it does not know its length, and has not ended yet."""
         self.note = " ".join(part.note for part in parts if part.note) or None
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        yield from islice(self._from(epoch, start), None if self.limit is None else max(0, self.limit - start))
+        if start == 0:
+            self._lengths = [part.length for part in self.parts]
+        batches = self._in_turn(epoch, start) if self.mode == "sequential" else self._together(epoch, start)
+        yield from islice(batches, None if self.limit is None else max(0, self.limit - start))
 
-    def _from(self, epoch: int, start: int) -> Iterator[Batch]:
-        if self.mode == "sequential":
-            for part in self.parts:
-                length = part.length or 0
-                if start < length:
-                    yield from part.iterate(epoch, start)
-                start = max(0, start - length)
-            return
-        for batches in together([self._rounds(part, epoch, start) for part in self.parts], self.mode):
+    def _in_turn(self, epoch: int, start: int) -> Iterator[Batch]:
+        for number in range(len(self.parts)):
+            length = self._lengths[number]
+            if length is None or start < length:
+                yield from self._batches(number, epoch, start)
+                start = 0
+            else:
+                start -= length
+
+    def _together(self, epoch: int, start: int) -> Iterator[Batch]:
+        cycles = self.mode == "max_size_cycle"
+        # Whole rounds of a loader that begins again, and the batches of its round after them.
+        places = [divmod(start, length) if cycles and length else (0, start) for length in self._lengths]
+        begin = [self._rounds(number, epoch, *place) for number, place in enumerate(places)]
+        for batches in together(begin, self.mode, [rounds > 0 for rounds, _ in places]):
             first = next(batch for batch in batches if batch is not None)
             data = [None if batch is None else batch.data for batch in batches]
             yield first._replace(data=tree_unflatten(data, self.structure))
 
-    def _rounds(self, part: BatchLoader, epoch: int, start: int) -> Callable[[], Iterator[Batch]]:
-        """Return a function that begins the iterations of one loader: the first inside, if training goes on there."""
-        cycles = self.mode == "max_size_cycle" and part.length
-        done, position = divmod(start, part.length) if cycles and part.length else (0, start)
+    def _rounds(self, number: int, epoch: int, done: int, position: int) -> Callable[[], Iterator[Batch]]:
+        """Return a function that begins the next round of a loader; the first one at a position."""
         rounds = count(done)
 
         def begin() -> Iterator[Batch]:
-            number = next(rounds)
+            current = next(rounds)
             # Each round of an epoch has an order of its own.
-            return part.iterate(epoch + number * 1_000_003, position if number == done else 0)
+            return self._batches(number, epoch + current * 1_000_003, position if current == done else 0)
 
         return begin
+
+    def _batches(self, number: int, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches of a loader, and learn their number where its length is unknown."""
+        given = count(start)
+        yield from map(lambda batch, _: batch, self.parts[number].iterate(epoch, start), given)
+        if self._lengths[number] is None:
+            self._lengths[number] = next(given)
 
     def identity(self, world_size: int) -> dict[str, str]:
         each = [part.identity(world_size) for part in self.parts]
@@ -145,9 +168,14 @@ class CombinedBatches(BatchLoader):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"loaders": [part.state_dict() for part in self.parts]}
+        return {"loaders": [part.state_dict() for part in self.parts], "lengths": list(self._lengths)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        require(state, {"lengths?": [(Integer(), None)]}, "the state of a CombinedLoader")
+        saved = [*state.get("lengths", []), *[None] * len(self.parts)]
+        self._lengths = [
+            saved[number] if part.length is None else part.length for number, part in enumerate(self.parts)
+        ]
         for part, one in zip(self.parts, state.get("loaders", []), strict=False):
             part.load_state_dict(one)
 
