@@ -1,7 +1,8 @@
-"""Time that a checkpoint blocks training: plain, with async_save, and with torch's DCP and plain copies.
+"""Time of saves and loads: plain, with async_save, with torch's DCP, and the plain copies, writes and reads below them.
 
 All ways save the same state of the same run, in turn, in rounds. "Blocked" is the time until the loop continues,
-"on disk" until the checkpoint is flushed to the disk. Ours has a SHA-256 of every file; DCP's has no checksums.
+"on disk" until the checkpoint is flushed to the disk. Ours has a checksum of every file; DCP's has none. The ratios
+are medians over the rounds, each of two ways in the same round.
 """
 
 from __future__ import annotations
@@ -32,9 +33,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trainer import Callback, Trainer, TrainModule, __version__
 from trainer.checkpoint.async_writer import BackgroundWriter
+from trainer.checkpoint.format import read_checkpoint
+from trainer.checkpoint.safetensors_io import flat_bytes
 from trainer.checkpoint.writing import write_checkpoint
 
 WIDTH = 1024
+PLAIN, BACKGROUND, WRITE = "foreground", "background (async_save=True)", "plain write and fsync"
+DCP_KEPT, COPY = "DCP async_save, stager kept", "plain copy, into the same memory"
+"""The names of the ways that are compared with one another."""
 
 
 class Model(TrainModule):
@@ -130,6 +136,40 @@ class Copy:
             self.copies = []
 
 
+class PlainWrite:
+    """Write and flush the bytes of all tensors of model and optimizer, into one file each, without anything else."""
+
+    def __call__(self, trainer: Trainer, path: Path) -> Callable[[], None]:
+        path.mkdir()
+        groups = [[*trainer.module.state_dict().values()]]
+        groups.append([value for state in trainer.optimizers[0].state.values() for value in state.values()])
+        for number, tensors in enumerate(groups):
+            with open(path / str(number), "xb") as file:
+                for tensor in tensors:
+                    file.write(flat_bytes(tensor.detach()).numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+        return nothing
+
+
+def verified_load(path: Path) -> None:
+    """Read a checkpoint, and compare its files with their checksums."""
+    read_checkpoint(path)
+
+
+def plain_read(path: Path) -> None:
+    """Read the same files, each into fresh memory."""
+    for file in path.iterdir():
+        buffer = torch.empty(file.stat().st_size, dtype=torch.uint8)
+        with open(file, "rb", buffering=0) as opened:
+            view, position = buffer.numpy().data, 0
+            while position < len(view):
+                position += opened.readinto(view[position : position + (16 << 20)])
+
+
+LOADS: dict[str, Callable[[Path], None]] = {"load, verified": verified_load, "plain read": plain_read}
+
+
 class Rounds(Callback):
     """After the first step, save in every way in turn, in each round starting with a different one."""
 
@@ -138,6 +178,7 @@ class Rounds(Callback):
         self.rounds = rounds
         self.folder = folder
         self.times = {name: Times() for name in ways}
+        self.loads: dict[str, list[float]] = {name: [] for name in LOADS}
         self.size = 0
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -145,6 +186,18 @@ class Rounds(Callback):
         for number in range(self.rounds + 1):
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 self._once(trainer, name)
+        self._load(trainer)
+
+    def _load(self, trainer: Trainer) -> None:
+        """Read one checkpoint in turn, from the memory in which the system keeps its files."""
+        path = self.folder / "checkpoint"
+        foreground(trainer, path)
+        for number in range(self.rounds + 1):
+            for name in (*LOADS,) if number % 2 else (*LOADS,)[::-1]:
+                start = time.perf_counter()
+                LOADS[name](path)
+                self.loads[name].append(time.perf_counter() - start)
+        shutil.rmtree(path)
 
     def _once(self, trainer: Trainer, name: str) -> None:
         times, path = self.times[name], self.folder / "checkpoint"
@@ -212,6 +265,27 @@ def table(rounds: Rounds) -> str:
             f"| {name} | {times.blocked[0]:.3f} s | {statistics.median(later):.3f} s "
             f"({min(later):.3f} - {max(later):.3f}) | {on_disk} | {times.peak / 1e6:.0f} MB |"
         )
+    for name, seconds in rounds.loads.items():
+        lines.append(
+            f"| {name} | {seconds[0]:.3f} s | {statistics.median(seconds[1:]):.3f} s "
+            f"({min(seconds[1:]):.3f} - {max(seconds[1:]):.3f}) | - | - |"
+        )
+    return "\n".join(lines)
+
+
+def ratios(rounds: Rounds) -> str:
+    """Return the ratios that have a bar, in Markdown."""
+    times, loads = rounds.times, rounds.loads
+    pairs = {
+        "foreground / write and fsync of the same bytes": (times[PLAIN].on_disk, times[WRITE].on_disk, 1.1),
+        "blocked, background / plain copy": (times[BACKGROUND].blocked, times[COPY].blocked, 1.05),
+        "on disk, background / DCP, stager kept": (times[BACKGROUND].on_disk, times[DCP_KEPT].on_disk, 1.1),
+        "load, verified / plain read": (loads["load, verified"], loads["plain read"], 1.2),
+    }
+    lines = ["| | ratio | least | most | bar |", "|---|---|---|---|---|"]
+    for name, (ours, theirs, bar) in pairs.items():
+        found = [one / other for one, other in zip(ours[1:], theirs[1:], strict=True)]
+        lines.append(f"| {name} | {statistics.median(found):.2f} | {min(found):.2f} | {max(found):.2f} | {bar} |")
     return "\n".join(lines)
 
 
@@ -230,11 +304,12 @@ def main(arguments: list[str]) -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory(dir=options.dir or Path.cwd()) as folder:
         ways: dict[str, Way] = {
-            "foreground": foreground,
-            "background (async_save=True)": Background(),
+            PLAIN: foreground,
+            WRITE: PlainWrite(),
+            BACKGROUND: Background(),
             "DCP async_save": DCP(keep_stager=False),
-            "DCP async_save, stager kept": DCP(keep_stager=True),
-            "plain copy, into the same memory": Copy(fresh=False),
+            DCP_KEPT: DCP(keep_stager=True),
+            COPY: Copy(fresh=False),
             "plain copy, into fresh memory": Copy(fresh=True),
         }
         rounds = Rounds(ways, options.rounds, Path(folder))
@@ -260,5 +335,6 @@ def main(arguments: list[str]) -> int:
         f"load average {os.getloadavg()[0]:.1f} (an otherwise idle machine: about 1).\n"
     )
     print(table(rounds))
+    print(f"\n{ratios(rounds)}")
     dist.destroy_process_group()
     return 0

@@ -19,6 +19,8 @@ from trainer.checkpoint.format import find_damage, read_checkpoint, read_manifes
 from trainer.checkpoint.serialization import TensorInfo
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
+from trainer.testing import each_damage
+from trainer.testing.damage import largest_file
 
 Same = Callable[[Any, Any], None]
 FILES = ("model.safetensors", "optimizers.safetensors", "checkpoint.json", "manifest.json")
@@ -202,6 +204,38 @@ def test_every_changed_byte_is_noticed(name: str, checkpoint: Path) -> None:
     assert verify_checkpoint(checkpoint) == []
 
 
+def test_a_checkpoint_of_format_1_is_read_and_verified_with_its_sha256(tmp_path: Path, assert_same: Same) -> None:
+    """The files in format_1 were written by the last version of this package that wrote this format."""
+    old = tmp_path / "old"
+    shutil.copytree(Path(__file__).with_name("format_1"), old)
+    assert {entry.algorithm for entry in read_manifest(old).files.values()} == {"sha256"}
+    moments = {"exp_avg": torch.full((3, 4), 2.0), "step": torch.tensor(3.0)}
+    expected = {
+        "model": {"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizers": [{"state": {0: moments}}],
+        "progress": {"step": 3},
+    }
+    assert_same(expected, read_checkpoint(old))
+    for damage in each_damage(old):
+        assert verify_checkpoint(old), damage
+        with pytest.raises(CheckpointError):
+            read_checkpoint(old)
+    assert verify_checkpoint(old) == []
+    write_checkpoint(old, read_checkpoint(old), overwrite=True)
+    assert {entry.algorithm for entry in read_manifest(old).files.values()} == {"xxh3_128"}
+
+
+def test_large_files_that_are_written_at_once_are_whole(tmp_path: Path, assert_same: Same) -> None:
+    """An error of one of them leaves nothing, as an error of the only one does."""
+    state = {key: {"w": torch.arange(2_500_000.0) + number} for number, key in enumerate("abc")}
+    write_checkpoint(tmp_path / "c", state)
+    assert_same(state, read_checkpoint(tmp_path / "c"))
+    assert verify_checkpoint(tmp_path / "c") == []
+    with largest_file(9_000_000), pytest.raises(CheckpointError, match="File too large"):
+        write_checkpoint(tmp_path / "d", state)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
 def test_no_part_of_the_manifest_is_unprotected(checkpoint: Path) -> None:
     file = checkpoint / "manifest.json"
     good = file.read_bytes()
@@ -306,7 +340,7 @@ def test_no_memory_is_taken_for_tensors_that_are_not_there(
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "checkpoint.json").write_text(json.dumps(content))
     names = ["checkpoint.json", "model.00000.safetensors", "model.00001.safetensors"]
-    empty = {"bytes": 0, "sha256": ""}
+    empty = {"bytes": 0, "xxh3_128": ""}
     reseal(checkpoint, lambda body: body.update(files=dict.fromkeys(names, empty)))
     reseal(checkpoint)
     with pytest.raises(CheckpointError, match="step=3"):
@@ -317,7 +351,7 @@ def test_no_memory_is_taken_for_tensors_that_are_not_there(
     "name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "model.pt", "", ".", "..", "x.safetensors\n"]
 )
 def test_forged_file_names_are_refused(name: str, checkpoint: Path, reseal: Callable[..., None]) -> None:
-    reseal(checkpoint, lambda body: body["files"].update({name: {"bytes": 1, "sha256": ""}}))
+    reseal(checkpoint, lambda body: body["files"].update({name: {"bytes": 1, "xxh3_128": ""}}))
     with pytest.raises(CheckpointError, match="names a file that is not part of the format"):
         read_checkpoint(checkpoint)
 
@@ -330,10 +364,10 @@ def test_forged_file_names_are_refused(name: str, checkpoint: Path, reseal: Call
         {"files": []},
         {"files": {}},
         {"files": {"checkpoint.json": 3}},
-        {"files": {"checkpoint.json": {"bytes": "3", "sha256": ""}}},
-        {"files": {"checkpoint.json": {"bytes": -1, "sha256": ""}}},
-        {"files": {"checkpoint.json": {"bytes": True, "sha256": ""}}},
-        {"files": {"checkpoint.json": {"bytes": 3, "sha256": "", "x": 1}}},
+        {"files": {"checkpoint.json": {"bytes": "3", "xxh3_128": ""}}},
+        {"files": {"checkpoint.json": {"bytes": -1, "xxh3_128": ""}}},
+        {"files": {"checkpoint.json": {"bytes": True, "xxh3_128": ""}}},
+        {"files": {"checkpoint.json": {"bytes": 3, "xxh3_128": "", "x": 1}}},
         {"version": "1"},
         {"version": None},
         {"format": "other"},
@@ -384,6 +418,6 @@ def test_a_wrong_path_says_what_there_is(checkpoint: Path, tmp_path: Path) -> No
 
 
 def test_a_newer_format_says_what_to_do(checkpoint: Path, reseal: Callable[..., None]) -> None:
-    reseal(checkpoint, lambda body: body.update(version=2))
-    with pytest.raises(CheckpointError, match=r"newer version .*format 2.*git pull"):
+    reseal(checkpoint, lambda body: body.update(version=3))
+    with pytest.raises(CheckpointError, match=r"newer version .*format 3.*git pull"):
         read_checkpoint(checkpoint)

@@ -30,6 +30,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import BinaryIO
 
+from trainer.checkpoint.checksums import NEWEST, new_digest
 from trainer.distributed.sendable import sendable
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
@@ -48,10 +49,12 @@ _log = logging.getLogger("trainer")
 @sendable
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes and SHA-256 (hexadecimal) of a file."""
+    """Size in bytes and checksum (hexadecimal) of a file."""
 
     bytes: int
-    sha256: str
+    checksum: str
+    algorithm: str = NEWEST
+    """One of `ALGORITHMS`."""
 
 
 @sendable
@@ -170,7 +173,7 @@ class LocalStorage:
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
         """Write and hash a new file, and flush its contents to the disk, but not yet its name."""
-        digest = hashlib.sha256()
+        digest = new_digest()
         size = 0
         with open(path, "xb") as file:
             for chunk in chunks:

@@ -3,7 +3,7 @@
     <name>/<key>.safetensors    one for each top-level key with tensors; model.safetensors has the state_dict's keys
     <name>/<key>.00001.safetensors    the elements of sharded tensors that process 1 holds, each flattened
     <name>/checkpoint.json      everything that is not a tensor, with references to the tensors (see serialization.py)
-    <name>/manifest.json        format, version, a small "info" for listings, and size and SHA-256 of every other file
+    <name>/manifest.json        format, version, a small "info" for listings, and size and checksum of every other file
 
 Reading a checkpoint runs no code: nothing is unpickled or imported, and anything unexpected is a CheckpointError.
 """
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from trainer.checkpoint.checksums import ALGORITHMS
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, ReadError
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.safetensors_io import find_tensors, flat_bytes, read_tensors, size_of
@@ -38,7 +39,8 @@ from trainer.checkpoint.storage import (
 from trainer.errors import CheckpointError, did_you_mean
 
 FORMAT = "exact-trainer checkpoint"
-VERSION = 1
+VERSION = max(ALGORITHMS)
+"""Since 2 the files have another checksum; 1 is still read."""
 DATA_FILE = "checkpoint.json"
 
 _MAX_MANIFEST = 16 << 20
@@ -234,7 +236,9 @@ def _require_committed(folder: StoragePath) -> StoragePath:
 def _parse_manifest(body: dict[str, Any], where: str) -> Manifest:
     if body.keys() != {"format", "version", "info", "files"} or type(body["version"]) is not int:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
-    info, files = body["info"], body["files"]
+    info, files, algorithm = body["info"], body["files"], ALGORITHMS.get(body["version"])
+    if algorithm is None:
+        raise CheckpointError(f"{where}: there is no format {body['version']}; it is damaged")
     if not isinstance(info, dict) or not isinstance(files, dict) or DATA_FILE not in files:
         raise CheckpointError(f"{where} does not have the entries of a manifest")
     for name, entry in files.items():
@@ -242,10 +246,10 @@ def _parse_manifest(body: dict[str, Any], where: str) -> Manifest:
             raise CheckpointError(f"{where} names a file that is not part of the format: {name!r:.100}")
         if (
             not isinstance(entry, dict)
-            or entry.keys() != {"bytes", "sha256"}
+            or entry.keys() != {"bytes", algorithm}
             or type(entry["bytes"]) is not int
             or not 0 <= entry["bytes"] < 2**63
-            or not isinstance(entry["sha256"], str)
+            or not isinstance(entry[algorithm], str)
         ):
             raise CheckpointError(f"{where}: the entry of {name!r:.100} is malformed")
 
@@ -255,7 +259,9 @@ def _parse_manifest(body: dict[str, Any], where: str) -> Manifest:
     info = deserialize(info, refuse, where)
     if not isinstance(info, dict):
         raise CheckpointError(f"{where} does not have the entries of a manifest")
-    return Manifest(info, {name: FileEntry(**entry) for name, entry in files.items()})
+    return Manifest(
+        info, {name: FileEntry(entry["bytes"], entry[algorithm], algorithm) for name, entry in files.items()}
+    )
 
 
 def _read_data(folder: StoragePath, manifest: Manifest, verify: bool) -> dict[str, Any]:

@@ -7,7 +7,6 @@ again, as `PAUSES` says.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import random
@@ -17,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeVar
 
+from trainer.checkpoint.checksums import new_digest
 from trainer.checkpoint.disk import MANIFEST_FILE, FileEntry, WriteError
 from trainer.errors import CheckpointError, ConfigError
 from trainer.fault_tolerance.fault_points import fault_point
@@ -187,14 +187,14 @@ class RemoteStorage:
             ) from error
 
     def write_file(self, path: RemotePath, chunks: Iterable[bytes | memoryview]) -> FileEntry:
-        """Write an object, replacing one of the same name; return its size in bytes and its SHA-256.
+        """Write an object, replacing one of the same name; return its size in bytes and its checksum.
 
         Raises:
             OSError: the last attempt failed.
         """
 
         def write(store: Any, key: str) -> FileEntry:
-            digest = hashlib.sha256()
+            digest = new_digest()
             size = 0
             with store.open(key, "wb") as file:
                 for chunk in chunks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar
 
 from trainer.arguments import local_path
+from trainer.checkpoint.checksums import new_digest
 from trainer.checkpoint.disk import FileEntry, LocalStorage, ReadError, read_failure
 from trainer.checkpoint.remote import RemotePath, RemoteStorage, check_url
 from trainer.errors import CheckpointError, ConfigError
@@ -118,9 +118,9 @@ def storage_of(path: StoragePath) -> Storage[Any]:
 class HashedReader:
     """Read a file from its start and hash the bytes it returns, so that the bytes checked are the bytes used."""
 
-    def __init__(self, file: BinaryIO, hashing: bool, where: str) -> None:
+    def __init__(self, file: BinaryIO, algorithm: str | None, where: str) -> None:
         self._file = file
-        self._digest = hashlib.sha256() if hashing else None
+        self._digest = new_digest(algorithm) if algorithm else None
         self._where = where
 
     def read(self, size: int) -> bytes:
@@ -148,7 +148,7 @@ class HashedReader:
                 self._digest.update(part)
 
     def hexdigest(self) -> str | None:
-        """Return the SHA-256 of all bytes read so far; None when not hashing."""
+        """Return the checksum of all bytes read so far; None when not hashing."""
         return self._digest.hexdigest() if self._digest else None
 
     def _check(self, got: int, wanted: int) -> None:
@@ -176,9 +176,9 @@ def open_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> Iterator[H
         with storage_of(path).open_file(path) as (file, size):
             if size != entry.bytes:
                 raise CheckpointError(f"{path} has {size} bytes, but {entry.bytes} were written: it is damaged")
-            reader = HashedReader(file, hashing, str(path))
+            reader = HashedReader(file, entry.algorithm if hashing else None, str(path))
             yield reader
-            if hashing and reader.hexdigest() != entry.sha256:
+            if hashing and reader.hexdigest() != entry.checksum:
                 raise CheckpointError(f"{path} is damaged: its checksum differs from that in the manifest")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
@@ -206,8 +206,9 @@ def check_entry(path: StoragePath, entry: FileEntry, hashing: bool) -> str | Non
     """
     try:
         with open_entry(path, entry, hashing) as reader:
+            buffer = memoryview(bytearray(min(_CHUNK, entry.bytes) if hashing else 0))
             for start in range(0, entry.bytes if hashing else 0, _CHUNK):
-                reader.read(min(_CHUNK, entry.bytes - start))
+                reader.read_into(buffer[: entry.bytes - start])
     except ReadError:
         raise
     except CheckpointError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from trainer.checkpoint.shards import EMPTY_SLICE
 from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.errors import CheckpointError
 from trainer.fault_tolerance.fault_points import fault_point
+
+_LARGE = 16 << 20
+"""Bytes of a checkpoint from which its files are written at once."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
     write_file = storage_of(folder).write_file
     own: dict[str, FileEntry] | CheckpointError
     try:
-        own = {name: write_file(folder / name, TensorFile(tensors)) for name, tensors in plan.files.items()}
+        own = _write_together(plan.files, lambda name, tensors: write_file(folder / name, TensorFile(tensors)))
     except CheckpointError as error:
         own = error
     except OSError as error:
@@ -216,11 +220,42 @@ def _write_files(folder: StoragePath, plan: SavePlan, process_group: ProcessGrou
     return entries
 
 
+def _write_together(
+    files: dict[str, dict[str, torch.Tensor]], write: Callable[[str, dict[str, torch.Tensor]], FileEntry]
+) -> dict[str, FileEntry]:
+    """Write the files, each in a thread of its own if they are large, and return their entries.
+
+    Tensors of a device are read in this thread, whose current stream has computed them.
+    """
+    tensors = [tensor for of_file in files.values() for tensor in of_file.values()]
+    small = sum(tensor.nbytes for tensor in tensors) < _LARGE
+    if small or len(files) == 1 or any(tensor.device.type != "cpu" for tensor in tensors):
+        return {name: write(name, of_file) for name, of_file in files.items()}
+    entries: dict[str, FileEntry] = {}
+    errors: list[BaseException] = []
+
+    def run(name: str, of_file: dict[str, torch.Tensor]) -> None:
+        try:
+            entries[name] = write(name, of_file)
+        except BaseException as error:
+            errors.append(error)
+
+    # No pool: a pool takes no work while Python ends, when a save in the background may still be going on.
+    threads = [threading.Thread(target=run, args=item, name=f"write-{item[0]}") for item in files.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return entries
+
+
 def _write_index(folder: StoragePath, plan: SavePlan, files: dict[str, FileEntry]) -> None:
     """Write the data and, last, the manifest."""
     write_file = storage_of(folder).write_file
     files = {**files, DATA_FILE: write_file(folder / DATA_FILE, [to_json(plan.data)])}
-    entries = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in files.items()}
+    entries = {name: {"bytes": entry.bytes, entry.algorithm: entry.checksum} for name, entry in files.items()}
     manifest = {"format": FORMAT, "version": VERSION, "info": plan.info, "files": entries}
     fault_point("before_manifest")
     write_file(folder / MANIFEST_FILE, [with_checksum(manifest)])
