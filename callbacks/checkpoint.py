@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import torch
+
 from trainer.arguments import Limit
 from trainer.callback import Checkpoint
 from trainer.checkpoint.async_writer import BackgroundWriter
@@ -212,19 +214,19 @@ class ModelCheckpoint(Checkpoint):
         return str(self._earlier_best or "") if self.best is None else str(self._in_folder(self.best))
 
     @property
-    def best_model_score(self) -> float | None:
-        """The monitored value of the best checkpoint."""
+    def best_model_score(self) -> torch.Tensor | None:
+        """The monitored value of the best checkpoint, a 0-dim tensor."""
         if self.best is None:
-            return self._restored_best[1] if self._earlier_best is not None else None
-        return self.kept.get(self.best)
+            return _as_tensor(self._restored_best[1] if self._earlier_best is not None else None)
+        return _as_tensor(self.kept.get(self.best))
 
     @property
-    def best_k_models(self) -> dict[str, float | None]:
+    def best_k_models(self) -> dict[str, torch.Tensor]:
         """The paths of the best checkpoints on disk, `save_top_k` at most, with their monitored values; best first."""
         scored = [(name, value) for name, value in self.kept.items() if value is not None]
         ordered = sorted(scored, key=lambda one: one[1], reverse=self.mode == "max")
         most = len(ordered) if self.save_top_k == -1 else self.save_top_k
-        return {str(self._in_folder(name)): value for name, value in ordered[:most]}
+        return {str(self._in_folder(name)): torch.tensor(value) for name, value in ordered[:most]}
 
     @property
     def kth_best_model_path(self) -> str:
@@ -232,21 +234,21 @@ class ModelCheckpoint(Checkpoint):
         return next(reversed(self.best_k_models), "")
 
     @property
-    def kth_value(self) -> float | None:
+    def kth_value(self) -> torch.Tensor | None:
         """The monitored value of the worst of `best_k_models`."""
         return next(reversed(self.best_k_models.values()), None)
 
     @property
-    def current_score(self) -> float | None:
+    def current_score(self) -> torch.Tensor | None:
         """The monitored value of the newest checkpoint."""
-        return None if self.last is None else self.kept.get(self.last)
+        return None if self.last is None else _as_tensor(self.kept.get(self.last))
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
         """Write the paths and values of `best_k_models` to a YAML file, by default `best_k_models.yaml`."""
         import yaml
 
         path = Path(str(self._in_folder("best_k_models.yaml")) if filepath is None else filepath)
-        path.write_text(yaml.safe_dump(self.best_k_models))
+        path.write_text(yaml.safe_dump({path: float(value) for path, value in self.best_k_models.items()}))
 
     @property
     def last_model_path(self) -> str:
@@ -746,3 +748,7 @@ def _folder_problems(dirpath: str | Path | None) -> list[str]:
     except ConfigError as error:
         return [f"dirpath: {error}"]
     return []
+
+
+def _as_tensor(value: float | None) -> torch.Tensor | None:
+    return None if value is None else torch.tensor(value)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
+
 from trainer.arguments import PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import NUMBER, Integer, require
@@ -119,8 +121,7 @@ class EarlyStopping(Callback):
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self.best_score: float | None = None
-        """The best value so far; None before the first check."""
+        self._best: float | None = None
         self.last_score: float | None = None
         self.stopped_epoch = 0
         """The epoch in which training was stopped; 0 before."""
@@ -139,7 +140,7 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "best_score": self.best_score,
+            "best_score": self._best,
             "last_score": self.last_score,
             "wait_count": self.wait_count,
             "place": self._checked_at,
@@ -148,7 +149,7 @@ class EarlyStopping(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require(state, STATE, self.state_key)
-        self.best_score = state["best_score"]
+        self._best = state["best_score"]
         self.last_score = state["last_score"]
         self.wait_count = state["wait_count"]
         self._value_step = state.get("value_step", -1)  # earlier versions have none
@@ -183,7 +184,7 @@ class EarlyStopping(Callback):
             self._checked_at, self._value_step = checked_at, measured.step
             self._take(measured.value)
             if self.verbose:
-                trainer.print(f"{self.monitor} = {measured.value:.6g}; best {self.best_score}")
+                trainer.print(f"{self.monitor} = {measured.value:.6g}; best {self._best}")
             self._stop_if_due(trainer.stop)
             if self.stopping_reason_message is not None:
                 self.stopped_epoch = trainer.current_epoch
@@ -202,10 +203,10 @@ class EarlyStopping(Callback):
 
     def _take(self, score: float) -> None:
         self.last_score = score
-        if self.best_score is None or self._is_better(score, self.best_score, self.min_delta):
+        if self._best is None or self._is_better(score, self._best, self.min_delta):
             # NaN is better than nothing and worse than everything, so it must not become the best.
-            self.best_score = None if math.isnan(score) else score
-            self.wait_count = 0 if self.best_score is not None else self.wait_count + 1
+            self._best = None if math.isnan(score) else score
+            self.wait_count = 0 if self._best is not None else self.wait_count + 1
         else:
             self.wait_count += 1
 
@@ -216,6 +217,12 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = reason = self._reason_to_stop()
         if reason is not None:
             stop(reason)
+
+    @property
+    def best_score(self) -> torch.Tensor:
+        """The best value so far, a 0-dim tensor; infinite before the first check."""
+        first = math.inf if self.mode == "min" else -math.inf
+        return torch.tensor(first if self._best is None else self._best)
 
     @property
     def stopping_reason(self) -> EarlyStoppingReason:
@@ -238,7 +245,7 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, score):
             return f"early stopping: {value} is worse than the divergence threshold {self.divergence_threshold:g}"
         if self.wait_count >= self.patience:
-            best = "none" if self.best_score is None else f"{self.best_score:.6g}"
+            best = "none" if self._best is None else f"{self._best:.6g}"
             checks = "validation" if self._checked_at == "validation" else "epoch"
             waited = f"{self.wait_count} {checks}{'' if self.wait_count == 1 else 's'}"
             return f"early stopping: {self.monitor} has not improved in {waited}; best {best}"

@@ -147,7 +147,10 @@ class BasePredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Write one batch's prediction. `batch_indices`: None, since the samples' indices stay in the loader."""
+        """Write one batch's prediction. `batch_indices`: the indices of its samples in the dataset.
+
+        Empty if the loader is no plain DataLoader, which alone knows them.
+        """
 
     def write_on_epoch_end(self, trainer: Trainer, module: TrainModule, predictions: Any, batch_indices: Any) -> None:
         """Write all predictions of this process: a list, of several loaders a list for each. Likewise the indices."""
@@ -155,15 +158,19 @@ class BasePredictionWriter(Callback):
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._kept = [[] for _ in trainer.num_predict_batches]
         self._indices = [[] for _ in trainer.num_predict_batches]
+        for loader in trainer.predict_loaders.values():
+            loader.keep_indices()
 
     def on_predict_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        loader = [*trainer.predict_loaders.values()][dataloader_idx]
+        indices = loader.indices(0, batch_idx) or []
         if "batch" in self.write_interval:
-            self.write_on_batch_end(trainer, module, outputs, None, batch, batch_idx, dataloader_idx)
+            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
         if "epoch" in self.write_interval:
             self._kept[dataloader_idx].append(outputs)
-            self._indices[dataloader_idx].append(None)
+            self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if "epoch" in self.write_interval:

@@ -120,6 +120,14 @@ LONG: dict[str, tuple[str, ...]] = {
         "deepspeed_stage_3 killed while it writes its part",
     ),
     "launchers/test_multinode.py::test_a_launcher_is_killed_and_started_again_and_the_bits_are_the_same": (),
+    "lightning/test_scripts.py::test_only_the_imports_change": (
+        "classifiers-hydra_template",
+        "generative-gan",
+        "overrides-norms_logged",
+        "callbacks-metrics_in_every_hook",
+        "callbacks-early_stopping",
+        "callbacks-prediction_writer",
+    ),
     "loop/test_resume.py::test_a_broken_run_ends_with_the_same_bits": (
         "one process-adamw-0workers-*",
         "one process-sgd-*-inside validation",

@@ -173,6 +173,17 @@ class Callback:
         """
         return []
 
+    def log(self, *args: Any, **options: Any) -> None:
+        """Log a value during a run: `self.log` of the module, whose arguments these are."""
+        _module_of(self).log(*args, **options)
+
+    def log_dict(self, *args: Any, **options: Any) -> None:
+        """Call `log` for each entry of a dict, with the same options."""
+        _module_of(self).log_dict(*args, **options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_trainer"}
+
     def print_text(self, text: str, file: TextIO | None = None) -> bool:
         """Print for `trainer.print` on rank 0 and return True if this callback draws on the terminal; else False."""
         return False
@@ -266,10 +277,6 @@ class Logger(Callback):
     group_separator: ClassVar[str] = "/"
     _trainer: Trainer | None = None
     _told_media = False
-
-    def attach(self, trainer: Trainer) -> None:
-        """Remember the trainer of the run, for its folder, step and rank."""
-        self._trainer = trainer
 
     def log_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         """Record the run's hyperparameters (data only, possibly nested). Called once, before the first step."""
@@ -718,7 +725,7 @@ class Checkpoint(Callback):
         return ""
 
     @property
-    def best_model_score(self) -> float | None:
+    def best_model_score(self) -> torch.Tensor | None:
         """The monitored value of the best checkpoint."""
         return None
 
@@ -731,6 +738,19 @@ class Checkpoint(Callback):
     def unsaved(self) -> str | None:
         """The reason why the last weights were not saved; None if they were saved or nothing was due."""
         return None
+
+
+def attach(callback: Callback, trainer: Trainer) -> None:
+    """Have a callback know the trainer of the run, outside of its copies and pickles."""
+    callback.__dict__["_trainer"] = trainer
+
+
+def _module_of(callback: Callback) -> TrainModule:
+    """Return the module of the callback's run; raise ConfigError outside of one."""
+    trainer: Trainer | None = callback.__dict__.get("_trainer")
+    if trainer is None:
+        raise ConfigError(f"{type(callback).__name__}.log works inside fit, validate, test and predict.")
+    return trainer.module
 
 
 HOOKS: tuple[str, ...] = tuple(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer.arguments import with_python_numbers
-from trainer.callback import Callback, CallbackList, Checkpoint, Logger, callback_named, print_text
+from trainer.callback import Callback, CallbackList, Checkpoint, Logger, attach, callback_named, print_text
 from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup, StoreProcessGroup
 from trainer.checkpoint.storage import as_storage_path
 from trainer.checkpoint.writing import write_checkpoint
@@ -426,8 +426,8 @@ class Trainer:
         run.module.attach(self)
         if run.datamodule is not None:
             run.datamodule.attach(self)
-        for logger in run.loggers:
-            logger.attach(self)
+        for callback in (*run.callbacks, *run.loggers):
+            attach(callback, self)
         return self
 
     def _start_training(self, run: Run) -> None:

@@ -155,6 +155,12 @@ _STEPS = (
         "each rank has its own, derived from the seed; the initial weights are equal",
     ),
     Difference(
+        "numbers drawn by loaders",
+        "each pass over a DataLoader begins with a draw from torch's global generator, so that dropout depends on how "
+        "many validations there were",
+        "loaders leave the global generators alone",
+    ),
+    Difference(
         "module after fit",
         "the module is on the CPU after `fit`",
         "on its device; `trainer.full_state_dict()` is on the CPU",
