@@ -94,7 +94,8 @@ class ModelCheckpoint(Checkpoint):
             anywhere. A resume from it is not exact when the error came from inside a step, which has already drawn
             random numbers.
         save_weights_only: leave out the state of optimizers and schedulers: training cannot go on from it.
-        save_on_train_epoch_end: no effect: a checkpoint is written when the value it is scored by is known.
+        save_on_train_epoch_end: with `every_n_epochs`: True: only where epochs end, not after validations inside them;
+            False: only after validations. Default: both.
         auto_insert_metric_name: "{step}" becomes "step=12", not "12".
         verbose: print the path of each checkpoint written.
         trainable_only: hold only the weights that train (and buffers), such as LoRA's adapters. Loading needs the same
@@ -116,6 +117,7 @@ class ModelCheckpoint(Checkpoint):
         "on_write_error",
         "names_in_filename",
         "trainable_only",
+        "save_on_train_epoch_end",
     )
 
     def __init__(
@@ -163,6 +165,7 @@ class ModelCheckpoint(Checkpoint):
         self.verbose = verbose
         self.trainable_only = trainable_only
         self.save_weights_only = save_weights_only
+        self.save_on_train_epoch_end = save_on_train_epoch_end
         self._retention = Retention(monitor is not None, self.mode, save_top_k, self.save_last)
         self._folder: StoragePath | None = None
         self._writer: BackgroundWriter | None = None
@@ -314,14 +317,16 @@ class ModelCheckpoint(Checkpoint):
             return
         self._check_names(trainer)
         ends_epoch = trainer.progress.batch == trainer.num_training_batches
-        due = self._step_is_due(trainer.global_step)
-        due = due or (self._epoch_is_due(trainer.current_epoch) and trainer.validation_due())
+        inside = self.save_on_train_epoch_end is not True and trainer.validation_due()
+        due = self._step_is_due(trainer.global_step) or (inside and self._epoch_is_due(trainer.current_epoch))
         if due and not ends_epoch:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._check_names(trainer)
-        if self._step_is_due(trainer.global_step) or self._epoch_is_due(trainer.current_epoch):
+        validated = trainer.progress.validated_step == trainer.global_step
+        due = self._epoch_is_due(trainer.current_epoch) and (self.save_on_train_epoch_end is not False or validated)
+        if due or self._step_is_due(trainer.global_step):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:

@@ -90,14 +90,18 @@ class Model:
     step: int = 0
     kept: Saves = field(default_factory=list)
     seconds: int = 0
-    """Since the time was up."""
+    """Since the time was up, or since the start."""
+    time_is_up: bool = False
+    """A checkpoint is due by time, until one is written."""
 
     def run(self, end: int, interrupted: bool) -> None:
-        case, self.seconds = self.case, 0
+        case, self.seconds, self.time_is_up = self.case, 0, False
         if self.step and self.step % case.length == 0:
             self.save_if_due(self.step, epoch_ended=True)  # pending since a signal after the epoch's last batch
         for step in range(self.step + 1, end + 1):
             self.seconds += 1
+            if self.seconds == case.every:
+                self.seconds, self.time_is_up = 0, True
             self.save_if_due(step, epoch_ended=step % case.length == 0 and not (interrupted and step == end))
         if not any(step == end for step, _ in self.kept):
             self.save(end, case.score(end, epoch_ended=end % case.length == 0 and not interrupted))
@@ -108,12 +112,12 @@ class Model:
         by_epoch = ((step - 1) // case.length + 1) % case.every == 0
         due = {
             "steps": step % case.every == 0,
-            "time": self.seconds >= case.every,
+            "time": self.time_is_up,
             "epochs": by_epoch
             and (epoch_ended or ((case.interval != 1.0 or type(case.interval) is int) and case.validates(step))),
         }[case.trigger]
         if due and self.save(step, case.score(step, epoch_ended)):
-            self.seconds = 0
+            self.time_is_up = False
 
     def save(self, step: int, score: float | None) -> bool:
         """Add a checkpoint; return whether its time is over."""

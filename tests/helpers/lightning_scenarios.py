@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanSquaredError
 
 from tests.helpers.lightning_runs import LIGHTNING, MODULE_HOOKS, OURS, Library, Record, Scenario, loader
+from trainer import callbacks as our_callbacks
 from trainer.callbacks import Timer
 
 OF = {library.Trainer: library for library in (LIGHTNING, OURS)}
@@ -795,6 +796,20 @@ def early(**options: Any) -> Any:
     return lambda library, record, folder: [library.EarlyStopping(**options)]
 
 
+def averaging(name: str, **options: Any) -> Any:
+    of = lambda library: getattr(pytorch_lightning.callbacks if library.is_lightning else our_callbacks, name)  # noqa: E731
+    return lambda library, record, folder: [of(library)(**options)]
+
+
+def normalized(library: Library, Net: Any, record: Record) -> Any:  # noqa: N803
+    class Module(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+    return Module
+
+
 def stops_after_validation(library: Library, record: Record, folder: Path) -> list[Any]:
     class Stop(library.Callback):  # type: ignore[misc]
         def on_validation_end(self, trainer: Any, module: Any) -> None:
@@ -1280,6 +1295,59 @@ SCENARIOS = [
         {"val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0},
         checkpoint(monitor="val_loss", save_top_k=2),
         differs={"saved": "newest checkpoint"},
+    ),
+    *(
+        Scenario(
+            f"checkpoints {where}",
+            values_at_steps({step: float(step % 5) for step in range(13)}),
+            {"val_check_interval": interval, "max_epochs": 3, "num_sanity_val_steps": 0},
+            checkpoint(monitor="val_loss", save_top_k=-1, save_on_train_epoch_end=at_ends),
+            differs={} if at_ends else {"saved": "newest checkpoint"},
+        )
+        for where, at_ends, interval in (
+            ("at ends of epochs only", True, 2),
+            ("at validations only", False, 3),
+        )
+    ),
+    Scenario(
+        "equal weights", settings={"val_check_interval": 0.5}, callbacks=averaging("WeightAveraging"), exact=False
+    ),
+    Scenario(
+        "an exponential average",
+        settings={"max_epochs": 3},
+        callbacks=averaging("EMAWeightAveraging", decay=0.5, update_every_n_steps=2),
+        exact=False,
+    ),
+    Scenario(
+        "an average that begins late",
+        settings={"val_check_interval": 0.5},
+        callbacks=averaging("EMAWeightAveraging", decay=0.5, update_starting_at_step=3),
+        exact=False,
+        differs={"logged": "average before its first update"},
+    ),
+    Scenario(
+        "an average of BatchNorms",
+        normalized,
+        callbacks=averaging("WeightAveraging"),
+        exact=False,
+        differs={"weights": "integers of an average"},
+    ),
+    Scenario(
+        "stochastic weight averaging",
+        scheduled(lambda o: StepLR(o, 1, 0.5)),
+        {"max_epochs": 4},
+        averaging("StochasticWeightAveraging", swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=2),
+        exact=False,
+    ),
+    Scenario(
+        "stochastic weight averaging of BatchNorms",
+        normalized,
+        {"max_epochs": 4},
+        averaging("StochasticWeightAveraging", swa_lrs=0.05, swa_epoch_start=0.5, annealing_epochs=1),
+        exact=False,
+        differs=dict.fromkeys(
+            ("hooks", "module_hooks", "logged", "metrics", "weights", "end"), "statistics of an average"
+        ),
     ),
     Scenario(
         "several validation loaders",

@@ -375,6 +375,23 @@ _CHECKPOINTS = (
         "when the value is measured: after a validation, or after the training epoch",
     ),
     Difference(
+        "average before its first update",
+        "`EMAWeightAveraging(update_starting_at_step=100)`: until then, validations use the weights that `fit` began "
+        "with",
+        "the weights as they are",
+    ),
+    Difference(
+        "integers of an average",
+        "`WeightAveraging` averages integer buffers, such as `num_batches_tracked`, too",
+        "copies them from the training",
+    ),
+    Difference(
+        "statistics of an average",
+        "`StochasticWeightAveraging` with BatchNorms has one more epoch for their statistics, with hooks, logged "
+        "values and a validation",
+        "a pass over the training data at the end of the last epoch, which calls `training_step` only",
+    ),
+    Difference(
         "max_time and Timer",
         "`Trainer(max_time=...)` is ignored with a `Timer`",
         "both hold: the shorter time ends the run",
