@@ -58,6 +58,11 @@ class GradientAccumulationScheduler(AccumulationSchedule):
                 "decides itself when its optimizers step: remove the callback."
             )
         constant = trainer.settings.accumulate_grad_batches
+        if constant == "auto":
+            raise ConfigError(
+                "GradientAccumulationScheduler and accumulate_grad_batches='auto' both say how many micro-batches a "
+                "step has: remove one of them."
+            )
         if 0 in self.scheduling and constant not in (1, self.scheduling[0]):
             raise ConfigError(
                 f"accumulate_grad_batches={constant} and GradientAccumulationScheduler({self.scheduling}) both say how "
@@ -80,7 +85,7 @@ class GradientAccumulationScheduler(AccumulationSchedule):
         self._apply(trainer)
 
     def _apply(self, trainer: Trainer) -> None:
-        constant = trainer.settings.accumulate_grad_batches
+        constant = trainer.settings.window
         trainer.accumulate_grad_batches = self.micro_batches(trainer.current_epoch, constant)
 
 

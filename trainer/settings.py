@@ -96,7 +96,9 @@ class Settings:
         2, "Validation batches run before training, to find errors early; -1: all, 0: none."
     )
 
-    accumulate_grad_batches: int = argument(1, "Micro-batches per step (the window).")
+    accumulate_grad_batches: int | Literal["auto"] = argument(
+        1, 'Micro-batches per step (the window). "auto": one batch, split where it does not fit into the memory.'
+    )
     gradient_clip_val: float | None = argument(None, "Clip gradients at this value before every step; None: do not.")
     gradient_clip_algorithm: Literal["norm", "value"] = argument(
         "norm", "Clip the global norm over all parameters, or each element's value."
@@ -177,6 +179,11 @@ class Settings:
     def logs_at(self, step: int) -> bool:
         """Return True if the log is flushed after this many steps."""
         return self.log_every_n_steps > 0 and step % self.log_every_n_steps == 0
+
+    @property
+    def window(self) -> int:
+        """Return the micro-batches of a step with which a run begins; 1 for "auto"."""
+        return 1 if self.accumulate_grad_batches == "auto" else self.accumulate_grad_batches
 
     @property
     def max_seconds(self) -> float | None:
@@ -279,10 +286,11 @@ def _wrong_numbers(settings: Settings) -> list[str]:
     for name, smallest in _INTEGERS.items():
         value = getattr(settings, name)
         optional = name in _OPTIONAL_NUMBERS and value is None
+        optional |= name == "accumulate_grad_batches" and value == "auto"
         if not optional and (type(value) is not int or value < smallest or (value >= 2**63 and name != "seed")):
             hint = " For a schedule use GradientAccumulationScheduler." if isinstance(value, dict) else ""
-            if name == "accumulate_grad_batches" and value == "auto":
-                hint = " `trainer tune batch-size` finds the largest micro-batch that fits."
+            if name == "accumulate_grad_batches" and isinstance(value, str):
+                hint = " Or 'auto'."
             problems.append(f"{name}={value!r}: give an integer from {smallest}.{hint}")
     for name in (*_LIMITS, "overfit_batches", "val_check_interval"):
         value = getattr(settings, name)

@@ -106,7 +106,7 @@ class Trainer:
         val_check_interval: int | float | str | timedelta | dict[str, float] = 1.0,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
-        accumulate_grad_batches: int = 1,
+        accumulate_grad_batches: int | Literal["auto"] = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         log_every_n_steps: int = 50,
@@ -734,7 +734,7 @@ class Trainer:
         if run.validation_clock is not None:
             return 1
         if isinstance(interval, int):
-            return interval
+            return interval * (self.accumulate_grad_batches if self.settings.accumulate_grad_batches == "auto" else 1)
         return None if interval == 1.0 else max(1, int((run.num_training_batches or 1) * interval))
 
     def _epoch_validates(self) -> bool:
@@ -1067,6 +1067,10 @@ class Trainer:
         window = with_python_numbers(micro_batches)
         if type(window) is not int or window < 1:
             raise ConfigError(f"accumulate_grad_batches = {shown(micro_batches)}: give an integer from 1.")
+        if self.settings.accumulate_grad_batches == "auto":
+            raise ConfigError(
+                "accumulate_grad_batches='auto' says how many micro-batches a step has: leave it as it is."
+            )
         self._session.accumulate_grad_batches = window
         if self.stage is None:
             self._session.configured_window = window

@@ -17,8 +17,8 @@ from tests.helpers.processes import run_distributed
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import Callback, ConfigError, DataModule, Tuner
 from trainer.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
+from trainer.model.memory_limit import is_out_of_memory, limited_memory
 from trainer.tuner.batch_size import BatchSizes, search
-from trainer.tuner.memory_limit import is_out_of_memory, limited_memory
 
 
 class Tuned(Toy):

@@ -210,12 +210,18 @@ def _layout(
     yield from (CheckResult("OK", "module", note) for note in notes)
 
 
+def window_of(arguments: dict[str, Any]) -> int:
+    """Return the micro-batches of a step by the Trainer's arguments; 1 for "auto", which a run finds out."""
+    window = arguments.get("accumulate_grad_batches", 1)
+    return window if isinstance(window, int) else 1
+
+
 def _bubble(configuration: Configuration, strategy: Strategy) -> Iterator[CheckResult]:
     """Report how long the stages of a pipeline wait for each other."""
     from trainer.cli.estimate.layouts import layout_of
     from trainer.model.parallel_cost import bubble
 
-    stages, window = layout_of(strategy).pipeline, configuration.trainer.get("accumulate_grad_batches", 1)
+    stages, window = layout_of(strategy).pipeline, window_of(configuration.trainer)
     if stages > 1:
         text = f"{stages} stages, {window} micro-batches: each stage waits {bubble(stages, window):.0%} of the time"
         fix = f"Set accumulate_grad_batches to {4 * stages}, with smaller micro-batches."
@@ -264,7 +270,7 @@ def _data(
         found = f"it cannot be looked at here: {type(error).__name__}: {error}."
         yield CheckResult("WARN", "data", found, "Prepare it here, or leave this out with --no-data.")
         return
-    yield from steps(run.train_loader, settings.accumulate_grad_batches, config.strategy.processes)
+    yield from steps(run.train_loader, settings.window, config.strategy.processes)
     total = run.estimated_stepping_batches
     yield CheckResult("OK", "steps", "no end is given" if math.isinf(total) else f"{total:,} in all")
 
@@ -328,7 +334,7 @@ def _memory(
     except (ConfigError, ValueError) as error:
         yield CheckResult("FAIL", "memory", str(error))
         return
-    window = configuration.trainer.get("accumulate_grad_batches", 1)
+    window = window_of(configuration.trainer)
     setup = Setup(given.world_size, number_sizes(numbers), per_machine, window)
     model = found.transformer(checkpointing=bool(configuration.trainer.get("activation_checkpointing")))
     where = strategy.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.fingerprints import of_indices
 from trainer.data.loader import Batch, BatchLoader
+from trainer.data.parts import parts_of
 from trainer.data.sampler_check import resumes_exactly
 from trainer.data.seeded_dataset import SeededDataset, ShowDataset, identity_collate
 from trainer.errors import ConfigError
@@ -51,6 +53,17 @@ class ShardedDataLoader(BatchLoader):
         self._dataset: Any = loader.dataset
         self._generator = torch.Generator()
         self._loader = self._make_again(loader)
+        self.parts = 1
+        """Micro-batches into which each batch is split."""
+
+    def split(self, samples: int) -> int:
+        """Split each batch into micro-batches of so many samples, a divisor of `batch_size`; return their number."""
+        assert self.batch_size is not None
+        self.parts = self.batch_size // samples
+        self.batch_size = samples
+        self.length = None if self.length is None else self.length * self.parts
+        self.max_length = None if self.max_length is None else self.max_length * self.parts
+        return self.parts
 
     def _make_again(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         options = {name: getattr(loader, name) for name in _KEPT}
@@ -67,6 +80,17 @@ class ShardedDataLoader(BatchLoader):
         return DataLoader(dataset, generator=self._generator, collate_fn=identity_collate, **options)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        if self.parts == 1:
+            yield from self._whole(epoch, start)
+            return
+        first, skip = divmod(start, self.parts)
+        for batch in self._whole(epoch, first):
+            assert self.batch_size is not None
+            yield from islice(parts_of(batch, self.batch_size, self.parts), skip, None)
+            skip = 0
+
+    def _whole(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches as the user's DataLoader makes them."""
         self.sampler.seek(epoch, start, self.limit)
         # Persistent workers start once: with the same numbers, whichever epoch a resumed run begins with.
         self._generator.manual_seed(mix_seed(self._seed, 0 if self._loader.persistent_workers else epoch) >> 1)
@@ -87,7 +111,12 @@ class ShardedDataLoader(BatchLoader):
         self.sampler.keep_indices()
 
     def indices(self, epoch: int, number: int) -> list[Any] | None:
-        return self.sampler.indices(epoch, number)
+        if self.parts == 1:
+            return self.sampler.indices(epoch, number)
+        first, part = divmod(number, self.parts)
+        whole = self.sampler.indices(epoch, first)
+        size = self.batch_size or 0
+        return None if whole is None else whole[part * size : (part + 1) * size]
 
     def state_dict(self) -> dict[str, Any]:
         return self.sampler.state_dict()

@@ -37,7 +37,7 @@ def map_leaves(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[An
     """
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    if type(batch) is list:
+    if type(batch) is list and (is_leaf is None or is_leaf is moves_itself or not is_leaf(batch)):
         return [map_leaves(item, function, is_leaf) for item in batch]
     if isinstance(batch, PackedSequence):
         # `batch_sizes` has to stay on the CPU.

@@ -26,6 +26,10 @@ class Progress:
     def validated(self) -> None:
         self.validated_step = self.step
 
+    def split_batches(self, parts: int) -> None:
+        """Count in parts of the batches that were counted so far."""
+        self.batch *= parts
+
     def next_epoch(self) -> None:
         self.epoch += 1
         self.batch = 0

@@ -220,6 +220,11 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
     if (settings.sync_batchnorm or syncs) and device_type == "cpu" and devices * num_nodes > 1:
         problems.append("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm runs: leave it out on CPUs.")
     problems += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
+    if settings.accumulate_grad_batches == "auto" and (strategy.shards_state or device_type in ("xla", "tpu")):
+        problems.append(
+            f"accumulate_grad_batches='auto' tries a batch on each process by itself, which strategy {strategy.name!r} "
+            "cannot: use 'ddp' or one device. Or give a number: `trainer estimate` says how many samples fit."
+        )
     compilation = read_compile(settings.compile)
     if compilation is not None:
         problems += check_toolchain(compilation, device_type)
@@ -243,7 +248,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
 def step_config(settings: Settings, **known: Any) -> StepConfig:
     """Return the settings for the strategy, with values of the run that are `known`."""
     of_settings = {
-        "accumulate_grad_batches": settings.accumulate_grad_batches,
+        "accumulate_grad_batches": settings.window,
         "clip_value": settings.gradient_clip_val,
         "clip_algorithm": settings.gradient_clip_algorithm,
     }

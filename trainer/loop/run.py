@@ -84,8 +84,10 @@ class Session:
         """The current stage; None: nothing runs."""
         self.progress = Progress()
         self.has_fit = False
-        self.accumulate_grad_batches = self.configured_window = settings.accumulate_grad_batches
+        self.accumulate_grad_batches = self.configured_window = settings.window
         """Micro-batches of the next window, and as they were set outside of a run, by which each `fit` begins."""
+        self.fitting_samples: int | None = None
+        """With accumulate_grad_batches="auto" the samples of a micro-batch that fits; None: it is not known yet."""
         self.training_batches: int | None = None
         """Micro-batches of an epoch in the last `fit`; None: unknown."""
         self.seed = settings.seed or 0
@@ -104,8 +106,17 @@ class Session:
         if stage == "fit":
             self.progress = Progress()
             self.accumulate_grad_batches = self.configured_window
+            self.fitting_samples = None
         for values in (self.callback_metrics, self.logged_metrics, self.progress_bar_metrics, self.measured):
             values.clear()
+
+    def remember_fitting(self, samples: int) -> None:
+        """Split batches into micro-batches of so many samples, in this `fit` and in its checkpoints."""
+        self.fitting_samples = samples
+
+    def split_into(self, parts: int) -> None:
+        """Take this number of micro-batches for a step: the parts of one batch."""
+        self.accumulate_grad_batches = parts
 
 
 class Run:
@@ -496,7 +507,7 @@ class Run:
         windows = {0: self.session.accumulate_grad_batches}
         for callback in self.callbacks:
             if isinstance(callback, AccumulationSchedule):
-                windows = {0: self.settings.accumulate_grad_batches, **callback.scheduling}
+                windows = {0: self.settings.window, **callback.scheduling}
         first_epochs = [*sorted(epoch for epoch in windows if epoch < max_epochs), max_epochs]
         return min(limit, sum((b - a) * math.ceil(batches / windows[a]) for a, b in pairwise(first_epochs)))
 

@@ -27,6 +27,7 @@ from trainer.launchers.restarts import RestartRecord, max_restarts
 from trainer.loop.agreement_at_start import check_loaders, check_module, check_optimizers, check_settings
 from trainer.loop.changes_since_checkpoint import facts_of_module, facts_of_training, report_changes
 from trainer.loop.describe import cuda_capability, performance_hints, start_line
+from trainer.loop.fitting_batches import find_fitting_batches, split_batches
 from trainer.loop.loaders import make_loaders
 from trainer.loop.optimizer_overrides import OF_STEP
 from trainer.loop.preflight_checks import check_call
@@ -111,10 +112,13 @@ def start_run(
             know_the_epoch(run, checkpoint)
             make_loaders(run, data)
             check_loaders(run)
+            know_what_fits(run, checkpoint)
             run.set_reload(partial(reload_loaders, run, data))
             if stage == "fit":
                 build_optimizers(run)
             restore_training(run, checkpoint)
+            if stage == "fit":
+                find_fitting_batches(run)
             report_changes(run, checkpoint, allow_changes)
             run.watch_numbers()
             run.leave_out_calls()
@@ -247,11 +251,20 @@ def know_the_epoch(run: Run, checkpoint: dict[str, Any] | None) -> None:
         run.progress.load_state_dict(checkpoint["progress"])
 
 
+def know_what_fits(run: Run, checkpoint: dict[str, Any] | None) -> None:
+    """Split batches as the run that wrote the checkpoint did, with accumulate_grad_batches="auto"."""
+    fitting = None if checkpoint is None else checkpoint.get("fitting_samples")
+    if fitting is not None and run.stage == "fit":
+        run.session.remember_fitting(fitting)
+        split_batches(run)
+
+
 def reload_loaders(run: Run, data: dict[str, Any]) -> None:
     """Ask the data module or module for its loaders anew. Collective."""
     run.loaders.close()
     make_loaders(run, data)
     check_loaders(run)
+    split_batches(run)
 
 
 def build_optimizers(run: Run) -> None:

@@ -76,6 +76,7 @@ def training_state(run: Run, tensors: dict[str, Any], callbacks: dict[str, Any])
         "scaler": strategy.scaler.state_dict() if strategy.scaler is not None else {},
         "progress": run.progress.state_dict(),
         "global_micro_batch": _global_micro_batch(run),
+        **({} if run.session.fitting_samples is None else {"fitting_samples": run.session.fitting_samples}),
         "rng": [state["rng"] for state in per_rank],
         "loader": [state["loader"] for state in per_rank],
         "metrics": [state["metrics"] for state in per_rank],
@@ -178,6 +179,7 @@ KINDS: dict[str, Any] = {
         name: bool if first is False else Integer(first, _MAX_COUNT) for name, first in asdict(Progress()).items()
     },
     "global_micro_batch?": (Integer(1), None),
+    "fitting_samples?": Integer(1),
     "rng": [dict],
     "loader": [dict],
     "metrics": [_METRICS],

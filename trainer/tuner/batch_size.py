@@ -12,7 +12,7 @@ import torch
 
 from trainer.callback import Callback
 from trainer.errors import ConfigError
-from trainer.tuner.memory_limit import is_out_of_memory
+from trainer.model.memory_limit import is_out_of_memory
 
 if TYPE_CHECKING:
     from trainer.module import TrainModule

@@ -69,6 +69,8 @@ def run_trial(
         _leave_out_schedulers(module)
     own = {name: getattr(trainer.settings, name) for name in ARGUMENTS}
     with isolated_rng(), _same_generators(loader), _quiet(), tempfile.TemporaryDirectory() as folder:
+        if own["accumulate_grad_batches"] == "auto":
+            own["accumulate_grad_batches"] = 1
         given = {"callbacks": [callback], "max_steps": max_steps, "default_root_dir": folder, "strategy": strategy}
         Trainer(**{**own, **WITHOUT, **given}).fit(module, loader, datamodule=datamodule)
 

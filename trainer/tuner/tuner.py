@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from trainer.data.datamodule import DataModule
 from trainer.errors import ConfigError, did_you_mean
+from trainer.model.memory_limit import free_memory, limited_memory
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuner.batch_size import BatchSizes, NoSuchBatchError, Stopwatch, check_search, search, with_batch_size
 from trainer.tuner.lr_finder import LRFinder, RangeTest, check_range
-from trainer.tuner.memory_limit import free_memory, limited_memory
 from trainer.tuner.trial import run_trial
 
 log = logging.getLogger("trainer")

@@ -146,7 +146,8 @@ def _complete(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:
     devices = len(devices) if isinstance(devices, list) else devices if isinstance(devices, int) and devices > 0 else 8
     given.devices = given.devices or [devices]
     given.num_nodes = given.num_nodes or planned.get("num_nodes", 1)
-    given.accumulate = given.accumulate or planned.get("accumulate_grad_batches", 1)
+    window = planned.get("accumulate_grad_batches", 1)
+    given.accumulate = given.accumulate or (window if isinstance(window, int) else 1)
     given.precision = given.precision or planned.get("precision", "32-true")
     given.checkpointing = given.checkpointing or bool(planned.get("activation_checkpointing"))
 

@@ -1,0 +1,75 @@
+"""Split a batch into micro-batches of fewer samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainer.data.loader import Batch
+from trainer.data.transfer import map_leaves
+from trainer.errors import ConfigError
+
+
+def parts_of(batch: Batch, size: int, number: int) -> Iterator[Batch]:
+    """Yield `number` parts of a batch, of `size` samples each; those beyond its last sample are padding.
+
+    The samples over all processes are counted with the first part.
+
+    Raises:
+        ConfigError: something in the batch has not one entry for each sample.
+    """
+    there = batch.samples or samples_in(batch.data)
+    for part in range(number):
+        first, end = part * size, min((part + 1) * size, there)
+        samples = None if batch.samples is None else 0 if batch.is_padding else max(0, end - first)
+        if end <= first:
+            first, end = 0, 1  # the weight of padding is zero
+        total = batch.total if part == 0 or batch.total is None else 0
+        yield Batch(slice_samples(batch.data, there, first, end), samples, total)
+
+
+def slice_samples(data: Any, samples: int, first: int, end: int) -> Any:
+    """Return samples `first` to `end` of the data of a batch that has so many `samples`.
+
+    Raises:
+        ConfigError: something in it has not one entry for each sample.
+    """
+    return map_leaves(data, partial(_sliced, samples=samples, first=first, end=end), _has_one_for_each)
+
+
+def _has_one_for_each(data: Any) -> bool:
+    """Whether a container is a list of plain objects, such as the texts of the samples."""
+    return isinstance(data, (list, tuple)) and bool(data) and all(isinstance(one, (str, int, float)) for one in data)
+
+
+def _sliced(leaf: Any, samples: int, first: int, end: int) -> Any:
+    if leaf is None or isinstance(leaf, (str, int, float)) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 0):
+        return leaf
+    try:
+        entries = len(leaf)
+    except TypeError:
+        entries = -1
+    if entries != samples:
+        what = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else f"of type {type(leaf).__name__}"
+        raise ConfigError(
+            f"accumulate_grad_batches='auto' splits batches along the first dimension, and in a batch of {samples} "
+            f"samples is an object {what}: give a smaller batch_size and a number instead of 'auto'."
+        )
+    return leaf[first:end]
+
+
+def samples_in(data: Any) -> int:
+    """Return the length of the first tensor in the data of a batch; 1 if there is none."""
+    found: list[int] = []
+    map_leaves(data, lambda leaf: found.append(len(leaf)) if isinstance(leaf, torch.Tensor) and leaf.dim() else None)
+    return found[0] if found else 1
+
+
+def bytes_of(data: Any) -> int:
+    """Return the bytes of the tensors in the data of a batch."""
+    found: list[int] = []
+    map_leaves(data, lambda leaf: found.append(leaf.nbytes) if isinstance(leaf, torch.Tensor) else None)
+    return sum(found)

@@ -1,0 +1,145 @@
+"""accumulate_grad_batches="auto": split batches that do not fit into the memory into windows of micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from itertools import islice
+
+import torch
+
+from trainer.data.loader import Batch
+from trainer.data.parts import bytes_of, slice_samples
+from trainer.data.sharded_loader import ShardedDataLoader
+from trainer.distributed.environment import detect_environment
+from trainer.errors import ConfigError
+from trainer.loop.accumulation import checked_loss
+from trainer.loop.run import Run
+from trainer.metrics.metric_log import MetricScope
+from trainer.model.memory_limit import free_memory, is_out_of_memory, limited_memory
+from trainer.module import TrainModule
+from trainer.seed import isolated_rng
+
+log = logging.getLogger("trainer")
+
+BATCHES_LOOKED_AT = 16
+"""Batches at the start of an epoch, of which the largest is tried."""
+STATE_OF_ADAM = 2
+"""Optimizers have at most so many numbers for each parameter; they make them in their first step."""
+
+
+def split_batches(run: Run) -> None:
+    """Split the batches of training into micro-batches of the size that was found to fit, if it has been found.
+
+    Raises:
+        ConfigError: the batches cannot be split.
+    """
+    if run.settings.accumulate_grad_batches != "auto" or run.session.fitting_samples is None:
+        return
+    loader = _loader(run)
+    assert loader.batch_size is not None
+    run.session.split_into(loader.split(_largest_divisor(loader.batch_size, run.session.fitting_samples)))
+
+
+def find_fitting_batches(run: Run) -> None:
+    """Try a forward and backward of the largest batch, and split batches if it does not fit on every process.
+
+    Weights, gradients, random numbers, buffers and attributes of the module are as before. Collective.
+
+    Raises:
+        ConfigError: not even one sample fits, or the batches cannot be split.
+    """
+    if run.settings.accumulate_grad_batches != "auto" or run.session.fitting_samples is not None:
+        return
+    loader = _loader(run)
+    with isolated_rng():
+        batches = list(islice(loader.iterate(run.progress.epoch), BATCHES_LOOKED_AT))
+    largest = max(batches, key=lambda batch: bytes_of(batch.data))
+    size = loader.batch_size
+    assert size is not None
+    while not all(run.strategy.processes.all_gather_object(_fits(run, largest, size))):
+        if size == 1:
+            raise ConfigError(
+                "accumulate_grad_batches='auto': not even one sample fits into the memory. `trainer estimate` says "
+                "what takes it; activation_checkpointing, bf16-mixed or strategy='fsdp' need less."
+            )
+        size = _largest_divisor(loader.batch_size or 1, size - 1)
+    run.session.remember_fitting(size)
+    split_batches(run)
+    run.progress.split_batches(loader.parts)
+    if run.strategy.processes.is_global_zero:
+        how = "fit as they are" if loader.parts == 1 else f"are split into {loader.parts} micro-batches of {size}"
+        log.info("accumulate_grad_batches='auto': batches of %d samples %s", size * loader.parts, how)
+
+
+def _loader(run: Run) -> ShardedDataLoader:
+    loader = run.train_loader
+    if not isinstance(loader, ShardedDataLoader) or loader.batch_size is None:
+        raise ConfigError(
+            "accumulate_grad_batches='auto' needs a DataLoader with a batch_size over a map-style dataset, of which it "
+            "can take a batch to try: give a number instead."
+        )
+    return loader
+
+
+def _largest_divisor(batch_size: int, limit: int) -> int:
+    """Return the largest divisor of the batch size up to a limit, so that all parts are equal."""
+    return next(size for size in range(min(batch_size, max(limit, 1)), 0, -1) if batch_size % size == 0)
+
+
+def _fits(run: Run, batch: Batch, size: int) -> bool:
+    """Whether two micro-batches of a window, and the optimizer's state, fit into the memory of this process."""
+    there = batch.samples or size
+    data = slice_samples(batch.data, there, 0, min(size, there))
+    parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
+    try:
+        with isolated_rng(), limited_memory(_limit(run)):
+            module = _twin(run.module)
+            kept = [torch.zeros_like(parameter) for parameter in parameters for _ in range(STATE_OF_ADAM)]
+            for _ in range(2):
+                _forward_and_backward(run, module, data)
+            del module, kept
+        return True
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        del error
+        return False
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _forward_and_backward(run: Run, module: TrainModule, data: object) -> None:
+    strategy = run.strategy
+    with run.metrics.recording(MetricScope(batches=False, steps=False)), strategy.gradient_sync(last=False):
+        there = run.transfer(data, 0)
+        with strategy.precision.forward_context(strategy.device):
+            outputs = module.training_step(there, 0)
+        if outputs is not None:
+            checked_loss(outputs, module, False).backward()
+
+
+def _twin(module: TrainModule) -> TrainModule:
+    """Return a copy of the module with the same parameters, so that a trial changes nothing else of it."""
+    try:
+        twin = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"accumulate_grad_batches='auto' tries a batch with a copy of the module, and cannot copy it ({error}): "
+            "build in `setup` or `configure_model` what cannot be copied, or give a number."
+        ) from error
+    twin.attach(module.trainer)
+    return twin
+
+
+def _limit(run: Run) -> int | None:
+    """Return the bytes of memory that a trial may take on CPUs, where nothing else says that it is used up."""
+    free = free_memory() if run.strategy.device.type == "cpu" else None
+    return None if free is None else free * 9 // 10 // detect_environment().local_world_size
