@@ -220,11 +220,7 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
     if (settings.sync_batchnorm or syncs) and device_type == "cpu" and devices * num_nodes > 1:
         problems.append("sync_batchnorm=True needs GPUs, where torch.nn.SyncBatchNorm runs: leave it out on CPUs.")
     problems += strategy.problems(precision, device_type, devices * num_nodes, step_config(settings))
-    if settings.accumulate_grad_batches == "auto" and (strategy.shards_state or device_type in ("xla", "tpu")):
-        problems.append(
-            f"accumulate_grad_batches='auto' tries a batch on each process by itself, which strategy {strategy.name!r} "
-            "cannot: use 'ddp' or one device. Or give a number: `trainer estimate` says how many samples fit."
-        )
+    problems += _cannot_try_a_batch(settings, strategy, device_type)
     compilation = read_compile(settings.compile)
     if compilation is not None:
         problems += check_toolchain(compilation, device_type)
@@ -243,6 +239,18 @@ def resolve_config(settings: Settings) -> ResolvedConfig:
     made = ResolvedConfig(settings, *where, strategy, precision, callbacks, loggers, compilation, reasons, time_limit)
     made.sync_batchnorm = settings.sync_batchnorm or syncs
     return made
+
+
+def _cannot_try_a_batch(settings: Settings, strategy: Strategy, device_type: str) -> list[str]:
+    """Return the problem of accumulate_grad_batches="auto" with a strategy or device that cannot."""
+    if settings.accumulate_grad_batches != "auto":
+        return []
+    if not strategy.shards_state and device_type not in ("xla", "tpu"):
+        return []
+    return [
+        f"accumulate_grad_batches='auto' tries a batch on each process by itself, which strategy {strategy.name!r} "
+        "cannot: use 'ddp' or one device. Or give a number: `trainer estimate` says how many samples fit."
+    ]
 
 
 def step_config(settings: Settings, **known: Any) -> StepConfig:
