@@ -52,7 +52,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("module",),
     ("callback", "strategy"),
     ("loop", "strategies"),
-    ("trainer",),
+    ("trainer", "engine"),
     ("callbacks", "config", "tuner"),
     ("cli", "testing"),
     ("__main__",),

@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataModule",
+    "Engine",
     "LengthGroupedSampler",
     "Logger",
     "PackedDataset",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from trainer.data.datamodule import DataModule
     from trainer.data.length_grouped_sampler import LengthGroupedSampler
     from trainer.data.packed_dataset import PackedDataset
+    from trainer.engine import Engine
     from trainer.errors import CheckpointError, ConfigError
     from trainer.launchers.notebook import launch
     from trainer.module import TrainModule
@@ -45,6 +47,7 @@ _HOMES = {
     "CheckpointError": "trainer.errors",
     "ConfigError": "trainer.errors",
     "DataModule": "trainer.data.datamodule",
+    "Engine": "trainer.engine",
     "LengthGroupedSampler": "trainer.data.length_grouped_sampler",
     "Logger": "trainer.callback",
     "PackedDataset": "trainer.data.packed_dataset",

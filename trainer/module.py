@@ -63,6 +63,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
     transformers' `from_pretrained(key_mapping=)`."""
     strict_loading: bool = True
     """With False, weights that a checkpoint lacks stay as they are, and weights that the module lacks are left out."""
+    _own_loop: bool = False
+    """True for a module of an `Engine`, whose loop is the user's: it clips by norms of its own."""
     _wrapper: nn.Module | None = None
     """The wrapper of a strategy that shards the parameters; kept after the run."""
     _wrapped_for: type | None = None

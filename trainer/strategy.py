@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import math
@@ -198,9 +199,10 @@ class Strategy:
         self._plain_forward = precision.forward_context(self.device) is NULL_CONTEXT
         self._unscaled: dict[int, Optimizer] = {}
         """The optimizers, by `id`, whose gradients are unscaled in the step in progress."""
-        self._scale: torch.Tensor | None = None
+        self._scale: list[torch.Tensor] = []
         self._scaled_by: dict[int, torch.Tensor] = {}
-        """With manual optimization: the current loss scale, and by the `id` of an optimizer that of its gradients."""
+        """With manual optimization: the current loss scale, if it is known, and by the `id` of an optimizer that of its
+        gradients."""
         # On a machine without an accelerator no tensor has to move.
         self._move = make_transfer(self.device)
         self._moves_batches = self.device.type != "cpu" or torch.accelerator.is_available() or precision.casts_batch
@@ -298,18 +300,19 @@ class Strategy:
         scaler = self.scaler
         if not isinstance(scaler, torch.amp.GradScaler) or scaler._scale is None:
             return
-        if self._scale is None:
-            self._scale = scaler._scale.clone()
-        before = self._scaled_by.get(id(optimizer), self._scale)
-        self._scaled_by[id(optimizer)] = self._scale
+        if not self._scale:
+            self._scale.append(scaler._scale.clone())
+        (scale,) = self._scale
+        before = self._scaled_by.get(id(optimizer), scale)
+        self._scaled_by[id(optimizer)] = scale
         if self._unscaled.pop(id(optimizer), None) is not None:
             states = scaler._per_optimizer_states
             state = states.pop(id(optimizer))
             states[id(state)] = state  # `update` uses the values only
             overflows = torch.stack([*state["found_inf_per_device"].values()]).sum()
-            factor = torch.where(overflows > 0, torch.inf, self._scale)  # clipping may have made them finite
-        elif before is not self._scale:
-            factor = self._scale / before
+            factor = torch.where(overflows > 0, torch.inf, scale)  # clipping may have made them finite
+        elif before is not scale:
+            factor = scale / before
         else:
             return
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
@@ -354,7 +357,7 @@ class Strategy:
                 self.scale_gradients(optimizer)  # clipped and not stepped: they wait for a later step
             if any(state["found_inf_per_device"] for state in self.scaler._per_optimizer_states.values()):
                 self.scaler.update()
-                self._scale = None
+                self._scale.clear()
 
     def parameters_changed(self, changes: str, optimizers: list[Optimizer]) -> None:
         """Adapt to parameters that were frozen, unfrozen or added while training, the same ones on all processes.
@@ -432,6 +435,11 @@ def keeps_batches(strategy: Strategy) -> bool:
 def keeps_step(strategy: Strategy) -> bool:
     """Whether `call_step` only calls the module's method; known after `setup_environment`."""
     return inherits(strategy, "call_step") and strategy._plain_forward
+
+
+def for_another_module(strategy: Strategy) -> Strategy:
+    """Return a copy of a strategy that has joined the processes and has no module yet; both share the loss scale."""
+    return copy.copy(strategy)
 
 
 def has_gradients(optimizer: Optimizer) -> bool:

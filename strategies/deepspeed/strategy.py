@@ -375,12 +375,17 @@ class DeepSpeedStrategy(DistributedStrategy):
         With an infinite norm return that of the step before; None while a window is in progress. A step whose gradients
         are not finite changes nothing, and has an infinite norm.
 
+        In a loop of the user's the norm is that of the next step.
+
         Raises:
             ConfigError: `value` or `algorithm` differs from that at the start.
         """
         if algorithm == "norm" and value == math.inf:
             norm = None if self.begun else self.engine.get_global_grad_norm()
             return None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self.device)
+        if algorithm == "norm" and self.module._own_loop:
+            self.engine.optimizer.clip_grad = value
+            return None
         if algorithm != "norm" or value != self.clip_norm:
             raise ConfigError(
                 f"strategy {self.name!r} clips by the norm {self.clip_norm}, as it was at the start, and cannot clip "
@@ -395,6 +400,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.master_weights.take_over_changes()
         with self._refusing.paused():
             self.engine.step()
+        if self.module._own_loop:
+            self.engine.optimizer.clip_grad = self.clip_norm or 0.0
         self.master_weights.remember_weights()
         self.begun = False
 

@@ -206,7 +206,12 @@ class FSDPStrategy(DistributedStrategy):
                 "precision='16-mixed' with tensor_parallel or pipeline_parallel: the loss scale cannot be agreed on "
                 "over their processes. Use 'bf16-mixed'."
             )
-        if layout.pipeline > 1 and module is not None and not module.automatic_optimization:
+        if layout.pipeline > 1 and module is not None and module._own_loop:
+            problems.append(
+                "pipeline_parallel runs the backward of each micro-batch itself, which a loop of your own cannot: use "
+                "a Trainer, or tensor_parallel or context_parallel."
+            )
+        elif layout.pipeline > 1 and module is not None and not module.automatic_optimization:
             problems.append(
                 "pipeline_parallel runs the backward of each micro-batch itself, and automatic_optimization is False: "
                 "use tensor_parallel or context_parallel, or automatic optimization."

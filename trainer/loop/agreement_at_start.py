@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from trainer import __version__
 from trainer.arguments import local_path
 from trainer.data.loader import BatchLoader
+from trainer.distributed.process_group import SingleProcess
 from trainer.hyperparameters import is_scalar
 from trainer.loop.compare_ranks import compare, describe_tensor
 from trainer.loop.run import Run
@@ -74,11 +75,18 @@ def check_loaders(run: Run) -> None:
     Raises:
         ConfigError: as `compare`.
     """
+    loaders: dict[str, BatchLoader] = {} if run.train_loader is None else {"the training loader": run.train_loader}
+    loaders |= {f"the evaluation loader {name!r}": loader for name, loader in run.loaders.evaluated.items()}
+    compare_loaders(run.strategy.processes, loaders, run.train_loader)
+
+
+def compare_loaders(processes: SingleProcess, loaders: dict[str, BatchLoader], training: BatchLoader | None) -> None:
+    """Do what `check_loaders` does, with loaders by their names in messages, one of which may be for training."""
     fix = "Give every process the full dataset: the trainer splits it."
-    length = None if run.train_loader is None else run.train_loader.length
-    lengths = compare(run.strategy.processes, _loaders(run), fix, also=length)
-    if run.train_loader is not None:
-        run.train_loader.shorten(lengths)
+    length = None if training is None else training.length
+    lengths = compare(processes, _facts_of_loaders(loaders), fix, also=length)
+    if training is not None:
+        training.shorten(lengths)
 
 
 def check_optimizers(run: Run, optimizers: list[Optimizer], schedulers: list[SchedulerConfig]) -> None:
@@ -148,9 +156,7 @@ def describe_layer(layer: torch.nn.Module) -> str:
     return f"{class_of(layer).__name__}({re.sub(r' at 0x[0-9a-f]+', '', options)[:_MOST_OPTIONS]})"
 
 
-def _loaders(run: Run) -> Iterator[tuple[str, object]]:
-    loaders: dict[str, BatchLoader] = {} if run.train_loader is None else {"the training loader": run.train_loader}
-    loaders |= {f"the evaluation loader {name!r}": loader for name, loader in run.loaders.evaluated.items()}
+def _facts_of_loaders(loaders: dict[str, BatchLoader]) -> Iterator[tuple[str, object]]:
     yield "loaders", list(loaders)
     for name, loader in loaders.items():
         for fact, value in loader.equal_everywhere().items():

@@ -23,6 +23,7 @@ from trainer.checkpoint.process_group import SINGLE_PROCESS, ProcessGroup
 from trainer.checkpoint.schema import NUMBER, Integer, unlike, wrong
 from trainer.checkpoint.serialization import serialize
 from trainer.checkpoint.storage import StoragePath
+from trainer.data.loader import BatchLoader
 from trainer.data.transfer import map_leaves
 from trainer.distributed.process_group import SingleProcess
 from trainer.errors import CheckpointError, restoring
@@ -324,7 +325,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     run.progress.load_state_dict(_cursor(run, checkpoint).state_dict())
     with restoring("the logged values"):
         load_metrics_state(run.metrics, _metrics_for(checkpoint, strategy.processes), strategy.device)
-    rank = _counterpart(checkpoint, strategy.processes)
+    rank = counterpart(checkpoint, strategy.processes)
     run.resume(None if rank is None else checkpoint["rng"][rank], checkpoint.get("postponed_stop"))
     if rank is not None:
         check_rng_state(checkpoint["rng"][rank], f"{run.resumed_from}, 'rng' of rank {rank}", strategy.device)
@@ -334,7 +335,7 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
         log.info(
             "the checkpoint was written by %d processes and is read by %d: the order of the samples stays the "
             "same, other random numbers (dropout) differ",
-            len(_readers_of(checkpoint)[1]),
+            len(readers_of(checkpoint)[1]),
             strategy.processes.readers,
         )
     last_step = run.settings.max_steps
@@ -347,18 +348,18 @@ def restore_training(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     _restore_callbacks(run, checkpoint)
 
 
-def _readers_of(checkpoint: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+def readers_of(checkpoint: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Return, of the run that wrote the checkpoint, the reader of each rank and the reporting rank of each reader."""
     everyone = list(range(checkpoint["world_size"]))
     return checkpoint.get("reader_of", everyone), checkpoint.get("reporters", everyone)
 
 
-def _counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int | None:
+def counterpart(checkpoint: Mapping[str, Any], processes: SingleProcess) -> int | None:
     """Return the rank whose random numbers and data this process goes on with; None: there were more or fewer readers.
 
     It is this process's own rank where that was of the same reader.
     """
-    reader_of, reporters = _readers_of(checkpoint)
+    reader_of, reporters = readers_of(checkpoint)
     if len(reporters) != processes.readers:
         return None
     own = reader_of[processes.rank : processes.rank + 1]
@@ -370,7 +371,7 @@ def _metrics_for(checkpoint: Mapping[str, Any], processes: SingleProcess) -> lis
 
     With another number of readers, a process merges the values of several readers, or of none.
     """
-    reader_of, reporters = _readers_of(checkpoint)
+    reader_of, reporters = readers_of(checkpoint)
     if (*reader_of,) == processes.reader_of and (*reporters,) == processes.reporters:
         return [checkpoint["metrics"][processes.rank]]
     return [checkpoint["metrics"][rank] for rank in reporters][processes.reader :: processes.readers]
@@ -483,11 +484,20 @@ def _cursor(run: Run, checkpoint: Mapping[str, Any]) -> Progress:
     loader, now, before = run.train_loader, _global_micro_batch(run), checkpoint.get("global_micro_batch")
     if loader is None or before is None or now is None or before == now:
         return progress
-    consumed = progress.batch * before
+    progress.batch = place_in_epoch(loader, progress.batch, before, now)
+    return progress
+
+
+def place_in_epoch(loader: BatchLoader, batch: int, before: int, now: int) -> int:
+    """Return the micro-batches of an epoch that are consumed, in micro-batches of `now` samples over all readers.
+
+    Args:
+        batch: the number of those of `before` samples.
+    """
+    consumed = batch * before
     if loader.samples_per_epoch is not None and loader.max_length is not None and consumed >= loader.samples_per_epoch:
-        progress.batch = loader.max_length
-        return progress
-    progress.batch, again = divmod(consumed, now)
+        return loader.max_length
+    batch, again = divmod(consumed, now)
     if again:
         log.warning(
             "the checkpoint lies inside one of this run's batches of %d samples (over all processes): %d samples of "
@@ -495,7 +505,7 @@ def _cursor(run: Run, checkpoint: Mapping[str, Any]) -> Progress:
             now,
             again,
         )
-    return progress
+    return batch
 
 
 def callbacks_by_state_key(callbacks: list[Callback]) -> dict[str, Callback]:
@@ -523,7 +533,7 @@ def _wrong_length(checkpoint: dict[str, Any]) -> str | None:
     for name in PER_PROCESS:
         if name in checkpoint and len(checkpoint[name]) != size:
             return f"{name!r} has {len(checkpoint[name])} entries for {size} processes"
-    reader_of, reporters = _readers_of(checkpoint)
+    reader_of, reporters = readers_of(checkpoint)
     readers = [reader_of[rank] if rank < size else None for rank in reporters]
     if readers != list(range(len(reporters))) or not {*reader_of} <= {*readers}:
         return "'reader_of' and 'reporters' do not fit each other"

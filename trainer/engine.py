@@ -1,0 +1,1221 @@
+"""Engine: strategies, precision, checkpoints and exact resume for a loop of one's own."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Never, Self, TextIO
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from trainer.checkpoint.finite import floating_tensors, not_finite
+from trainer.checkpoint.format import open_checkpoint, read_checkpoint
+from trainer.checkpoint.generator_states import check_rng_state, check_torch_states
+from trainer.checkpoint.optimizer_state import check_shapes, with_dtypes_of
+from trainer.checkpoint.process_group import SINGLE_PROCESS
+from trainer.checkpoint.schema import Integer, wrong
+from trainer.checkpoint.storage import as_storage_path
+from trainer.checkpoint.writing import write_checkpoint
+from trainer.data.adapters import make_batch_loader
+from trainer.data.loader import Batch, BatchLoader
+from trainer.data.transfer import map_leaves
+from trainer.data.worker_processes import workers_end_with_this_process
+from trainer.distributed.all_gather import gather_nested
+from trainer.errors import CheckpointError, ConfigError, did_you_mean, explain_torch_error, raise_problems, restoring
+from trainer.errors import shown as shown_value
+from trainer.fault_tolerance.collective_check import CollectiveCheck
+from trainer.fault_tolerance.ended_processes import explain_lost_connection
+from trainer.fault_tolerance.failure import limit_exit, report_failure
+from trainer.fault_tolerance.stop import StopCoordinator
+from trainer.hyperparameters import stored_hyperparameters
+from trainer.loop.accumulation import even_window
+from trainer.loop.agreement import compare_loaders
+from trainer.loop.compare import compare
+from trainer.loop.loaders import refuse_data
+from trainer.loop.resolved_config import checked_config
+from trainer.loop.setup import configure_logging, start_processes
+from trainer.loop.training_state import SHARDED_KEYS, counterpart, place_in_epoch
+from trainer.model.dispatched import refuse_dispatched
+from trainer.model.parameter_tables import ParameterTables, describe_changes
+from trainer.module import TrainModule
+from trainer.optimizers import check_parameters
+from trainer.precision import NULL_CONTEXT, Precision
+from trainer.seed import derive_seed, global_seed, rng_state, seed_generators, set_deterministic, set_rng_state
+from trainer.settings import Settings
+from trainer.strategy import (
+    StepConfig,
+    Strategy,
+    backward_with,
+    for_another_module,
+    full_state_dict,
+    inherits,
+    keeps_step,
+    synchronize_buffers,
+    wrapping_problems,
+)
+
+log = logging.getLogger("trainer")
+
+ReduceOp = Literal["mean", "avg", "sum", "min", "max"]
+_MODEL = "model."
+"""Begins the names of parameters as a strategy knows them."""
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_OF_THE_TRAINER = {
+    "callbacks": "call what you need in the loop; callbacks belong to a Trainer",
+    "loggers": "log in the loop, `if engine.is_global_zero`; loggers belong to a Trainer",
+    "logger": "log in the loop, `if engine.is_global_zero`; loggers belong to a Trainer",
+    "gradient_clip_val": "engine.clip_gradients(model, optimizer, max_norm=...) before optimizer.step()",
+    "accumulate_grad_batches": "engine.no_backward_sync(model, enabled=...) around forward and backward",
+    "gradient_accumulation_steps": "engine.no_backward_sync(model, enabled=...) around forward and backward",
+    "mixed_precision": "precision='bf16-mixed' or '16-mixed'",
+    "max_epochs": "the loop is yours: for epoch in range(loader.epoch, ...)",
+}
+"""Arguments of other classes -> what to do instead."""
+
+
+class Engine:
+    """The trainer's strategies, precisions, processes, loaders and checkpoints, for a loop of your own.
+
+    Example::
+
+        with Engine(strategy="fsdp", precision="bf16-mixed", devices=2, seed=1) as engine:
+            model, optimizer = engine.setup(model, optimizer)
+            loader = engine.setup_dataloaders(loader)
+            for batch in loader:
+                optimizer.zero_grad()
+                loss = model(batch)
+                engine.backward(loss)
+                optimizer.step()
+
+    With several devices the script is started once for each, at the `with`. The names are those of Lightning's Fabric;
+    docs/engine.md shows what differs.
+
+    Args:
+        accelerator, devices, num_nodes, strategy, precision, seed, deterministic: as of `Trainer`.
+        seed_per_sample: as of `Trainer`.
+
+    Raises:
+        ConfigError: the arguments have problems; the message lists all of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
+        strategy: str | Strategy = "auto",
+        precision: str | int | Precision = "32-true",
+        seed: int | None = None,
+        seed_per_sample: bool = False,
+        deterministic: bool | Literal["warn"] = False,
+        **unknown: Never,
+    ) -> None:
+        known = ("accelerator", "devices", "num_nodes", "strategy", "precision", "seed", "seed_per_sample")
+        problems = [
+            f"Engine has no argument {name!r}.{did_you_mean(name, (*known, 'deterministic'), _OF_THE_TRAINER)}"
+            for name in unknown
+        ]
+        settings = Settings(
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            strategy=strategy,
+            precision=precision,
+            seed=seed,
+            seed_per_sample=seed_per_sample,
+            deterministic=deterministic,
+            logger=False,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        self.config = checked_config(settings, problems)
+        if self.config.device_type == "xla":
+            raise ConfigError("Engine does not run on torch_xla's devices: use a Trainer, or accelerator='cuda'.")
+        self.strategy: Strategy = self.config.strategy
+        self._blank: Strategy | None = None
+        """The strategy as it was before its first module."""
+        self._models: list[EngineModule] = []
+        self._optimizers: list[EngineOptimizer] = []
+        self._loaders: list[EngineLoader] = []
+        self._last: EngineModule | None = None
+        """The model that was called last to be trained."""
+        self._entered = self._begun = False
+        self._waiting_backwards = self._backwards = self.steps = 0
+        """Numbers of calls of `backward` since the last step and in all, and of optimizers' steps."""
+        self._calls = 0
+        """Number of calls of models, by which a process that goes on without the others is found."""
+        self._check: CollectiveCheck | None = None
+        if seed is not None:
+            seed_generators(seed)
+
+    # -- begin and end -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise ConfigError("this Engine was entered before: make another one.")
+        start_processes(self.config)
+        self._entered = True
+        with ExitStack() as cleanup:
+            self._join(cleanup)
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def _join(self, cleanup: ExitStack) -> None:
+        """Join the other processes, and listen to their failures."""
+        config, settings, strategy = self.config, self.config.settings, self.strategy
+        cleanup.enter_context(workers_end_with_this_process())
+        cleanup.callback(self._tear_down)
+        strategy.setup_environment(config.device_type, config.precision, config.device_ids)
+        self._blank = for_another_module(strategy)
+        processes = strategy.processes
+        configure_logging(processes.rank)
+        cleanup.callback(set_deterministic(settings.deterministic, settings.benchmark))
+        self._stop = stop = StopCoordinator(processes.store, processes.rank, processes.world_size)
+        cleanup.callback(stop.uninstall)
+        polls = []
+        if stop.store is not None:
+            self._check = CollectiveCheck(
+                stop.store, processes.rank, processes.world_size, self._collectives, stop.deadlocks
+            )
+            polls = [self._check.publish_progress]
+        stop.install(signals=False, polls=polls)
+        facts = {"strategy": type(strategy), **strategy._arguments, "precision": config.precision.name}
+        facts |= {"seed": settings.seed, "device": config.device_type, "torch": torch.__version__}
+        compare(processes, iter(facts.items()), "Give Engine the same arguments on all processes.")
+        last = global_seed()
+        new = torch.seed() % 2**32 if last is None and settings.seed is None else last
+        self.seed = settings.seed if settings.seed is not None else int(processes.broadcast_object(new or 0))
+        log.info("engine: %s, precision %s, seed %d", strategy, config.precision.name, self.seed)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        processes, stop = self.strategy.processes, self._stop
+        with self._cleanup:
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                self._calls += 10**9  # nothing follows but the last collective
+                processes.barrier()
+                stop.done()
+                return
+            stop.failed()
+            rank, world_size = processes.rank, processes.world_size
+            explained = explain_torch_error(error) or explain_lost_connection(error, processes.store, rank, world_size)
+            if isinstance(error, Exception):
+                report_failure(stop.store, rank, world_size, explained or error)
+            if world_size > 1:
+                limit_exit()
+        if explained is not None:
+            raise explained from error
+
+    def _tear_down(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+        for strategy in [*(model._strategy for model in self._models)] or [self.strategy]:
+            strategy.teardown()
+
+    def _collectives(self) -> int:
+        return self.strategy.processes.begun + self._calls
+
+    def _require_entered(self, call: str) -> None:
+        if not self._entered:
+            raise ConfigError(f"engine.{call} belongs into the block of `with Engine(...) as engine:`.")
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup(self, module: nn.Module, *optimizers: Optimizer) -> Any:
+        """Return the module, moved and wrapped as the strategy needs it, and its optimizers: `(model, *optimizers)`.
+
+        Use these in place of the originals. Without an optimizer only the model is returned, and it is not trained.
+        Each call sets up one model; with several, such as a generator and a discriminator, call it once for each.
+
+        Raises:
+            ConfigError: the strategy cannot train this; the message lists all problems.
+        """
+        self._require_entered("setup")
+        self._refuse_for_setup(module, optimizers)
+        if self._models and self._models[0]._strategy._trains_what_it_began_with and (optimizers or self._optimizers):
+            raise ConfigError(
+                f"strategy {self.strategy.name!r} trains one model with one optimizer, and this is the second module "
+                "that is set up: use 'ddp' or 'fsdp', or leave a module that is not trained out of setup and move it "
+                "by module.to(engine.device)."
+            )
+        assert self._blank is not None
+        strategy = for_another_module(self._blank) if self._models else self.strategy
+        config, adapter, steps = self.config, _Adapter(module), StepConfig(accumulate_grad_batches=1)
+        problems = strategy.problems(config.precision, config.device_type, config.num_processes, steps, adapter)
+        raise_problems([*problems, *wrapping_problems(adapter, strategy)], f"engine.setup({type(module).__name__})")
+        check_parameters([*optimizers], module, shared=False)
+        facts = [(name, f"{list(p.shape)}, {p.dtype}, {p.requires_grad}") for name, p in module.named_parameters()]
+        compare(strategy.processes, iter(facts), "Build the same module on all processes.")
+        converts = strategy.precision.weights not in (None, torch.float32)
+        refuse_dispatched(adapter, bool(optimizers), strategy.name, strategy.shards_state, converts)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        strategy.setup_module(adapter, bool(optimizers))
+        for optimizer in optimizers:
+            _take_parameters(optimizer, names, dict(module.named_parameters()))
+        prepared = strategy.setup_optimizers([*optimizers], steps) if optimizers else []
+        model = EngineModule(module, strategy, self, trains=bool(optimizers))
+        wrapped = [EngineOptimizer(optimizer, model, self) for optimizer in prepared]
+        self._models.append(model)
+        self._optimizers += wrapped
+        return (model, *wrapped) if wrapped else model
+
+    def _refuse_for_setup(self, module: Any, optimizers: tuple[Any, ...]) -> None:
+        if isinstance(module, EngineModule) or any(model.module is module for model in self._models):
+            raise ConfigError("engine.setup: this module is set up already; use what the first setup returned.")
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"engine.setup takes a torch.nn.Module, then its optimizers, and got {shown_value(module)} first."
+            )
+        for optimizer in optimizers:
+            if isinstance(optimizer, EngineOptimizer):
+                raise ConfigError("engine.setup: this optimizer is set up already; make another one for this module.")
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigError(
+                    f"engine.setup takes optimizers after the module, and got a {type(optimizer).__name__}. A "
+                    "scheduler is not set up: step it in the loop. A loader goes to engine.setup_dataloaders."
+                )
+
+    def setup_dataloaders(self, *dataloaders: Any, training: bool = True, use_distributed_sampler: bool = True) -> Any:
+        """Return the loaders, each giving this process its part of the batches, on its device, from an exact position.
+
+        A plain DataLoader is split over the processes. In training each process gets the same number of batches, if
+        need be by a batch of repeated samples; see `EngineLoader.samples`. With `training=False` each sample comes
+        exactly once, and processes may have different numbers of batches. Other iterables are used as they are.
+
+        Raises:
+            ConfigError: a loader cannot be used, or the processes' loaders differ.
+        """
+        self._require_entered("setup_dataloaders")
+        if not dataloaders:
+            raise ConfigError("engine.setup_dataloaders: give one or more loaders.")
+        made = [self._loader(one, training, use_distributed_sampler) for one in dataloaders]
+        return made[0] if len(made) == 1 else made
+
+    def _loader(self, given: Any, training: bool, split: bool) -> EngineLoader:
+        if isinstance(given, EngineLoader):
+            raise ConfigError("engine.setup_dataloaders: this loader is set up already.")
+        refuse_data(given, "engine.setup_dataloaders")
+        strategy, number = self.strategy, len(self._loaders)
+        loader = make_batch_loader(
+            given,
+            name=str(number) if number else "",
+            rank=strategy.processes.reader,
+            world_size=strategy.processes.readers,
+            seed=derive_seed(self.seed, number) if number else self.seed,
+            training=training,
+            seed_per_sample=self.config.settings.seed_per_sample,
+            split=split,
+            pad=strategy.collective_forward,
+        )
+        compare_loaders(strategy.processes, {f"loader {number}": loader}, loader if training else None)
+        if loader.note is not None and strategy.processes.is_global_zero:
+            log.info("%s", loader.note)
+        made = EngineLoader(loader, given, self, training)
+        self._loaders.append(made)
+        return made
+
+    def begin(self) -> None:
+        """Have each process draw random numbers of its own from here on; called by the first batch or forward."""
+        self._begun = True
+        reader = self.strategy.processes.reader
+        if reader > 0 and (self.config.settings.seed is not None or global_seed() is not None):
+            seed_generators(derive_seed(self.seed, reader))
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: torch.Tensor, *args: Any, model: EngineModule | None = None, **kwargs: Any) -> None:
+        """Add the gradients of a loss, scaled and reduced over processes as precision and strategy need it.
+
+        Args:
+            tensor: the loss, a mean over this process's samples.
+            args, kwargs: of `torch.Tensor.backward`, such as `retain_graph=True`.
+            model: with several models, the one whose output the loss is. Default: the one that was called last.
+
+        Raises:
+            ConfigError: nothing is set up, or there is no gradient.
+        """
+        chosen = model if model is not None else self._last
+        if chosen is None or not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+            raise self._cannot_go_back(tensor)
+        strategy = chosen._strategy
+        if strategy.scaler is not None:
+            for optimizer in self._optimizers:
+                strategy.scale_gradients(optimizer.optimizer)
+        self._backwards += 1
+        self._waiting_backwards += 1
+        if args or kwargs:
+            with backward_with(strategy, *args, **kwargs):
+                strategy.backward(tensor)
+            return
+        if tensor.dim():
+            raise ConfigError(f"engine.backward got a loss of shape {tuple(tensor.shape)}; reduce it: loss.mean().")
+        strategy.backward(tensor)
+
+    def _cannot_go_back(self, tensor: Any) -> ConfigError:
+        if not self._optimizers:
+            return ConfigError(
+                "engine.backward: no model with an optimizer is set up. Before the loop: model, optimizer = "
+                "engine.setup(model, optimizer)."
+            )
+        if not isinstance(tensor, torch.Tensor):
+            return ConfigError(f"engine.backward takes the loss, a tensor, and got {shown_value(tensor)}.")
+        if self._last is None:
+            return ConfigError(
+                "engine.backward: the model that engine.setup returned has not been called. Call that one, and not "
+                "the module that was given to setup."
+            )
+        return ConfigError(
+            "engine.backward got a loss without a gradient: it was detached (.detach(), .item(), torch.no_grad), or no "
+            "parameter that requires a gradient took part in it."
+        )
+
+    @contextmanager
+    def no_backward_sync(self, module: EngineModule, enabled: bool = True) -> Iterator[None]:
+        """Do not reduce the gradients of forwards and backwards in the block over processes: more follow for this step.
+
+        `enabled=False` for the last micro-batch of a step, whose backward reduces all of them.
+        """
+        _require_model(module, "no_backward_sync")
+        if module._accumulates is not None:
+            raise ConfigError("engine.no_backward_sync: these blocks cannot be nested; open one for each micro-batch.")
+        module._accumulates = enabled
+        try:
+            with module._strategy.gradient_sync(last=not enabled):
+                yield
+        finally:
+            module._accumulates = None
+
+    def clip_gradients(
+        self,
+        module: EngineModule,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor | None:
+        """Clip the gradients of an optimizer, between backward and its step, by their norm or each by its value.
+
+        Args:
+            clip_val: the largest absolute value of an element; or
+            max_norm: the largest norm of all gradients together, whatever the strategy.
+            norm_type: 2.0.
+            error_if_nonfinite: raise RuntimeError for a norm that is not finite, which waits for the device.
+
+        Returns:
+            The norm before, on the device; None by value, and under DeepSpeed, which clips in the step.
+        """
+        _require_model(module, "clip_gradients")
+        mine: EngineOptimizer = _require_optimizer(optimizer, "clip_gradients")
+        value = max_norm if clip_val is None else clip_val
+        if value is None or (clip_val is not None and max_norm is not None) or norm_type != 2:
+            raise ConfigError("engine.clip_gradients: give either clip_val= or max_norm=, and norm_type=2.0.")
+        strategy = mine.model._strategy
+        strategy.unscale(mine.optimizer)
+        norm: torch.Tensor | None = strategy.clip_gradients(
+            mine.optimizer, value, "norm" if clip_val is None else "value"
+        )
+        if error_if_nonfinite and norm is not None and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}: the loss is too large, or not finite.")
+        return norm
+
+    def step(self, optimizer: EngineOptimizer, closure: Callable[[], Any] | None, **options: Any) -> Any:
+        """Step an optimizer through its strategy; `EngineOptimizer.step` calls this."""
+        strategy, inner = optimizer.model._strategy, optimizer.optimizer
+        optimizer.model.require_unchanged()
+        if closure is not None and (strategy.scaler is not None or strategy.multi_process):
+            raise ConfigError(
+                "optimizer.step(closure) works on one process without loss scaling: call backward before the step."
+            )
+        if closure is None and self._backwards == 0:
+            raise ConfigError(
+                "optimizer.step() found no gradients: call engine.backward(loss) first, in place of loss.backward()."
+            )
+        if optimizer.model._accumulates:
+            raise ConfigError(
+                "optimizer.step() within no_backward_sync, where gradients are not reduced yet: give enabled=False for "
+                "the last micro-batch of a step."
+            )
+        strategy.unscale(inner)
+        optimizer.stepping = True
+        try:
+            strategy.step(inner, closure, **options)
+        finally:
+            optimizer.stepping = False
+        strategy.end_step()
+        if strategy.collective_forward:
+            strategy.release_gathered()
+        self.steps += 1
+        self._waiting_backwards = 0
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of the precision, for what is computed outside of the models' forwards."""
+        return self.strategy.precision.forward_context(self.device)
+
+    def to_device(self, obj: Any) -> Any:
+        """Return a batch on this process's device; floating tensors are cast if the precision casts batches."""
+        self._require_entered("to_device")
+        return self.strategy.to_device(obj)
+
+    def init_module(self) -> AbstractContextManager[Any]:
+        """Return a context in which layers are made in the dtype of the precision."""
+        return self.config.precision.init_context()
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        self._require_entered("device")
+        return self.strategy.device
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this process."""
+        return self.strategy.processes.rank
+
+    rank = global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process on its machine."""
+        return self.strategy.processes.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.strategy.processes.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is process 0, which prints and writes files."""
+        return self.strategy.processes.is_global_zero
+
+    def print(self, *args: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
+        """Print on process 0."""
+        if self.is_global_zero:
+            print(*args, sep=sep, end=end, file=file, flush=True)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all processes call this."""
+        self._require_entered("barrier")
+        self._wait_for_all(f"engine.barrier({name or ''})")
+        self.strategy.processes.barrier()
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Return the tensors and numbers in `data` of all processes, with the processes as first dimension. Collective.
+
+        On one process `data` is returned as it is. `sync_grads`: let gradients through.
+        """
+        self._require_entered("all_gather")
+        if self.world_size == 1:
+            return data
+        self._calls += 1
+        return gather_nested(data, self.device, None, sync_grads)
+
+    def all_reduce(self, data: Any, reduce_op: ReduceOp = "mean") -> Any:
+        """Return the tensors and numbers in `data`, each reduced over all processes to a tensor. Collective."""
+        self._require_entered("all_reduce")
+        if reduce_op not in ("mean", "avg", "sum", "min", "max"):
+            raise ConfigError(f"engine.all_reduce(reduce_op={reduce_op!r}): give 'mean', 'sum', 'min' or 'max'.")
+        return tree_map(partial(self._reduced, reduce_op), data)
+
+    def _reduced(self, reduce_op: str, leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float)):
+            leaf = torch.tensor(leaf, device=self.device)
+        if not isinstance(leaf, torch.Tensor) or self.world_size == 1:
+            return leaf
+        if reduce_op in ("min", "max"):
+            gathered = gather_nested(leaf, self.device, None, False)
+            return gathered.amin(0) if reduce_op == "min" else gathered.amax(0)
+        total = self.strategy.processes.sum(leaf.detach())
+        return total if reduce_op == "sum" else total / self.world_size
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the value of process `src`: data and tensors, in any nesting. Collective."""
+        self._require_entered("broadcast")
+        if not 0 <= src < self.world_size:
+            raise ConfigError(f"engine.broadcast(src={src}): the processes are 0 to {self.world_size - 1}.")
+        if self.world_size == 1:
+            return obj
+        processes = self.strategy.processes
+        received = processes.broadcast_object(obj) if src == 0 else processes.all_gather_object(obj)[src]
+        return obj if self.global_rank == src else map_leaves(received, self._on_device)
+
+    def _on_device(self, leaf: Any) -> Any:
+        return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _wait_for_all(self, call: str) -> None:
+        if self._check is not None:
+            self._check.wait_for_all(call)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, state: Mapping[str, Any], info: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint folder at `path`, or at a URL; one that is there is replaced when this one is complete.
+
+        Collective: every process must call this, after an optimizer's step. The positions of all loaders of
+        `setup_dataloaders` and the random generators are saved, too, and a program that calls `load` goes on with the
+        same bits. Any strategy, on any number of processes, reads what any other wrote.
+
+        Args:
+            state: by names of yours: the models and optimizers that `setup` returned; objects with `state_dict`, such
+                as schedulers; and data: numbers, texts, lists, dicts, tensors.
+            info: data for `trainer checkpoint list`.
+
+        Raises:
+            ConfigError: something in `state` is not set up, or gradients are waiting for a step.
+            CheckpointError: a weight is not finite, or the checkpoint could not be written; a former one stays.
+        """
+        self._require_entered("save")
+        self._wait_for_all(f"engine.save({path})")
+        if self._waiting_backwards:
+            raise ConfigError(
+                f"engine.save between backward and optimizer.step(): the gradients of {self._waiting_backwards} "
+                "backward(s) would be lost. Save after a step."
+            )
+        parts, strategy = _Parts(state, self), self.strategy
+        tensors = parts.tensors()
+        processes, shards = strategy.processes, strategy.shards_state
+        own = not_finite(floating_tensors(tensors["model"], "", shards_only=shards and not processes.is_global_zero))
+        broken = sorted({name for names in processes.all_gather_object(own) for name in names})
+        if broken:
+            raise CheckpointError(f"{', '.join(broken[:5])} not finite: the checkpoint is not written, {path} stays.")
+        checkpoint = self._state(parts, tensors)
+        about = {"step": self.steps, "epoch": self._loaders[0].epoch if self._loaders else 0}
+        about |= {"captured": time.time_ns(), **(info or {})}
+        problem: Exception | None = None
+        if processes.is_global_zero or shards:
+            group = processes if shards else SINGLE_PROCESS
+            try:
+                write_checkpoint(path, checkpoint, info=about, overwrite=True, process_group=group)
+            except Exception as error:
+                problem = error
+        problems = processes.all_gather_object(problem)
+        problems[processes.rank] = problem  # with its own class and traceback
+        for one in problems:
+            if one is not None:
+                raise one
+
+    def _state(self, parts: _Parts, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries of a checkpoint; those that a Trainer's has, too, mean the same."""
+        strategy, processes = self.strategy, self.strategy.processes
+        own = {"rng": rng_state(strategy.device), "loader": [loader.state_dict() for loader in self._loaders]}
+        if processes.world_size > 1:
+            own = map_leaves(own, lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
+        per_rank = processes.all_gather_object(own)
+        scaler = next((model._strategy.scaler for model in self._models if model._trains), None)
+        first = next(iter(parts.models.values())).module if parts.models else None
+        hparams = stored_hyperparameters(first.hparams) if isinstance(first, TrainModule) else {}
+        return {
+            **tensors,
+            "scaler": scaler.state_dict() if scaler is not None else {},
+            "rng": [one["rng"] for one in per_rank],
+            "loader": [{"loaders": one["loader"]} for one in per_rank],
+            "engine": {**parts.data(), "steps": self.steps},
+            "hyperparameters": {"module": hparams, "data": {}},
+            "seed": self.seed,
+            "world_size": processes.world_size,
+            "reader_of": list(processes.reader_of),
+            "reporters": list(processes.reporters),
+            "strategy": strategy.name,
+            "precision": strategy.precision.name,
+            "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+        }
+
+    def load(self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True) -> dict[str, Any]:
+        """Restore what `save` wrote into the objects of `state`, and replace the data in it; return what is left over.
+
+        Collective: call it after `setup` and `setup_dataloaders`, before the loop. With an optimizer in `state` the
+        training goes on: loaders at the next batch, random generators as they were. Without one only what is named is
+        restored. A Trainer's checkpoint has one model and its optimizers.
+
+        Args:
+            state: the same names as in `save`; fewer, for the weights alone.
+            strict: False: weights and names that are missing on either side are left as they are.
+
+        Raises:
+            CheckpointError: there is no valid checkpoint, or it does not fit.
+            ConfigError: something in `state` is not set up.
+        """
+        self._require_entered("load")
+        self._wait_for_all(f"engine.load({path})")
+        state = {} if state is None else state
+        parts, strategy = _Parts(state, self), self.strategy
+        where = as_storage_path(path)
+        if strategy.shards_state:
+            checkpoint = open_checkpoint(where, SHARDED_KEYS, True, strategy.processes)
+        else:
+            checkpoint = read_checkpoint(where)
+        problem = wrong(checkpoint, _KINDS, "the checkpoint")
+        if problem is not None:
+            raise CheckpointError(f"{path} is not a checkpoint of an Engine or a Trainer: {problem}.")
+        rest = parts.restore(checkpoint, strict, str(path))
+        if parts.optimizers and "engine" in checkpoint:
+            self._resume(checkpoint, str(path))
+        return rest
+
+    def _resume(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Restore the loaders' positions, the loss scale and the generators."""
+        strategy, saved = self.strategy, checkpoint["loader"]
+        number = len(saved[0]["loaders"])
+        if number != len(self._loaders):
+            raise ConfigError(
+                f"{path} has the positions of {number} loaders, and this program has set up {len(self._loaders)}: call "
+                "engine.setup_dataloaders with the same loaders, in the same order, before engine.load."
+            )
+        scaler = next((model._strategy.scaler for model in self._models if model._trains), None)
+        if scaler is not None and checkpoint["scaler"]:
+            with restoring("the loss scale"):
+                scaler.load_state_dict(checkpoint["scaler"])
+        if int(checkpoint["seed"]) != self.seed and self._loaders:
+            log.warning(
+                "the checkpoint was written with seed=%s, this Engine has seed=%d: the order of samples changes here. "
+                "Give seed=%s to go on exactly.",
+                checkpoint["seed"],
+                self.seed,
+                checkpoint["seed"],
+            )
+        rank = counterpart(checkpoint, strategy.processes)
+        for loader, of_one in zip(self._loaders, saved[rank or 0]["loaders"], strict=True):
+            check_torch_states(of_one["state"], f"{path}, 'loader'")
+            loader.load_state_dict(of_one, exact=rank is not None)
+        self.steps, self._begun = int(checkpoint["engine"]["steps"]), True
+        if rank is None:
+            log.info("%s was written by another number of processes: random numbers (dropout) differ", path)
+            return
+        check_rng_state(checkpoint["rng"][rank], f"{path}, 'rng' of rank {rank}", strategy.device)
+        set_rng_state(checkpoint["rng"][rank], strategy.device)
+
+    def full_state_dict(self, module: EngineModule, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """Return a model's full weights, in CPU memory, under the keys of the plain module. Collective.
+
+        Returned on process 0, or with `everywhere` on all; the others return an empty dict.
+        """
+        _require_model(module, "full_state_dict")
+        self._wait_for_all("engine.full_state_dict")
+        return _without_prefix(full_state_dict(module._strategy, everywhere), "")
+
+
+_LOADER = {"epoch": Integer(0), "batch": Integer(0), "global_micro_batch": (Integer(1), None), "state": dict}
+_KINDS: dict[str, Any] = {
+    "model": dict,
+    "optimizers": [{"kind": str, "state": {str: dict}, "param_groups": [{"params": [str]}]}],
+    "scaler": dict,
+    "rng": [dict],
+    "loader": [dict],
+    "engine?": {"models": {str: str}, "optimizers": [str], "stateful": {str: dict}, "values": dict, "steps": Integer()},
+    "seed": Integer(),
+    "world_size": Integer(1),
+    "reader_of?": [Integer()],
+    "reporters?": [Integer()],
+}
+"""The kinds of the entries that `load` reads; more are allowed."""
+
+
+class _Adapter(TrainModule):
+    """A user's module as strategies take it: each of its methods runs as a step."""
+
+    _own_loop = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.model = module
+
+    def training_step(self, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:  # type: ignore[override]
+        """Call the module, or a method of it."""
+        return (self.model if method == "forward" else getattr(self.model, method))(*args, **options)
+
+    validation_step = training_step
+
+
+class EngineModule(nn.Module):
+    """A model that `Engine.setup` returned: called like the module itself, of which it has all attributes.
+
+    Its parameters, keys and submodules are those of the module.
+    """
+
+    module: nn.Module
+    """The module that was given to `setup`."""
+
+    def __init__(self, module: nn.Module, strategy: Strategy, engine: Engine, trains: bool) -> None:
+        super().__init__()
+        own = vars(self)
+        # Shared, not registered as a child, so that all names stay as they are.
+        own |= {name: vars(module)[name] for name in ("_parameters", "_buffers", "_modules")}
+        own |= {"module": module, "_strategy": strategy, "_engine": engine, "_trains": trains}
+        own |= {"training": module.training, "_accumulates": None, "_called": False, "_marked": set()}
+        own["_evaluated"] = False
+        own["_low"] = strategy.precision.autocast
+        own["_casts"] = strategy.precision.casts_batch
+        own["_syncs"] = trains and not inherits(strategy, "gradient_sync")
+        own["_plain"] = keeps_step(strategy) and not own["_casts"]
+        own["_tables"] = ParameterTables(strategy.module) if trains else None
+        own["_flags"] = [parameter.requires_grad for parameter in module.parameters()]
+        if isinstance(module, TrainModule):
+            own["_marked"].update(_STEPS)
+        if trains and not own["_plain"]:
+            for layer in (module, *module.children()):
+                layer.register_forward_pre_hook(self._refuse_direct_call)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module in the precision's context, as the strategy needs it."""
+        return self._call("forward", args, kwargs)
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine = self._engine
+        trained = self._trains and torch.is_grad_enabled()
+        if trained:
+            engine._last = self
+        if not engine._begun:
+            engine.begin()
+        if self._plain:
+            return (self.module if method == "forward" else getattr(self.module, method))(*args, **kwargs)
+        engine._calls += 1
+        if self._casts:
+            args, kwargs = map_leaves((args, kwargs), self._strategy.precision.convert_batch)
+        self._called = True
+        try:
+            outputs = self._through_strategy("training_step" if trained else "validation_step", method, args, kwargs)
+        finally:
+            self._called = False
+        return outputs if self._low is None else map_leaves(outputs, self._to_float)
+
+    def _through_strategy(self, step: str, *call: Any) -> Any:
+        strategy = self._strategy
+        if step == "validation_step":
+            self._evaluated = True
+            return strategy.call_step(step, *call)
+        if self._evaluated:
+            self._evaluated = False
+            if strategy.collective_forward:
+                strategy.release_gathered()
+        with strategy.gradient_sync(last=True) if self._syncs and self._accumulates is None else NULL_CONTEXT:
+            return strategy.call_step(step, *call)
+
+    def _to_float(self, leaf: Any) -> Any:
+        """Return an output of autocast as float32, in which a loss of it is computed."""
+        return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype == self._low else leaf
+
+    def _refuse_direct_call(self, layer: nn.Module, inputs: Any) -> None:
+        if not self._called and torch.is_grad_enabled() and self._engine._entered:
+            raise ConfigError(
+                f"{type(layer).__name__} was called directly, past the strategy, which then does not reduce its "
+                "gradients: call the model that engine.setup returned. For another method than forward: "
+                "model.mark_forward_method('name'), and then model.name(...)."
+            )
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Have a method of the module, such as "generate", run like `forward`: on all processes, with sharding.
+
+        The steps of a TrainModule are marked already.
+        """
+        name = method if isinstance(method, str) else method.__name__
+        if not callable(getattr(self.module, name, None)):
+            raise ConfigError(f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method.")
+        self._marked.add(name)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _STEPS or name in object.__getattribute__(self, "__dict__").get("_marked", ()):
+            return lambda *args, **kwargs: self._call(name, args, kwargs)
+        return super().__getattribute__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self.module, name, value)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the module."""
+        self.module.train(mode)
+        vars(self)["training"] = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return that of the module; its tensors may be sharded, see `Engine.full_state_dict`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def require_unchanged(self) -> None:
+        """Raise ConfigError if parameters were added, replaced, frozen or unfrozen since `setup`."""
+        tables = self._tables
+        if tables is None or not self._strategy.multi_process:
+            return
+        if [parameter.requires_grad for parameter in self.module.parameters()] != self._flags:
+            raise self._changed("parameters were frozen or unfrozen")
+        if not tables.unchanged():
+            if self._strategy.collective_forward:
+                self._strategy.release_gathered()
+            if not tables.unchanged() and not tables.same_parameters():
+                raise self._changed(describe_changes(tables.changes()).replace(_MODEL, ""))
+
+    def _changed(self, changes: str) -> ConfigError:
+        return ConfigError(
+            f"{changes} since engine.setup, and strategy {self._strategy.name!r} does not know it: change "
+            f"{type(self.module).__name__} before setup; or give an optimizer group a learning rate of 0 instead of "
+            "freezing."
+        )
+
+
+class EngineOptimizer(Optimizer):
+    """An optimizer that `Engine.setup` returned: `step` goes through the strategy, all else to torch's."""
+
+    def __init__(self, optimizer: Optimizer, model: EngineModule, engine: Engine) -> None:
+        # Not super().__init__: groups and states are those of the optimizer.
+        self.optimizer, self.model, self._engine = optimizer, model, engine
+        self.stepping = False
+        strategy = model._strategy
+        if strategy.scaler is not None or strategy.shards_state:
+            optimizer.register_step_pre_hook(self._refuse_step)
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update the weights; `closure` for an optimizer such as LBFGS, on one process."""
+        return self._engine.step(self, closure, **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def _refuse_step(self, optimizer: Optimizer, *arguments: Any) -> None:
+        if not self.stepping:
+            raise ConfigError(
+                f"the step of torch's {type(optimizer).__name__} itself leaves out what precision and strategy do: "
+                "step the optimizer that engine.setup returned."
+            )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the torch optimizer."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the torch optimizer."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the torch optimizer."""
+        return self.optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return that of the torch optimizer, of this process alone; `Engine.save` writes the whole."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load into the torch optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"
+
+
+class EngineLoader:
+    """A loader that `Engine.setup_dataloaders` returned; attributes that it has not are those of the loader given.
+
+    Each `for` is an epoch. A `for` that was left by `break` has ended its epoch, as with a DataLoader.
+    """
+
+    def __init__(self, loader: BatchLoader, given: Any, engine: Engine, training: bool) -> None:
+        self._loader, self._given, self._engine, self._training = loader, given, engine, training
+        self.epoch = 0
+        """The epoch in progress, or the next one: `for epoch in range(loader.epoch, epochs):` goes on after `load`."""
+        self.batch = 0
+        """Batches of the epoch that this process has been given."""
+        self.samples: int | None = None
+        """Samples of the latest batch that count; 0 for one that only repeats samples; None: unknown."""
+        self.weight = 1.0
+        """By which the loss of the latest batch, a mean over its samples, counts, so that the gradients of all
+        processes together are those of one big batch; 1.0 unless the batches of a step differ in size."""
+        self._goes_on = self._is_open = False
+        self._moves = engine.strategy.to_device
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._goes_on and self.batch:
+            self._next_epoch()
+        self._goes_on, self._is_open = False, True
+        engine = self._engine
+        if not engine._begun:
+            engine.begin()
+        try:
+            for data, samples, total in self._batches():
+                self.batch += 1
+                self.samples = samples
+                if total is not None:
+                    self.weight = (samples or 0) * engine.strategy.processes.readers / total if total else 0.0
+                yield self._moves(data)
+        finally:
+            self._is_open = False
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self.batch = 0
+
+    def _batches(self) -> Iterator[Batch]:
+        batches, strategy = self._loader.iterate(self.epoch, self.batch), self._engine.strategy
+        uneven = strategy.processes.world_size > 1 and self._loader.samples_per_epoch is None and self._training
+        if not uneven:
+            return batches
+        # All processes get as many batches as the one with the fewest.
+        return _first_of_each(lambda: even_window([*islice(batches, 1)], strategy))
+
+    def __len__(self) -> int:
+        if self._loader.length is None:
+            raise TypeError(f"{type(self._given).__name__} has no length")
+        return self._loader.length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_given"], name)
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._loader.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        over = self.batch > 0 and not self._is_open and not self._goes_on
+        return {
+            "epoch": self.epoch + over,
+            "batch": 0 if over else self.batch,
+            "global_micro_batch": self._global_micro_batch,
+            "state": {} if over else self._loader.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], exact: bool = True) -> None:
+        """Go on from what `state_dict` returned. `exact`: it was written by this process, or by its counterpart."""
+        problem = wrong({**state}, _LOADER, "the loader's state")
+        if problem is not None:
+            raise CheckpointError(f"the position of a loader is damaged: {problem}.")
+        self.epoch, self.batch, self._goes_on = state["epoch"], state["batch"], True
+        before, now = state["global_micro_batch"], self._global_micro_batch
+        if exact:
+            self._loader.load_state_dict(state["state"])
+        if before is not None and now is not None and before != now:
+            self.batch = place_in_epoch(self._loader, self.batch, before, now)
+
+    @property
+    def _global_micro_batch(self) -> int | None:
+        size = self._loader.batch_size
+        return None if size is None else size * self._engine.strategy.processes.readers
+
+
+def _first_of_each(take: Callable[[], list[Batch]]) -> Iterator[Batch]:
+    while window := take():
+        yield window.pop()
+
+
+class _Parts:
+    """What a user gives to `save` or `load`, by kind.
+
+    Raises:
+        ConfigError: something is not set up.
+    """
+
+    def __init__(self, state: Mapping[str, Any], engine: Engine) -> None:
+        if not isinstance(state, Mapping):
+            raise ConfigError(f'the state is {shown_value(state)}: give a dict such as {{"model": model, "step": 3}}.')
+        self.state, self.engine = state, engine
+        self.models: dict[str, EngineModule] = {}
+        self.optimizers: dict[str, EngineOptimizer] = {}
+        self.stateful: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
+        for key, value in state.items():
+            if not isinstance(key, str) or not key:
+                raise ConfigError(f"the state has the key {key!r}: give texts.")
+            self._sort(key, value)
+
+    def _sort(self, key: str, value: Any) -> None:
+        engine = self.engine
+        if isinstance(value, EngineModule):
+            self.models[key] = value
+        elif isinstance(value, EngineOptimizer):
+            self.optimizers[key] = value
+        elif isinstance(value, EngineLoader):
+            pass  # the positions of all loaders are saved
+        elif isinstance(value, DataLoader):
+            raise ConfigError(
+                f"state[{key!r}] is a DataLoader that is not set up, so its position is not known: loader = "
+                "engine.setup_dataloaders(loader). All loaders that are set up are saved; leave them out of the state."
+            )
+        elif any(value is model.module for model in engine._models) or isinstance(value, Optimizer):
+            raise ConfigError(
+                f"state[{key!r}] is a {type(value).__name__} that engine.setup has not returned: give what it returned."
+            )
+        elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            self.stateful[key] = value
+        else:
+            self.values[key] = value
+
+    def _prefixes(self, keys: Mapping[str, Any]) -> dict[str, str]:
+        """Return the beginnings of the models' names in a checkpoint: empty for one model alone."""
+        return {key: "" if len(keys) == 1 else f"{key}." for key in keys}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return weights and optimizers' states; of sharded tensors this process's shards. Collective."""
+        state: dict[str, Any] = {}
+        prefixes = self._prefixes(self.models)
+        for key, model in self.models.items():
+            synchronize_buffers(model._strategy)
+            state |= _without_prefix(model._strategy.module_state(), prefixes[key])
+        return {
+            "model": state,
+            "optimizers": [self._optimizer_state(one, prefixes) for one in self.optimizers.values()],
+        }
+
+    def _optimizer_state(self, optimizer: EngineOptimizer, prefixes: dict[str, str]) -> dict[str, Any]:
+        key = next((key for key, model in self.models.items() if model is optimizer.model), None)
+        if key is None:
+            raise ConfigError('an optimizer is in the state without its model: give {"model": model, ...}, too.')
+        own = optimizer.model._strategy.optimizer_state(optimizer.optimizer)
+        return _renamed(own, partial(_without, prefix=prefixes[key]))
+
+    def data(self) -> dict[str, Any]:
+        """Return the rest of the state, and how to find the models and optimizers."""
+        return {
+            "models": self._prefixes(self.models),
+            "optimizers": list(self.optimizers),
+            "stateful": {key: one.state_dict() for key, one in self.stateful.items()},
+            "values": dict(self.values),
+        }
+
+    def restore(self, checkpoint: Mapping[str, Any], strict: bool, path: str) -> dict[str, Any]:
+        """Restore the objects, replace the values in the state, and return the values that it does not name."""
+        saved = checkpoint.get("engine")
+        if saved is None:  # a Trainer's
+            names = list(self.optimizers)
+            saved = {"models": dict.fromkeys(list(self.models)[:1], ""), "optimizers": names, "stateful": {}}
+            saved |= {"values": {}}
+            if len(self.models) > 1 or (names and len(names) != len(checkpoint["optimizers"])):
+                raise CheckpointError(
+                    f"{path} is a Trainer's, with one model and {len(checkpoint['optimizers'])} optimizers: load it "
+                    "into one model, which has the names of the TrainModule."
+                )
+        kinds: dict[str, dict[str, Any]] = {
+            "models": self.models,
+            "optimizers": self.optimizers,
+            "stateful": self.stateful,
+            "values": self.values,
+        }
+        for kind, wanted in kinds.items():
+            missing = [key for key in wanted if key not in saved[kind]]
+            if missing and strict:
+                known = [key for one in kinds for key in saved[one]]
+                hint = did_you_mean(missing[0], known)
+                raise CheckpointError(f"{path} has no {missing[0]!r}.{hint} It has: {', '.join(known) or 'nothing'}.")
+        for key, model in self.models.items():
+            if key in saved["models"]:
+                self._restore_model(model, checkpoint["model"], saved["models"][key], strict, path)
+        for key, optimizer in self.optimizers.items():
+            if key in saved["optimizers"]:
+                self._restore_optimizer(optimizer, checkpoint, saved, saved["optimizers"].index(key))
+        for key, one in self.stateful.items():
+            if key in saved["stateful"]:
+                with restoring(f"the state of {key}"):
+                    one.load_state_dict(saved["stateful"][key])
+        values: dict[str, Any] = saved["values"]
+        if isinstance(self.state, dict):
+            self.state.update({key: values[key] for key in self.values if key in values})
+        return {key: value for key, value in values.items() if key not in self.values}
+
+    def _restore_model(
+        self, model: EngineModule, weights: Mapping[str, Any], prefix: str, strict: bool, path: str
+    ) -> None:
+        own = {_with(name, prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        known = set(model.module.state_dict())
+        inner = {name.partition(".")[0] for name in weights}
+        if not known & {name.removeprefix(_MODEL) for name in own} and len(inner) == 1 and known:
+            (attribute,) = inner
+            if f"{attribute}.{next(iter(known))}" in weights:
+                raise CheckpointError(
+                    f"all names in {path} begin with {attribute!r}: it is of a module whose attribute {attribute} is "
+                    "this one. Set up that module, such as the TrainModule itself."
+                )
+        with restoring("the weights"):
+            model._strategy.load_module_state(own, strict)
+
+    def _restore_optimizer(
+        self, optimizer: EngineOptimizer, checkpoint: Mapping[str, Any], saved: Mapping[str, Any], number: int
+    ) -> None:
+        key = next((key for key, model in self.models.items() if model is optimizer.model), None)
+        prefix = saved["models"].get(key, "")
+        strategy = optimizer.model._strategy
+        weights = {_with(name, prefix): one for name, one in checkpoint["model"].items() if name.startswith(prefix)}
+        state = _renamed(checkpoint["optimizers"][number], partial(_with, prefix=prefix))
+        with restoring(f"the state of {type(optimizer.optimizer).__name__}"):
+            check_shapes(strategy.module, state)
+            strategy.load_optimizer_state(optimizer.optimizer, with_dtypes_of(state, weights))
+
+
+def _take_parameters(optimizer: Optimizer, names: Mapping[Any, str], current: Mapping[str, nn.Parameter]) -> None:
+    """Have an optimizer train the parameters that a strategy has put in place of those with these names.
+
+    Raises:
+        ConfigError: the optimizer has a state of parameters that were replaced.
+    """
+    for group in optimizer.param_groups:
+        replaced = [p for p in group["params"] if current[names[p]] is not p]
+        if any(optimizer.state.get(parameter) for parameter in replaced):
+            raise ConfigError(
+                f"engine.setup: {type(optimizer).__name__} has taken steps before, and this strategy shards the "
+                "parameters: make a new optimizer, or restore its state by engine.load."
+            )
+        group["params"] = [current[names[parameter]] for parameter in group["params"]]
+
+
+def _with(name: str, prefix: str) -> str:
+    """Return the name that the strategy knows of a name in a checkpoint."""
+    return _MODEL + name.removeprefix(prefix)
+
+
+def _without(name: str, prefix: str) -> str:
+    """Return the name in a checkpoint of one that the strategy knows."""
+    return prefix + name.removeprefix(_MODEL)
+
+
+def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {_without(name, prefix): value for name, value in state.items()}
+
+
+def _renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Return an optimizer's state with other names of parameters."""
+    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]]
+    values = {rename(name): value for name, value in state["state"].items()}
+    return {**state, "state": values, "param_groups": groups}
+
+
+def _require_model(model: Any, call: str) -> None:
+    if not isinstance(model, EngineModule):
+        raise ConfigError(f"engine.{call} takes the model that engine.setup returned, and got {shown_value(model)}.")
+
+
+def _require_optimizer(optimizer: Any, call: str) -> EngineOptimizer:
+    if not isinstance(optimizer, EngineOptimizer):
+        raise ConfigError(
+            f"engine.{call} takes the optimizer that engine.setup returned, and got a {type(optimizer).__name__}."
+        )
+    return optimizer
