@@ -1,0 +1,315 @@
+"""A loop of one's own through the Engine, on one process: the bits of a hand-written loop, exact resume, messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import LBFGS, SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.compare import QUIET, assert_same_bits
+from trainer import CheckpointError, ConfigError, Engine, Trainer, TrainModule
+
+CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "seed": 7}
+FEATURES = 6
+
+
+def dataset(samples: int = 22) -> TensorDataset:
+    inputs = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+# -- parity ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+def test_it_trains_to_the_bits_of_a_hand_written_loop(precision: str) -> None:
+    batches = list(DataLoader(dataset(), batch_size=4))
+    by_hand = make_net().double() if precision == "64-true" else make_net()
+    optimizer = AdamW(by_hand.parameters(), lr=1e-2)
+    scheduler = CosineAnnealingLR(optimizer, 12)
+    for _ in range(2):
+        for x, y in batches:
+            if precision == "64-true":
+                x, y = x.double(), y.double()
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                loss = mse_loss(by_hand(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+    with Engine(precision=precision, **CPU) as engine:
+        net = make_net()
+        ours = AdamW(net.parameters(), lr=1e-2)
+        model, ours = engine.setup(net, ours)
+        schedule = CosineAnnealingLR(ours, 12)
+        loader = engine.setup_dataloaders(batches)
+        for _ in range(2):
+            for x, y in loader:
+                ours.zero_grad()
+                engine.backward(mse_loss(model(x), y))
+                engine.clip_gradients(model, ours, max_norm=0.5)
+                ours.step()
+                schedule.step()
+    assert_same_bits(weights(net), weights(by_hand))
+    assert ours.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_accumulation_is_one_big_batch_and_lbfgs_steps_with_a_closure() -> None:
+    with Engine(**CPU) as engine:
+        net = nn.Linear(FEATURES, 1)
+        start = weights(net)
+        model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
+        (x, y) = dataset(8).tensors
+        for position in range(2):
+            with engine.no_backward_sync(model, enabled=position == 0):
+                part = slice(4 * position, 4 * position + 4)
+                engine.backward(mse_loss(model(x[part]), y[part]) / 2)
+        optimizer.step()
+        once = nn.Linear(FEATURES, 1)
+        once.load_state_dict(start)
+        mse_loss(once(x), y).backward()
+        SGD(once.parameters(), lr=0.1).step()
+        torch.testing.assert_close(weights(net), weights(once))
+
+        second = nn.Linear(FEATURES, 1)
+        solver_model, solver = engine.setup(second, LBFGS(second.parameters(), line_search_fn="strong_wolfe"))
+
+        def closure() -> torch.Tensor:
+            solver.zero_grad()
+            loss = mse_loss(solver_model(x), y)
+            engine.backward(loss)
+            return loss
+
+        solver.step(closure)
+        assert mse_loss(second(x), y).item() < 1e-3
+
+
+def test_two_optimizers_share_a_loss_scale() -> None:
+    with Engine(precision="16-mixed", **CPU) as engine:
+        nets = [nn.Linear(4, 4), nn.Linear(4, 1)]
+        (first, opt_first), (second, opt_second) = (engine.setup(net, SGD(net.parameters(), lr=0.1)) for net in nets)
+        before = [weights(net) for net in nets]
+        x = torch.randn(8, 4)
+        engine.backward(second(first(x)).square().mean())
+        expected = [[p.grad / 2**16 for p in net.parameters()] for net in nets]
+        opt_second.step()  # the scale may change here, and the other's gradients wait with the former one
+        engine.backward(second(first(x)).mean() * 0)
+        opt_first.step()
+        for net, start, gradients in zip(nets, before, expected, strict=True):
+            for (name, value), gradient in zip(net.state_dict().items(), gradients, strict=True):
+                torch.testing.assert_close(value, start[name] - 0.1 * gradient, rtol=1e-3, atol=1e-4)
+        assert model_scale(first) is model_scale(second)
+
+
+def model_scale(model: Any) -> Any:
+    return model._strategy.scaler
+
+
+def test_what_comes_out_of_autocast_is_float32_and_a_marked_method_runs_as_forward() -> None:
+    class Net(nn.Linear):
+        def twice(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x) * 2
+
+    with Engine(precision="bf16-mixed", **CPU) as engine:
+        net = Net(4, 4)
+        model, _ = engine.setup(net, SGD(net.parameters(), lr=0.1))
+        x = torch.randn(2, 4)
+        assert model(x).dtype is torch.float32
+        assert model.in_features == 4
+        assert not model.eval().training
+        assert not net.training
+        with pytest.raises(ConfigError, match=r"mark_forward_method\('name'\)"):
+            model.twice(x)
+        model.mark_forward_method("twice")
+        assert_same_bits(model.twice(x), model(x) * 2)
+        assert list(model.state_dict()) == list(dict(model.named_parameters())) == ["weight", "bias"]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def train(path: Path, stop: int | None = None, resume: bool = False, workers: int = 0) -> dict[str, Any]:
+    """Train three epochs, or until step `stop`, which is saved; return weights, optimizer state and losses."""
+    with Engine(**CPU) as engine:
+        net = make_net()
+        model, optimizer = engine.setup(net, AdamW(net.parameters(), lr=1e-2))
+        scheduler = CosineAnnealingLR(optimizer, 18)
+        data = DataLoader(dataset(), batch_size=4, shuffle=True, num_workers=workers)
+        loader, held_out = engine.setup_dataloaders(data, [dataset(4).tensors])
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0, "losses": []}
+        if resume:
+            engine.load(path, state)
+        for _ in range(loader.epoch, 3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = mse_loss(model(x), y)
+                engine.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                state["step"] += 1
+                state["losses"].append(loss.item())
+                if state["step"] == stop:
+                    engine.save(path, state)
+                    return state
+            list(held_out)
+        result = {"weights": weights(net), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        return {**result, "losses": state["losses"], "step": state["step"]}
+
+
+@pytest.mark.parametrize(("stop", "workers"), [(9, 0), (8, 2), (12, 0), (1, 0)])
+def test_a_broken_loop_goes_on_to_the_same_bits(stop: int, workers: int, tmp_path: Path) -> None:
+    whole = train(tmp_path / "none", workers=workers)
+    train(tmp_path / "checkpoint", stop=stop, workers=workers)
+    assert_same_bits(train(tmp_path / "checkpoint", resume=True, workers=workers), whole)
+
+
+def test_an_epoch_left_by_break_is_over_before_and_after_a_resume(tmp_path: Path) -> None:
+    def epochs(resume: bool) -> list[list[int]]:
+        with Engine(**CPU) as engine:
+            net = nn.Linear(1, 1)
+            model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
+            loader = engine.setup_dataloaders(DataLoader(list(range(12)), batch_size=3, shuffle=True))
+            state = {"model": model, "optimizer": optimizer}
+            seen = []
+            if resume:
+                engine.load(tmp_path / "left", state)
+            for epoch in range(loader.epoch, 3):
+                seen.append([])
+                for number, batch in enumerate(loader):
+                    seen[-1] += batch.tolist()
+                    if epoch == 0 and number == 1:
+                        break
+                if epoch == 0:
+                    engine.save(tmp_path / "left", state)
+            return seen
+
+    whole = epochs(resume=False)
+    assert [len(one) for one in whole] == [6, 12, 12]
+    assert epochs(resume=True) == whole[1:]
+
+
+class Module(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-2)
+
+
+def test_checkpoints_of_the_trainer_and_the_engine_have_one_format(tmp_path: Path) -> None:
+    trained = Module()
+    trainer = Trainer(max_epochs=1, **CPU, **QUIET)
+    trainer.fit(trained, DataLoader(dataset(), batch_size=4))
+    trainer.save_checkpoint(tmp_path / "trainer")
+    with Engine(**CPU) as engine:
+        module = Module()
+        model, optimizer = engine.setup(module, module.configure_optimizers())
+        engine.load(tmp_path / "trainer", {"model": model, "optimizer": optimizer})
+        assert_same_bits(weights(module), weights(trained))
+        assert_same_bits(optimizer.state_dict()["state"], trainer.optimizers[0].state_dict()["state"])
+        batch = dataset(4).tensors
+        engine.backward(model.training_step(batch, 0))
+        optimizer.step()
+        engine.save(tmp_path / "engine", {"model": model, "optimizer": optimizer, "note": "here"})
+        inner = engine.setup(trained.net)
+        with pytest.raises(CheckpointError, match="whose attribute net is this one"):
+            engine.load(tmp_path / "trainer", {"model": inner})
+        assert engine.load(tmp_path / "engine") == {"note": "here"}
+    assert_same_bits(weights(Module.load_from_checkpoint(tmp_path / "engine")), weights(module))
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_checked_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="no_backward_sync"):
+        Engine(gradient_accumulation_steps=4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'bf16-mixed'"):
+        Engine(precision="bf17-mixed")
+    with pytest.raises(ConfigError, match="with Engine"):
+        Engine(**CPU).setup(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="xla"):
+        Engine(strategy="xla")
+
+
+def test_mistakes_in_the_loop_are_told_with_their_fix(tmp_path: Path) -> None:
+    net = nn.Linear(2, 1)
+    raw = SGD(net.parameters(), lr=0.1)
+    loss = net(torch.ones(1, 2)).mean()
+    with Engine(**CPU) as engine:
+        with pytest.raises(ConfigError, match=r"model, optimizer = engine\.setup"):
+            engine.backward(loss)
+        with pytest.raises(ConfigError, match="A scheduler is not set up"):
+            engine.setup(net, CosineAnnealingLR(raw, 3))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="is not in"):
+            engine.setup(nn.Linear(2, 1), raw)
+        model, optimizer = engine.setup(net, raw)
+        with pytest.raises(ConfigError, match="set up already"):
+            engine.setup(net, raw)
+        with pytest.raises(ConfigError, match="has not been called"):
+            engine.backward(loss)
+        with pytest.raises(ConfigError, match=r"call engine\.backward"):
+            optimizer.step()
+        out = model(torch.ones(3, 2))
+        with pytest.raises(ConfigError, match="without a gradient"):
+            engine.backward(out.mean().detach())
+        with pytest.raises(ConfigError, match=r"loss\.mean\(\)"):
+            engine.backward(out)
+        engine.backward(out.mean())
+        with pytest.raises(ConfigError, match="Save after a step"):
+            engine.save(tmp_path / "c", {"model": model})
+        with pytest.raises(ConfigError, match="either clip_val= or max_norm="):
+            engine.clip_gradients(model, optimizer)
+        with pytest.raises(ConfigError, match="cannot be nested"), engine.no_backward_sync(model):  # noqa: SIM117
+            with engine.no_backward_sync(model):
+                pass
+        optimizer.step()
+        for wrong, words in [(net, "give what it returned"), (DataLoader([1]), "setup_dataloaders")]:
+            with pytest.raises(ConfigError, match=words):
+                engine.save(tmp_path / "c", {"it": wrong})
+        with pytest.raises(ConfigError, match="without its model"):
+            engine.save(tmp_path / "c", {"optimizer": optimizer})
+        with pytest.raises(ConfigError, match="the dataset"):
+            engine.setup_dataloaders(dataset())
+        engine.save(tmp_path / "c", {"model": model, "optimizer": optimizer, "steps": 1})
+        with pytest.raises(CheckpointError, match="Did you mean 'steps'"):
+            engine.load(tmp_path / "c", {"model": model, "step": 0})
+        engine.setup_dataloaders([[1]])
+        with pytest.raises(ConfigError, match="positions of 0 loaders"):
+            engine.load(tmp_path / "c", {"model": model, "optimizer": optimizer})
+        with torch.no_grad():
+            net.bias.fill_(float("nan"))
+        with pytest.raises(CheckpointError, match="bias not finite"):
+            engine.save(tmp_path / "c", {"model": model})
+
+
+def test_collectives_of_one_process_return_what_they_get() -> None:
+    with Engine(**CPU) as engine:
+        assert engine.all_reduce({"a": 2.0})["a"] == 2.0
+        assert engine.broadcast("x") == "x"
+        assert engine.all_gather(3) == 3
+        assert (engine.rank, engine.global_rank, engine.world_size, engine.is_global_zero) == (0, 0, 1, True)
+        engine.barrier()
+        with pytest.raises(ConfigError, match="reduce_op"):
+            engine.all_reduce(1.0, reduce_op="median")  # type: ignore[arg-type]
