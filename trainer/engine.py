@@ -1030,7 +1030,7 @@ def _first_of_each(take: Callable[[], list[Batch]]) -> Iterator[Batch]:
 
 
 class _Parts:
-    """What a user gives to `save` or `load`, by kind.
+    """The objects and data given to `save` or `load`, by kind.
 
     Raises:
         ConfigError: something is not set up.

@@ -158,7 +158,7 @@ NAMES: dict[str, str] = {
     "instantiate_class": "the class itself: classes of a configuration file are built by `trainer fit`",
     "instantiate_module": "the class itself: classes of a configuration file are built by `trainer fit`",
     "LightningLite": "trainer.Trainer: a loop of your own becomes training_step",
-    "Fabric": "trainer.Trainer: a loop of your own becomes training_step",
+    "Fabric": "trainer.Engine, with the same names: see the page 'engine'",
     "LightningFlow": "nothing: apps are not here",
     "LightningWork": "nothing: apps are not here",
     "LightningApp": "nothing: apps are not here",
