@@ -39,8 +39,8 @@ from trainer.fault_tolerance.failure import limit_exit, report_failure
 from trainer.fault_tolerance.stop import StopCoordinator
 from trainer.hyperparameters import stored_hyperparameters
 from trainer.loop.accumulation import even_window
-from trainer.loop.agreement import compare_loaders
-from trainer.loop.compare import compare
+from trainer.loop.agreement_at_start import compare_loaders
+from trainer.loop.compare_ranks import compare
 from trainer.loop.loaders import refuse_data
 from trainer.loop.resolved_config import checked_config
 from trainer.loop.setup import configure_logging, start_processes
