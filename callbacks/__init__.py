@@ -38,6 +38,7 @@ from trainer.callbacks.profiler import SimpleProfiler as SimpleProfiler
 from trainer.callbacks.progress_bar import ProgressBar as ProgressBar
 from trainer.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
 from trainer.callbacks.replica_check import ReplicaCheck as ReplicaCheck
+from trainer.callbacks.rich_model_summary import RichModelSummary as RichModelSummary
 from trainer.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
 from trainer.callbacks.rich_progress_bar import RichProgressBarTheme as RichProgressBarTheme
 from trainer.callbacks.run_record import RunRecord as RunRecord

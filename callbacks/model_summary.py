@@ -31,7 +31,11 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.is_global_zero and self.max_depth:
-            trainer.print(summarize(module, self.max_depth))
+            trainer.print(self.drawn(table_of(module, self.max_depth)))
+
+    def drawn(self, table: list[tuple[str, ...]]) -> str:
+        """Return the text of a table, whose first row is the header, and whose last is the total."""
+        return as_text(table)
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> str:
@@ -40,17 +44,25 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
     A tensor that several layers share counts in each of them, and once in the total. Sharded parameters count with
     their full size. Layers whose shapes are not known yet show `?`.
     """
+    return as_text(table_of(module, max_depth))
+
+
+def table_of(module: nn.Module, max_depth: int) -> list[tuple[str, ...]]:
+    """Return the rows of `summarize`: the header, a row for each layer, the total."""
     header = ("layer", "type", "parameters", "trainable", "buffers", "MB")
     lines = [(name, _kind(layer), *_sizes(layer)) for name, layer in _layers(module, max_depth)]
     own = list(module.parameters(recurse=False))
     if own and max_depth != 0:
         lines.append(("(its own)", "Parameter", *_count(own, list(module.buffers(recurse=False)))))
-    total = ("total", type(module).__name__, *_sizes(module))
-    table = [header, *lines, total]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return [header, *lines, ("total", type(module).__name__, *_sizes(module))]
+
+
+def as_text(table: list[tuple[str, ...]]) -> str:
+    """Return the rows as lines, with rules below the header and above the total."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    text = [_line(row, widths) for row in table]
-    return "\n".join([text[0], rule, *text[1:-1], *([rule] if lines else []), text[-1]])
+    header, *lines, total = [_line(row, widths) for row in table]
+    return "\n".join([header, rule, *lines, *([rule] if lines else []), total])
 
 
 def _layers(module: nn.Module, max_depth: int) -> list[tuple[str, nn.Module]]:

@@ -45,10 +45,13 @@ class ThroughputMonitor(Callback):
     (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the share of the devices' peak.
 
     Args:
+        batch_size_fn: the samples in one micro-batch of one process, as a function of the batch. Default: as the
+            DataLoader tells.
+        length_fn: Lightning's name of `items_per_batch`, with "items" as `items_name`.
         window_size: steps that a rate is taken over.
         items_per_batch: tokens (or other items) in one micro-batch of one process: a number, or a function of the
             batch. Let it use shapes only: reading a value from a device tensor would wait for the device.
-        items_name: what these items are called, in `throughput/<items_name>_per_s`.
+        items_name: what these items are called, in `throughput/<items_name>_per_s`. Default: "tokens".
         flops_per_sample: floating-point operations of training on one sample, forward and backward (about 6 x
             parameters x tokens for a transformer): a number, or a function of the module, called once.
         peak_flops: the peak of one device in FLOP/s. Default: from a table of NVIDIA cards, for the run's precision.
@@ -58,20 +61,27 @@ class ThroughputMonitor(Callback):
 
     def __init__(
         self,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
         window_size: PositiveInt = 100,
         items_per_batch: PositiveInt | Callable[[Any], int] | None = None,
-        items_name: str = "tokens",
+        items_name: str | None = None,
         flops_per_sample: float | Callable[[TrainModule], float] | None = None,
         peak_flops: Annotated[float, Limit("above", 0)] | None = None,
     ) -> None:
-        self.items_per_batch = items_per_batch
-        self.items_name = items_name
+        if length_fn is not None and items_per_batch is not None:
+            raise ConfigError("ThroughputMonitor: length_fn= and items_per_batch= are the same: give one of them.")
+        self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
+        self.items_per_batch = items_per_batch if length_fn is None else length_fn
+        self.items_name = items_name or ("tokens" if length_fn is None else "items")
         self.flops_per_sample = flops_per_sample
         self.peak_flops = peak_flops
         self._marks: deque[Snapshot] = deque(maxlen=window_size + 1)
         self._step = 0
         self._batches = 0
         self._items = 0
+        self._samples = 0
+        """Counted by `batch_size_fn`, on this process."""
         self._left_out = 0.0
         self._validation_began = 0.0
         self._flops: float | None = None
@@ -79,7 +89,7 @@ class ThroughputMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._marks.clear()
-        self._batches = self._items = 0
+        self._batches = self._items = self._samples = 0
         self._flops = self._flops_of(module)
         if self._flops is not None:
             self._peak = self.peak_flops or peak_of(trainer.device, compute_dtype(trainer.precision))
@@ -94,8 +104,12 @@ class ThroughputMonitor(Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
-        if self.items_per_batch is not None:
-            self._items += self._count_items(batch)
+        if callable(self.items_per_batch):
+            self._items += _count(self.items_per_batch, batch, "length_fn" if self.length_fn else "items_per_batch")
+        else:
+            self._items += self.items_per_batch or 0
+        if self.batch_size_fn is not None:
+            self._samples += trainer.world_size * _count(self.batch_size_fn, batch, "batch_size_fn")
         if trainer.global_step > self._step:
             # The last micro-batch of a step: what is logged now belongs to that step.
             self._mark(trainer.progress)
@@ -122,24 +136,11 @@ class ThroughputMonitor(Callback):
             )
         return float(flops)
 
-    def _count_items(self, batch: Any) -> int:
-        if not callable(self.items_per_batch):
-            return self.items_per_batch or 0
-        try:
-            items = self.items_per_batch(batch)
-        except Exception as error:
-            raise failed_function("ThroughputMonitor(items_per_batch", "a batch's number of items", error) from error
-        if not isinstance(items, numbers.Integral):
-            raise ConfigError(
-                f"ThroughputMonitor(items_per_batch=...) returned a {type(items).__name__}: return an integer "
-                "made from shapes (batch.numel(), ...), since reading a tensor would wait for the device."
-            )
-        return int(items)
-
     def _mark(self, progress: Progress) -> None:
         self._step = progress.step
         now = time.perf_counter() - self._left_out
-        self._marks.append(Snapshot(now, progress.step, self._batches, progress.samples, self._items))
+        samples = progress.samples if self.batch_size_fn is None else self._samples
+        self._marks.append(Snapshot(now, progress.step, self._batches, samples, self._items))
 
     def _log(self, trainer: Trainer) -> None:
         first, last = self._marks[0], self._marks[-1]
@@ -164,6 +165,20 @@ class ThroughputMonitor(Callback):
             name = f"throughput/{self.items_name}_per_s"
             # Only this process's own items are known here; the sum over processes is made when the log is read.
             trainer.log(name, items, on_step=True, on_epoch=False, reduce_fx="sum", weight=1)
+
+
+def _count(function: Callable[[Any], int], batch: Any, argument: str) -> int:
+    """Return what a user's function counts in a batch."""
+    try:
+        items: object = function(batch)
+    except Exception as error:
+        raise failed_function(f"ThroughputMonitor({argument}", "the number of items of a batch", error) from error
+    if not isinstance(items, numbers.Integral):
+        raise ConfigError(
+            f"ThroughputMonitor({argument}=...) returned a {type(items).__name__}: return an integer "
+            "made from shapes (batch.numel(), ...), since reading a tensor would wait for the device."
+        )
+    return int(items)
 
 
 # Dense peaks in TFLOP/s: (fp16 and bf16, TF32, fp32, fp64), from NVIDIA's data sheets, where many are given "with

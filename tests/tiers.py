@@ -92,6 +92,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "cli/test_export_hugging_face.py::test_from_pretrained_reads_a_model_of_any_layout": ("single", "TP x2", "PP x2"),
     "cli/test_init_command.py::test_the_commands_of_the_readme_work_in_the_copy": ("gan", "gpt"),
     "cli/test_launch_command.py::test_a_killed_worker_costs_one_interval_and_changes_no_bit": (),
+    "data/test_combined_resume.py::*": (),
     "data/test_length_grouped_sampler.py::test_two_processes_split_its_batches": (),
     "data/test_worker_lifetime.py::test_persistent_workers_end_with_each_stage": ("plain", "stream"),
     "emulated/test_emulated_contract.py::test_a_break_at_any_step_changes_nothing": (),

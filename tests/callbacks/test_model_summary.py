@@ -9,7 +9,7 @@ from torch import nn
 from tests.helpers.processes import run_python
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
-from trainer.callbacks import ModelSummary
+from trainer.callbacks import ModelSummary, RichModelSummary
 from trainer.callbacks.model_summary import summarize
 
 
@@ -80,3 +80,11 @@ quiet(strategy=strategy, devices=1, max_steps=1, callbacks=ModelSummary()).fit(T
 """
     shown = rows(run_python(script).check(0).stdout)
     assert shown["layer"][0] == "Linear"
+
+
+def test_rich_draws_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet(max_steps=1, callbacks=[RichModelSummary(max_depth=1, title="layers")]).fit(Toy(), loader(1))
+    shown = capsys.readouterr().out
+    assert "layers" in shown
+    for row in rows(summarize(Toy())).values():
+        assert all(cell in shown for cell in row)

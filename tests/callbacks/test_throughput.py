@@ -52,6 +52,14 @@ def test_rates_agree_with_each_other() -> None:
         assert at["mfu"] == pytest.approx(at["flops_per_s"] / 1e6)
 
 
+def test_lightnings_functions_count_samples_and_items() -> None:
+    for at in rates(batch_size_fn=lambda batch: 2 * len(batch[0]), length_fn=lambda batch: 7).values():
+        assert at["samples_per_s"] == pytest.approx(8 * at["batches_per_s"])
+        assert at["items_per_s"] == pytest.approx(7 * at["batches_per_s"])
+    with pytest.raises(ConfigError, match="give one of them"):
+        ThroughputMonitor(length_fn=len, items_per_batch=3)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()

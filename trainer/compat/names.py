@@ -139,7 +139,7 @@ NAMES: dict[str, str] = {
     "SpikeDetection": "trainer.callbacks.BadStepGuard, or EarlyStopping(divergence_threshold=...)",
     "BatchSizeFinder": "Tuner(trainer).scale_batch_size(module) of trainer.tuner, or `trainer tune batch-size`",
     "LearningRateFinder": "Tuner(trainer).lr_find(module) of trainer.tuner, or `trainer tune lr`",
-    "RichModelSummary": "trainer.callbacks:ModelSummary",
+    "RichModelSummary": "trainer.callbacks:RichModelSummary",
     "GPUStatsMonitor": "trainer.callbacks.DeviceStatsMonitor",
     "XLAStatsMonitor": "trainer.callbacks.DeviceStatsMonitor",
     "ProgressBarBase": "trainer.callbacks:ProgressBar",
@@ -330,6 +330,10 @@ WORDS: dict[str, dict[str, str]] = {
         "summarize": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns text",
         "(mode)": "max_depth=1, or -1 for all levels",
     },
+    "RichModelSummary": {
+        "summarize": "trainer.callbacks.model_summary.summarize(module, max_depth), which returns text",
+        "(mode)": "max_depth=1, or -1 for all levels",
+    },
     "LearningRateMonitor": {
         "lrs": "trainer.callback_metrics, which has the rates by their names",
         **dict.fromkeys(
@@ -340,10 +344,6 @@ WORDS: dict[str, dict[str, str]] = {
     "ThroughputMonitor": {
         "available_flops": "peak_flops=",
         "kwargs": "window_size=",
-        "batch_size_fn": "nothing: the DataLoader tells the samples of a batch",
-        "length_fn": "items_per_batch=, a function of the batch, or a number",
-        "(batch_size_fn)": "nothing: the DataLoader tells the samples of a batch",
-        "(length_fn)": "items_per_batch=, a function of the batch, or a number",
     },
     "ProgressBar": _BARS,
     "TQDMProgressBar": _BARS,

@@ -1,0 +1,48 @@
+"""RichModelSummary: the table of layers, drawn by rich."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from trainer.callbacks.model_summary import ModelSummary
+from trainer.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+
+class RichModelSummary(ModelSummary):
+    """`ModelSummary` as a table of rich.
+
+    Args:
+        max_depth: how many levels of submodules to show; 0: print nothing; -1: all.
+        summarize_kwargs: arguments of `rich.table.Table`, such as `header_style`.
+
+    Raises:
+        MissingPackageError: at the start of a run, when rich is not installed.
+    """
+
+    def __init__(self, max_depth: int = 1, **summarize_kwargs: Any) -> None:
+        super().__init__(max_depth)
+        self.summarize_kwargs = {"header_style": "bold magenta", **summarize_kwargs}
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if find_spec("rich") is None:
+            raise MissingPackageError("rich", "RichModelSummary")
+
+    def drawn(self, table: list[tuple[str, ...]]) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        header, *rows = table
+        drawn = Table(**self.summarize_kwargs)
+        for number, name in enumerate(header):
+            drawn.add_column(name, justify="left" if number < 2 else "right")
+        for row in rows:
+            drawn.add_row(*row, end_section=row is rows[-2] if len(rows) > 1 else False)
+        console = Console()
+        with console.capture() as text:
+            console.print(drawn)
+        return text.get()
