@@ -139,6 +139,7 @@ LONG: dict[str, tuple[str, ...]] = {
         "two processes-sgd-*-mid-epoch",
     ),
     "loop/test_resume.py::test_sigkill": ("one process",),
+    "loop/test_step_meaning.py::test_a_divided_model_keeps_no_outputs": (),
     "model/test_compile_slow.py::test_two_processes": ("setting0-ddp", "setting1-fsdp"),
     "tuner/test_tuner.py::test_the_largest_batch_that_fits_into_a_limit": ("power",),
     "tuner/test_tuner.py::test_two_processes_find_the_same_curve_and_train_afterwards": ("fsdp",),

@@ -257,6 +257,24 @@ def test_torchmetrics_objects_are_computed_in_the_hooks_at_the_end_and_reset_aft
     assert resumed.seen == [("validation", 11.0), ("train", 1.5)]
 
 
+@pytest.mark.parametrize("place", ["on_train_batch_end", "on_validation_batch_end"])
+def test_torchmetrics_objects_forget_an_epoch_that_an_error_has_ended(place: str) -> None:
+    class Fails(Callback):
+        """Raise an error in the second batch."""
+
+    def fail(self: Any, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int, *index: int) -> None:
+        if batch_idx == 1 and not trainer.sanity_checking:
+            raise ArithmeticError
+
+    setattr(Fails, place, fail)
+    module = Averaged()
+    with pytest.raises(ArithmeticError):
+        quiet(max_epochs=1, callbacks=[Fails()]).fit(module, loader(4), loader(3))
+    module.seen.clear()
+    quiet(max_epochs=1).fit(module, loader(4), loader(3))
+    assert module.seen == [("validation", 11.0), ("train", 1.5)]
+
+
 @pytest.mark.parametrize("metric", [MulticlassAccuracy(3, average=None)])
 def test_a_metric_with_several_numbers_is_refused_by_name(metric: Metric) -> None:
     class Vector(Toy):

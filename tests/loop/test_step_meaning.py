@@ -22,8 +22,10 @@ from torch.utils.data import (
 )
 
 from tests.helpers.processes import run_distributed
+from tests.helpers.strategy_models import GPT
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each, skip_if_missing
 from tests.helpers.toy import Toy, loader, quiet
+from tests.tiers import selected
 from trainer import Callback, DataModule, Trainer, TrainModule
 from trainer.callbacks import ModelCheckpoint
 from trainer.errors import ConfigError
@@ -155,6 +157,62 @@ def test_at_the_start_of_a_forward_nothing_of_the_batch_before_is_alive(alive: A
         assert left == []
         assert not wrong_mode, "a frozen submodule in eval mode was set to train"
         assert looked > 10
+
+
+class Divided(GPT):
+    """A model of several processes that looks, at the start of each window, for outputs of layers before."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts=experts)
+        assert self.net is not None
+        for layer in [*self.net.blocks, self.net.head, *self.net.blocks[0].feed_forward]:  # type: ignore[misc]
+            layer.register_forward_hook(self.remember)
+        self.outputs: list[Any] = []
+        self.alive: list[str] = []
+        self.looked = 0
+
+    def remember(self, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.outputs.append((type(layer).__name__, weakref.ref(output)))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        if len(self.outputs) and self.begins:
+            self.alive += [name for name, output in self.outputs if output() is not None]
+            self.looked += len(self.outputs)
+            self.outputs.clear()
+        return super().loss(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.begins = batch_idx % 2 == 0  # a pipeline's micro-batches of one window overlap
+        loss = super().training_step(batch, batch_idx)
+        self.log("one", loss.detach().view(1)[0], on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.begins = True
+        super().validation_step(batch, batch_idx)
+
+
+DIVIDED = ["TP x2", "CP x2", "CP x2, keys", "PP x2", "EP x2", "FSDP 2x2", "TP 2 x FSDP 2"]
+
+
+def _alive_of_divided(name: str) -> Any:
+    way, module = WAYS[name], Divided(experts=4 if name.startswith("EP") else 0)
+    data = module.data(6 * way.micro_batch * way.processes // way.divided)
+    trainer = way.trainer(max_epochs=2, accumulate_grad_batches=2, val_check_interval=2, num_sanity_val_steps=1)
+    trainer.fit(module, DataLoader(data, way.micro_batch), DataLoader(data, way.micro_batch))
+    return module.alive, module.looked
+
+
+@pytest.fixture(scope="module")
+def alive_of_divided(request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    return run_each(_alive_of_divided, selected(request, "layout"))
+
+
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_a_divided_model_keeps_no_outputs(layout: str, alive_of_divided: Any) -> None:
+    for alive, looked in alive_of_divided[layout]:
+        assert alive == []
+        assert looked > 20
 
 
 def test_an_iterables_first_batch_is_not_kept() -> None:

@@ -478,6 +478,8 @@ class Run:
         """End the run for the module and the data module, which stay attached to the trainer; nothing can be logged."""
         self.session.stage = self.collective_check = self.activity = None
         self.metrics.end("the run has ended: log inside of fit, validate or test.")
+        if self.interrupted or self.in_epoch:
+            self.metrics.reset_unfinished()
         self.module.untoggle_optimizer()
 
     # -- loaders and progress ------------------------------------------------------------------------------------------

@@ -169,6 +169,8 @@ class MetricLog:
         """The loss scale as it was last read."""
         self.computed: list[Any] = []
         """torchmetrics objects whose epoch has ended, until `reset_computed`."""
+        self._metrics: dict[str, Any] = {}
+        """The torchmetrics objects logged so far, by their names in the module."""
         self.scope = self.hook_metrics
         """The scope to which `log` adds; see `recording`."""
         self.names: set[str] = set()
@@ -377,6 +379,8 @@ class MetricLog:
             )
             on_step, on_epoch = False, True
         where = self._name_of_metric(key, metric) if metric is not None else None
+        if where is not None:
+            self._metrics[where] = metric
         return Entry(key, options._replace(on_step=on_step, on_epoch=on_epoch, metric=where), metric)
 
     def _name_of_metric(self, key: str, metric: torch.nn.Module) -> str:
@@ -488,6 +492,11 @@ class MetricLog:
         with torch.inference_mode(False):  # otherwise the state could be updated only in inference mode from now on
             while self.computed:
                 self.computed.pop().reset()
+
+    def reset_unfinished(self) -> None:
+        """Reset the torchmetrics objects of an epoch or evaluation that did not end, so that they count in no other."""
+        self.computed += self._metrics.values()
+        self.reset_computed()
 
     def peek_epoch(self, scope: MetricScope) -> ReducedMetrics:
         """Return the reductions over the values logged in `scope` so far, and keep them.
