@@ -37,9 +37,9 @@ Row = dict[str, str]
 class CSVLogger(Logger):
     """Write `metrics.csv` (one row per step, one column per name, empty where nothing was logged) and `hparams.json`.
 
-    All values logged at one step go into one row. A new name adds a column to all rows. A resumed run continues the
-    file, without the rows logged after its checkpoint. Numbers keep all their digits. When the file cannot be written
-    (disk full), a warning says so once, and the rows are kept in memory until it can be.
+    All values logged at one step go into one row, after the step and its epoch. A new name adds a column to all rows. A
+    resumed run continues the file, without the rows logged after its checkpoint. Numbers keep all their digits. When
+    the file cannot be written (disk full), a warning says so once, and the rows are kept in memory until it can be.
 
     Args:
         save_dir: folder of the files. Default: the run directory.
@@ -136,7 +136,10 @@ class CSVLogger(Logger):
             self._open(continue_from=None)
         assert self._file is not None
         prefix = f"{self.prefix}-" if self.prefix else ""
-        self._file.put(step, {f"{prefix}{name}": repr(plain_number(value)) for name, value in metrics.items()})
+        cells = {f"{prefix}{name}": repr(plain_number(value)) for name, value in metrics.items()}
+        if self._trainer is not None and step > self._file.step:
+            cells = {"epoch": str(self._trainer.current_epoch), **cells}
+        self._file.put(step, cells)
         every = self.flush_logs_every_n_steps
         if every is not None and step % every == 0:
             self.flush()

@@ -1,4 +1,4 @@
-"""ProgressBar: the progress of a run, on a terminal or in a log."""
+"""ProgressBar: the progress of a run, on a terminal, in a notebook or in a log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from trainer.arguments import NonNegativeInt
@@ -21,12 +22,18 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 
+LEAST_BAR = 5
+"""Columns of the bar itself, at least."""
+
+
 class ProgressBar(Callback):
     """Show epoch, batches, batches per second and the values logged with `prog_bar=True`, on rank 0.
 
-    On a terminal it is a bar (of tqdm) on stderr; elsewhere a plain line every 10 seconds, and one at the end. It shows
-    only values that the trainer has read already, and costs well under a microsecond per batch between two refreshes.
-    An error of the terminal switches it off and never ends a run.
+    On a terminal it is a bar (of tqdm) on stderr, in a notebook with ipywidgets a widget; elsewhere a plain line every
+    10 seconds, and one at the end. A narrow terminal shows fewer values, never a part of a number. With `max_steps` the
+    time left is that of the run, otherwise that of the epoch. It shows only values that the trainer has read already,
+    and costs well under a microsecond per batch between two refreshes. An error of the terminal switches it off and
+    never ends a run.
 
     Args:
         refresh_rate: batches between two refreshes, of which there are at most ten in a second; 0: show nothing.
@@ -42,6 +49,8 @@ class ProgressBar(Callback):
         self._next = math.inf
         """The time of the next update, by `time.monotonic`; infinity: never."""
         self._evaluated = 0
+        self._compiled: set[str] = set()
+        """The kinds of steps, training or evaluation, that have begun: the first ones compile."""
         self._values: Mapping[str, float] = {}
         """The values as of the last flush, which the trainer has read from the device."""
 
@@ -62,14 +71,15 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         self._switch_off()
+        self._compiled = set()
         self._values = trainer.flushed_progress_bar_metrics
         if trainer.is_global_zero and self.refresh_rate:
             with suppress(Exception):
-                bars = draws_bars(sys.stderr)
+                bars = draws_bars(sys.stderr) or shows_widgets()
                 self._display, self._next = self.open_bars(sys.stderr) if bars else _Lines(sys.stderr), 0.0
 
     def open_bars(self, stream: TextIO) -> Display:
-        """Return the display for a terminal."""
+        """Return the display for a terminal or a notebook."""
         return _Bars(stream, self.leave)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -79,10 +89,15 @@ class ProgressBar(Callback):
         self._switch_off()
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        total, done = trainer.num_training_batches, trainer.progress.batch
-        self._draw(
-            lambda display: display.start(_epoch(trainer.current_epoch, trainer.max_epochs), total, done, keep=True)
+        done, steps, epochs = trainer.progress.batch, trainer.max_steps, trainer.max_epochs
+        steps_left = steps - trainer.global_step if steps is not None and steps >= 0 else None
+        epochs_left = epochs - trainer.current_epoch - 1 if epochs is not None and epochs >= 0 else None
+        total, beyond = batches_left(
+            trainer.num_training_batches, done, trainer.accumulate_grad_batches, steps_left, epochs_left
         )
+        title = _epoch(trainer.current_epoch, trainer.max_epochs)
+        self._draw(lambda display: display.start(title, total, done, keep=True, beyond=beyond))
+        self._say_compiling(trainer, done)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -103,13 +118,13 @@ class ProgressBar(Callback):
         if trainer.sanity_checking:
             few = trainer.settings.num_sanity_val_steps
             counts = [few if count is None else min(count, few) for count in counts] if few >= 0 else counts
-            self._start_evaluation("sanity check", counts, keep=False)
+            self._start_evaluation(trainer, "sanity check", counts, keep=False)
         elif trainer.stage == "fit":
             self._start_evaluation(
-                f"{_epoch(trainer.current_epoch, trainer.max_epochs)} validation", counts, keep=False
+                trainer, f"{_epoch(trainer.current_epoch, trainer.max_epochs)} validation", counts, keep=False
             )
         else:
-            self._start_evaluation("validate", counts)
+            self._start_evaluation(trainer, "validate", counts)
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -126,24 +141,31 @@ class ProgressBar(Callback):
         self._end_evaluation(report)
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._start_evaluation("test", trainer.num_test_batches)
+        self._start_evaluation(trainer, "test", trainer.num_test_batches)
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end_evaluation()
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._start_evaluation("predict", trainer.num_predict_batches)
+        self._start_evaluation(trainer, "predict", trainer.num_predict_batches)
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
         self._end_evaluation()
 
     # -- drawing -------------------------------------------------------------------------------------------------------
 
-    def _start_evaluation(self, title: str, counts: Sequence[int | None], keep: bool = True) -> None:
+    def _start_evaluation(self, trainer: Trainer, title: str, counts: Sequence[int | None], keep: bool = True) -> None:
         self._evaluated = 0
         known = [count for count in counts if count is not None]
         total = sum(known) if len(known) == len(counts) else None
         self._draw(lambda display: display.start(title, total, 0, keep))
+        self._say_compiling(trainer, 0)
+
+    def _say_compiling(self, trainer: Trainer, done: int) -> None:
+        kind = "evaluation" if trainer.evaluating else "training"
+        if trainer.settings.compile and kind not in self._compiled:
+            self._draw(lambda display: display.update(done, ["compiling ..."]))
+        self._compiled.add(kind)
 
     def _end_evaluation(self, report: bool = True) -> None:
         self._draw(lambda display: display.finish(self._evaluated, self._metrics(), report))
@@ -152,8 +174,8 @@ class ProgressBar(Callback):
         if time.monotonic() >= self._next and done % self.refresh_rate == 0:
             self._draw(lambda display: display.update(done, self._metrics()))
 
-    def _metrics(self) -> str:
-        return ", ".join(f"{name}={value:.4g}" for name, value in self._values.items())
+    def _metrics(self) -> list[str]:
+        return [f"{name}={value:.4g}" for name, value in self._values.items()]
 
     def _draw(self, action: Callable[[Display], None]) -> None:
         """Call `action` with the display; any error switches the display off for good."""
@@ -180,6 +202,36 @@ def _epoch(epoch: int, max_epochs: int | None) -> str:
     return f"epoch {epoch}" + (f"/{max_epochs - 1}" if max_epochs is not None and max_epochs > 0 else "")
 
 
+def batches_left(
+    batches: int | None, done: int, window: int, steps: int | None, epochs: int | None
+) -> tuple[int | None, int]:
+    """Return the number of an epoch's batches, of which the end of the run may leave some out, and the run's batches
+    after these, as far as the steps left tell (0 without them).
+
+    Args:
+        batches, done: all batches of the epoch, and those done.
+        window: batches of a step.
+        steps, epochs: left in the run; without a limit None. `epochs` is without this one.
+    """
+    if steps is None:
+        return batches, 0
+    if batches is None or steps * window <= batches - done:
+        return done + steps * window, 0
+    steps -= math.ceil((batches - done) / window)
+    whole, steps = divmod(steps, math.ceil(batches / window))
+    beyond = whole * batches + steps * window
+    return batches, beyond if epochs is None else min(beyond, epochs * batches)
+
+
+def shows_widgets() -> bool:
+    """Whether this is a notebook whose bars can be widgets."""
+    if "ipykernel" not in sys.modules or find_spec("ipywidgets") is None:
+        return False
+    from IPython import get_ipython
+
+    return "IPKernelApp" in getattr(get_ipython(), "config", {})  # as tqdm.autonotebook decides
+
+
 def draws_bars(stream: TextIO) -> bool:
     """Whether a stream is a terminal that can do more than lines."""
     # A terminal of width 0 is a pseudo-terminal without a viewer.
@@ -193,16 +245,17 @@ class Display(Protocol):
     """Time between two updates."""
     stream: TextIO
 
-    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
-        """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended."""
+    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
+        """Start a task with `done` of `total` batches; `keep`: its bar stays when it has ended; `beyond`: batches after
+        these, for the time left."""
 
-    def update(self, done: int, metrics: str) -> None:
+    def update(self, done: int, metrics: Sequence[str]) -> None:
         """Show the progress of the innermost task."""
 
-    def finish(self, done: int, metrics: str, report: bool) -> None:
+    def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         """End the innermost task; `report`: its result is worth a line in a log."""
 
-    def finish_all(self, done: int, metrics: str) -> None:
+    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
         """End all tasks: training is over, possibly inside an epoch."""
 
     def clear(self) -> None:
@@ -235,20 +288,26 @@ class _Bars:
     seconds = 0.1
 
     def __init__(self, stream: TextIO, leave: bool) -> None:
-        from tqdm import tqdm
+        kind: Any
+        if shows_widgets():
+            from tqdm.auto import tqdm as kind
+        else:
+            from tqdm import tqdm as kind
 
-        class Bar(tqdm):  # type: ignore[type-arg]
+        class Bar(kind):  # type: ignore[misc]
             monitor_interval = 0
             """No monitor thread: updates are timed here."""
 
         self.stream = stream
         self.leave = leave
-        self._new_bar = Bar
+        self._new_bar: type[tqdm[Any]] = Bar
         self._running: list[tqdm[Any]] = []
+        self._beyond: list[int] = []
+        """Of each running bar, the batches that come after it."""
         self._ended: tqdm[Any] | None = None
         """The bar of the last epoch, which stays until the next one starts."""
 
-    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
+    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
         if keep and self._ended is not None:
             self._ended.leave = self.leave
             self._ended.close()
@@ -265,28 +324,54 @@ class _Bars:
             miniters=1,
         )
         self._running.append(bar)
+        self._beyond.append(beyond)
 
-    def update(self, done: int, metrics: str) -> None:
+    def update(self, done: int, metrics: Sequence[str]) -> None:
         bar = self._running[-1]
-        bar.set_postfix_str(metrics, refresh=False)
+        self._lay_out(bar, done, metrics)
         if done > bar.n:
             bar.update(done - bar.n)
         else:
             bar.refresh()
 
-    def finish(self, done: int, metrics: str, report: bool) -> None:
+    def _lay_out(self, bar: tqdm[Any], done: int, metrics: Sequence[str]) -> None:
+        """Set the parts of a bar's line to those for which the terminal has room, and the time left to the run's."""
+        from tqdm.utils import disp_len
+
+        shown = bar.format_dict
+        columns, rate = shown["ncols"], shown["rate"]
+        left = "{remaining}"
+        if self._beyond[-1] and bar.total is not None:
+            rate = rate or (done - bar.initial) / max(shown["elapsed"], 1e-9)
+            left = bar.format_interval((bar.total - done + self._beyond[-1]) / rate) if rate else "?"
+        times = f"[{{elapsed}}<{left}, {{rate_fmt}}" if bar.total is not None else "[{elapsed}, {rate_fmt}"
+        count = "{n_fmt}/{total_fmt} " if bar.total is not None else "{n_fmt}it "
+        start, end = ("{l_bar}{bar}| ", LEAST_BAR) if bar.total is not None else ("{desc}: ", 0)
+        for number in range(len(metrics), -1, -1):
+            names = [*metrics[:number], *([f"+{len(metrics) - number}"] if number < len(metrics) else [])]
+            rest = count + times + "".join(f", {name}" for name in names).replace("{", "{{").replace("}", "}}") + "]"
+            without_bar = {"n": done, "ncols": None, "bar_format": start.replace("{bar}", "") + rest}
+            bar.bar_format = start + rest
+            if columns is None or disp_len(bar.format_meter(**{**shown, **without_bar})) + end <= columns:
+                return
+        bar.bar_format = "{desc}: " + count.rstrip()
+
+    def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)
         bar = self._running.pop()
+        self._beyond.pop()
         if bar.leave:
             self._ended = bar
         else:
             bar.close()
         if self._running:
             # The time of the inner task does not count in the outer task's batches per second.
-            self._running[-1].unpause()
-            self._running[-1].set_postfix_str(metrics)
+            outer = self._running[-1]
+            outer.unpause()
+            self._lay_out(outer, int(outer.n), metrics)
+            outer.refresh()
 
-    def finish_all(self, done: int, metrics: str) -> None:
+    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
         while self._running:
             self.finish(done, metrics, report=True)
 
@@ -329,13 +414,13 @@ class _Lines:
         self._result = ""
         """The newest result, until a line is written."""
 
-    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
+    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
         self._running.append(_Task(title, total, done))
 
-    def update(self, done: int, metrics: str) -> None:
+    def update(self, done: int, metrics: Sequence[str]) -> None:
         self._write_if_due(self._line(self._running[-1], done, metrics))
 
-    def finish(self, done: int, metrics: str, report: bool) -> None:
+    def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         task = self._running.pop()
         if self._running:
             self._running[-1].started += time.monotonic() - task.started
@@ -343,7 +428,7 @@ class _Lines:
             self._result = self._line(task, done, metrics)
             self._write_if_due(self._result)
 
-    def finish_all(self, done: int, metrics: str) -> None:
+    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
         while self._running:
             self.finish(done, metrics, report=True)
         self.close()
@@ -362,11 +447,11 @@ class _Lines:
             _write(self.stream, line)
 
     @staticmethod
-    def _line(task: _Task, done: int, metrics: str) -> str:
+    def _line(task: _Task, done: int, metrics: Sequence[str]) -> str:
         seconds = time.monotonic() - task.started
         rate = f", {(done - task.resumed_at) / seconds:.4g}/s" if seconds > 0 else ""
         of = "" if task.total is None else f"/{task.total}"
-        return f"{task.title}: {done}{of} batches{rate}{', ' if metrics else ''}{metrics}\n"
+        return f"{task.title}: {done}{of} batches{rate}{''.join(f', {name}' for name in metrics)}\n"
 
 
 def _write(stream: TextIO | None, text: str) -> None:

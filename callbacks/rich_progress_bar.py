@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
@@ -76,9 +77,12 @@ class _RichBars:
         from rich.style import Style
 
         self.stream, self.leave = stream, leave
+        console = Console(**{"file": stream, **console_kwargs})
+        self._bar_width = 40 if console.width > 100 else 10
         self._progress = Progress(
             TextColumn("[progress.description]{task.description}", style=theme.description or "none"),
             BarColumn(
+                bar_width=self._bar_width,
                 complete_style=Style.parse(theme.progress_bar),
                 finished_style=Style.parse(theme.progress_bar_finished),
                 pulse_style=Style.parse(theme.progress_bar_pulse),
@@ -87,7 +91,7 @@ class _RichBars:
             TimeElapsedColumn(),
             TextColumn("{task.fields[rate]}", style=theme.processing_speed),
             TextColumn("{task.fields[metrics]}", style=theme.metrics),
-            console=Console(**{"file": stream, **console_kwargs}),
+            console=console,
             auto_refresh=False,  # no thread: updates are timed by the callback
         )
         self._running: list[tuple[Any, bool, int]] = []
@@ -95,7 +99,7 @@ class _RichBars:
         self._ended: Any = None
         self._progress.start()
 
-    def start(self, title: str, total: int | None, done: int, keep: bool) -> None:
+    def start(self, title: str, total: int | None, done: int, keep: bool, beyond: int = 0) -> None:
         if keep and self._ended is not None:
             if not self.leave:
                 self._progress.remove_task(self._ended)
@@ -104,13 +108,31 @@ class _RichBars:
         self._running.append((task, keep, done))
         self._progress.refresh()
 
-    def update(self, done: int, metrics: str) -> None:
+    def update(self, done: int, metrics: Sequence[str]) -> None:
         number, _, before = self._running[-1]
         seconds = self._progress.tasks[self._progress.task_ids.index(number)].elapsed or 0.0
         rate = f"{(done - before) / seconds:.2f}/s" if seconds > 0 else ""
-        self._progress.update(number, completed=done, rate=rate, metrics=metrics, refresh=True)
+        self._progress.update(number, completed=done, rate=rate, metrics=self._fitting(metrics), refresh=True)
 
-    def finish(self, done: int, metrics: str, report: bool) -> None:
+    def _fitting(self, metrics: Sequence[str]) -> str:
+        """Return as many of the values as the terminal has room for beside the bar."""
+        task = self._progress.tasks[-1]
+        count = len(f"{task.completed:.0f}/{task.total}")
+        room = (
+            self._progress.console.width
+            - len(task.description)
+            - self._bar_width
+            - count
+            - len("0:00:00 1000.00/s")
+            - 5
+        )
+        for number in range(len(metrics), 0, -1):
+            rest = [f"+{len(metrics) - number}"] if number < len(metrics) else []
+            if len(text := ", ".join([*metrics[:number], *rest])) <= room:
+                return text
+        return ""
+
+    def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:
         self.update(done, metrics)
         number, keep, _ = self._running.pop()
         self._progress.stop_task(number)
@@ -119,10 +141,10 @@ class _RichBars:
         else:
             self._progress.remove_task(number)
         if self._running:
-            self._progress.update(self._running[-1][0], metrics=metrics)
+            self._progress.update(self._running[-1][0], metrics=self._fitting(metrics))
         self._progress.refresh()
 
-    def finish_all(self, done: int, metrics: str) -> None:
+    def finish_all(self, done: int, metrics: Sequence[str]) -> None:
         while self._running:
             self.finish(done, metrics, report=True)
 

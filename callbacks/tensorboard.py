@@ -214,7 +214,9 @@ class TensorBoardLogger(Logger):
             # The values logged at this step before the checkpoint; those after it are about to be logged again.
             file.add_scalars(dict(self._newest["values"]), step)
         if _flat(self._hyperparameters) and not (continues and step):
-            _write_hyperparameters(file, self._hyperparameters, {"hp_metric": -1.0} if self.default_hp_metric else {})
+            _write_hyperparameters(file, self._hyperparameters)
+            if self.default_hp_metric:
+                file.add_scalars({"hp_metric": -1.0}, 0)
         return file
 
 
@@ -290,13 +292,18 @@ def _wait_until_after(name: str) -> None:
         time.sleep(0.02)
 
 
-def _write_hyperparameters(file: _EventFile, hyperparameters: dict[str, Any], metrics: dict[str, float]) -> None:
-    """Write them flat for the HPARAMS page, and nested for the TEXT page."""
+def _write_hyperparameters(file: _EventFile, hyperparameters: dict[str, Any]) -> None:
+    """Write them flat for the HPARAMS page, and nested for the TEXT page.
+
+    Without the summary that describes an experiment, which would have to list the metrics before they are known, the
+    HPARAMS page shows all curves of the runs as metrics, each with its last value.
+    """
     from torch.utils.tensorboard.summary import hparams, text
 
     nested = text("hyperparameters", f"```json\n{json.dumps(hyperparameters, indent=2, default=str)}\n```")
     # `SummaryWriter.add_hparams` would make a folder of its own, which shows as a second run.
-    for summary in (nested, *hparams(_flat(hyperparameters), metrics)):
+    _, started, ended = hparams(_flat(hyperparameters), {})
+    for summary in (nested, started, ended):
         file.add(step=0, summary=summary)
 
 

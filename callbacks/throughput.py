@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import numbers
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +40,8 @@ class ThroughputMonitor(Callback):
     """Log rates over the last `window_size` steps of training, every `log_every_n_steps`, without validation.
 
     It reads the host's clock and never synchronizes with the device: a device that lags behind the host by a few steps
-    makes a rate noisier, not biased. Logged are `throughput/steps_per_s`, `throughput/batches_per_s` and
+    makes a rate noisier, not biased. The first step, and steps in which torch.compile has compiled, do not count: the
+    window begins after them. Logged are `throughput/steps_per_s`, `throughput/batches_per_s` and
     `throughput/samples_per_s` (where the number of samples is known) and, where asked for,
     `throughput/tokens_per_s`, `throughput/flops_per_s` and `throughput/mfu`. All are of all processes together; MFU
     (model FLOPs utilization, https://arxiv.org/abs/2204.02311) is the share of the devices' peak.
@@ -82,6 +84,7 @@ class ThroughputMonitor(Callback):
         self._items = 0
         self._samples = 0
         """Counted by `batch_size_fn`, on this process."""
+        self._compilations = 0
         self._left_out = 0.0
         self._validation_began = 0.0
         self._flops: float | None = None
@@ -98,7 +101,7 @@ class ThroughputMonitor(Callback):
                     "ThroughputMonitor logs no MFU: the peak of this device is not in its table. Pass peak_flops=..., "
                     "in FLOP/s of one device."
                 )
-        self._mark(trainer.progress)
+        self._step, self._compilations = trainer.progress.step, compilations()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -138,6 +141,9 @@ class ThroughputMonitor(Callback):
 
     def _mark(self, progress: Progress) -> None:
         self._step = progress.step
+        if (compiled := compilations()) != self._compilations:
+            self._compilations = compiled
+            self._marks.clear()
         now = time.perf_counter() - self._left_out
         samples = progress.samples if self.batch_size_fn is None else self._samples
         self._marks.append(Snapshot(now, progress.step, self._batches, samples, self._items))
@@ -179,6 +185,12 @@ def _count(function: Callable[[Any], int], batch: Any, argument: str) -> int:
             "made from shapes (batch.numel(), ...), since reading a tensor would wait for the device."
         )
     return int(items)
+
+
+def compilations() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 # Dense peaks in TFLOP/s: (fp16 and bf16, TF32, fp32, fp64), from NVIDIA's data sheets, where many are given "with

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import shutil
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = ROOT / "build" / "pages"
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 MARK = re.compile(r"^<!-- (\w+) -->$", flags=re.MULTILINE)
+INCLUDED = re.compile(r"^<!-- file: (\S+) -->$", flags=re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
 
 
 def collect() -> None:
     """Write a page for each page of docs/, and for each file of the repository that these lead to."""
     shutil.rmtree(PAGES, ignore_errors=True)
-    waiting = [path for path in DOCS.rglob("*") if path.suffix in (".md", ".svg", ".css")]
+    waiting = [path for path in DOCS.rglob("*") if path.suffix in (".md", ".svg", ".css", ".ipynb")]
     seen = set(waiting) | {ROOT / "README.md"}  # docs/index.md takes the place of README.md
     while waiting:
         file = waiting.pop()
@@ -33,8 +38,10 @@ def collect() -> None:
 def as_page(file: Path) -> str:
     """Return the text of a page: Markdown with links between pages, source files as a block of code."""
     text = file.read_text()
+    if file.suffix == ".ipynb":
+        return "\n".join(map(_of_cell, json.loads(text)["cells"]))
     if file.suffix in LANGUAGES:
-        return f"# {file.relative_to(ROOT).as_posix()}\n\n````{LANGUAGES[file.suffix]}\n{text}````\n"
+        return f"# {file.relative_to(ROOT).as_posix()}\n\n{_as_code(file)}\n"
 
     def on_site(link: re.Match[str]) -> str:
         target = linked_file(file, link[1])
@@ -42,7 +49,17 @@ def as_page(file: Path) -> str:
 
     if file.suffix != ".md":
         return text
-    return MARK.sub(lambda mark: REFERENCE[mark[1]](), LINK.sub(on_site, text))
+    text = INCLUDED.sub(lambda mark: _as_code((file.parent / mark[1]).resolve()), LINK.sub(on_site, text))
+    return MARK.sub(lambda mark: REFERENCE[mark[1]](), text)
+
+
+def _as_code(file: Path) -> str:
+    return f"````{LANGUAGES[file.suffix]}\n{file.read_text()}````"
+
+
+def _of_cell(cell: dict[str, Any]) -> str:
+    source = "".join(cell["source"])
+    return f"```python\n{source}\n```\n" if cell["cell_type"] == "code" else f"{source}\n"
 
 
 def linked_files(file: Path) -> set[Path]:
@@ -62,7 +79,7 @@ def site_path(file: Path) -> str:
     if file == ROOT / "README.md":
         return "index.md"
     path = file.relative_to(DOCS if DOCS in file.parents else ROOT).as_posix()
-    return f"{path}.md" if file.suffix in LANGUAGES else path
+    return f"{path}.md" if file.suffix in LANGUAGES else path.replace(".ipynb", ".md")
 
 
 # -- what the reference says of tables: `<!-- loggers -->` on a page stands for all loggers ----------------------------
@@ -112,9 +129,37 @@ def strategies() -> str:
 
 
 def precisions() -> str:
-    from trainer.precision import PRECISIONS
+    from trainer.precision import PRECISIONS, SHORT_NAMES
 
-    return ", ".join(f"`{name}`" for name in PRECISIONS)
+    def row(name: str) -> str:
+        one = PRECISIONS[name]
+        short = ", ".join(f"`{short}`" for short, full in SHORT_NAMES.items() if full == name)
+        computes = str(one.autocast or one.weights).removeprefix("torch.")
+        computes += ", matrix products of linear layers in 8 bits" if one.float8 is not None else ""
+        weights = str(one.weights).removeprefix("torch.")
+        return f"| `{name}` | {short} | {weights} | {computes} | {'yes' if one.loss_scaling else ''} |"
+
+    head = ["| `precision=` | also | weights | computes in | loss scaling |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *map(row, PRECISIONS)])
+
+
+def commands() -> str:
+    """Return the help of each command and subcommand, below a heading of its own."""
+    from trainer.cli.checkpoint.command import SUBCOMMANDS
+    from trainer.cli.main import COMMANDS
+
+    parts = {"checkpoint": [*SUBCOMMANDS], "runs": ["ls"], "tune": ["lr", "batch-size"]}
+    calls = [[name, *part] for name in COMMANDS for part in ([], *([one] for one in parts.get(name, ())))]
+    return "\n\n".join(f"## trainer {' '.join(call)}\n\n````text\n{_help(call)}````" for call in calls)
+
+
+def _help(call: list[str]) -> str:
+    from trainer.cli.main import main
+
+    text = io.StringIO()
+    with redirect_stdout(text), suppress(SystemExit):
+        main([*call, "--help"])
+    return text.getvalue()
 
 
 def testing() -> str:
@@ -128,7 +173,8 @@ def described(package: str, names: list[str]) -> str:
     return "\n\n".join(f"::: {package}.{name}" for name in sorted(set(names)))
 
 
-REFERENCE = {make.__name__: make for make in (arguments, callbacks, loggers, strategies, precisions, testing)}
+TABLES = (arguments, callbacks, commands, loggers, strategies, precisions, testing)
+REFERENCE = {make.__name__: make for make in TABLES}
 
 if __name__ == "__main__":
     collect()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.processes import run_python
+from benchmarks.chart import chart
+from tests.helpers.processes import ROOT, run_python
 
 
 @pytest.mark.parametrize("name", ["overhead", "dataloader", "accumulate", "validate"])
@@ -40,3 +41,13 @@ def test_without_a_name_all_are_listed() -> None:
     }
     assert names >= {"checkpoint", "resume", "chaos"}
     assert not any(name.startswith("_") for name in names)
+
+
+def test_the_chart_of_the_readme_is_that_of_the_figures_beside_it() -> None:
+    pictures = ROOT / "docs" / "pictures"
+    figures = json.loads((pictures / "overhead.json").read_text())
+    picture = chart(figures)
+    assert picture == (pictures / "overhead.svg").read_text()
+    for name, result in figures["results"].items():
+        assert name in picture
+        assert f">{result['ratio_cpu']:.2f}<" in picture

@@ -44,7 +44,8 @@ def test_what_pages_link_to_elsewhere_is_on_the_site(tmp_path: Path) -> None:
     files = {
         "README.md": "[first](docs/first.md)",
         "docs/first.md": "[all](../README.md), [example](../examples/one), [here](more/deep.md#part)",
-        "docs/more/deep.md": "# Part\n\n[code](../../examples/one/code.py), [elsewhere](https://example.org)",
+        "docs/more/deep.md": "[code](../../examples/one/code.py), [elsewhere](https://example.org)\n"
+        "<!-- file: ../../examples/one/code.py -->\n",
         "examples/one/README.md": "[config](run.yaml), [back](../../docs/first.md#top)",
         "examples/one/run.yaml": "a: 1\n",
         "examples/one/code.py": "text = '[not](README.md)'\n",
@@ -61,7 +62,8 @@ def test_what_pages_link_to_elsewhere_is_on_the_site(tmp_path: Path) -> None:
     pages = {path.relative_to(built).as_posix(): path.read_text() for path in built.rglob("*") if path.is_file()}
     assert pages == {
         "first.md": "[all](index.md), [example](examples/one/README.md), [here](more/deep.md#part)",
-        "more/deep.md": "# Part\n\n[code](../examples/one/code.py.md), [elsewhere](https://example.org)",
+        "more/deep.md": "[code](../examples/one/code.py.md), [elsewhere](https://example.org)\n"
+        "````python\ntext = '[not](README.md)'\n````\n",
         "examples/one/README.md": "[config](run.yaml.md), [back](../../first.md#top)",
         "examples/one/run.yaml.md": "# examples/one/run.yaml\n\n````yaml\na: 1\n````\n",
         "examples/one/code.py.md": "# examples/one/code.py\n\n````python\ntext = '[not](README.md)'\n````\n",
@@ -74,6 +76,22 @@ def test_the_reference_has_every_public_name() -> None:
     described = {name for page in pages for name in re.findall(r"^::: (\S+)", page, flags=re.MULTILINE)}
     assert public_names() - described == set(), "add `::: trainer.Name` to a page of docs/reference"
     assert "`gradient_clip_val` | `None` |" in collected["arguments"]()
+
+
+def test_the_reference_has_every_command() -> None:
+    from trainer.cli.main import COMMANDS
+
+    page = runpy.run_path(str(ROOT / "docs" / "collect_pages.py"))["commands"]()
+    sections = dict(re.findall(r"^## trainer (.*?)\n\n````text\n(.*?)````", page, flags=re.MULTILINE | re.DOTALL))
+    assert set(COMMANDS) | {"checkpoint export", "runs ls", "tune lr"} <= set(sections)
+    for name, text in sections.items():
+        assert text.startswith("usage: ") and f"trainer {name}" in text, name  # noqa: PT018
+
+
+def test_the_picture_of_the_loop_has_the_names_of_hooks() -> None:
+    words = set(re.findall(r"\bon_\w+", (ROOT / "docs" / "pictures" / "loop.svg").read_text()))
+    assert len(words) > 15
+    assert all(hasattr(trainer.Callback, word) or hasattr(trainer.TrainModule, word) for word in words)
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:

@@ -164,6 +164,7 @@ def test_an_interrupted_run_leaves_the_file_of_one_that_was_not(crash_at: int, s
     assert train("broken", crash_at, **settings) == train("broken", **settings)
     broken = Path("broken/version_0/metrics.csv")
     assert [row["step"] for row in rows(uninterrupted)] == [str(step) for step in range(1, 25)]
+    assert [row["epoch"] for row in rows(uninterrupted)] == ["0"] * 8 + ["1"] * 8 + ["2"] * 8
     assert broken.read_text() == uninterrupted.read_text()
 
 

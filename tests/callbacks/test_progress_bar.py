@@ -20,8 +20,8 @@ from tests.helpers.processes import ROOT
 from tests.helpers.terminal import Terminal
 from tests.helpers.toy import Toy, loader, quiet
 from trainer import ConfigError
-from trainer.callbacks import LambdaCallback, ProgressBar
-from trainer.callbacks.progress_bar import _Lines
+from trainer.callbacks import LambdaCallback, ProgressBar, RichProgressBar
+from trainer.callbacks.progress_bar import _Bars, _Lines, batches_left
 
 Attach = Callable[..., Terminal]
 
@@ -72,6 +72,69 @@ def test_a_bar_on_a_terminal(attach: Attach) -> None:
     assert len(final) == 1
     assert re.match(r"epoch 1/1: 100%\|█+\| 6/6 \[.*it/s, train_loss=[\d.e-]+, val_loss=[\d.e-]+\]", final[0])
     assert text.endswith("\n")
+
+
+class Talkative(Toy):
+    """Logs more than 80 columns have room for."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for name in ("accuracy", "perplexity", "gradient_norm"):
+            self.log(name, 0.123456, prog_bar=True)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("bar", "columns"), [(ProgressBar, 40), (ProgressBar, 80), (ProgressBar, 140), (RichProgressBar, 80)]
+)
+def test_a_narrow_terminal_shows_fewer_numbers_and_none_in_part(
+    attach: Attach, columns: int, bar: type[ProgressBar]
+) -> None:
+    terminal = attach(columns=columns)
+    fit(bar(), Talkative(), num_sanity_val_steps=0)
+    text = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", terminal.text())
+    lines = [line for line in re.split(r"[\r\n]", text) if "epoch" in line]
+    values = {name: value for line in lines for name, value in re.findall(r"(\w+)=([^,\] ]*)", line)}
+    assert {value for name, value in values.items() if not name.endswith("_loss")} <= {"0.1235"}
+    assert all(re.fullmatch(r"\d\.\d+(e-\d+)?", value) for value in values.values())
+    assert ("train_loss" in values) == (columns > 40)
+    assert ("gradient_norm" in values) == (columns > 80)
+    assert columns != 80 or "+" in lines[-1]  # the number of those left out
+    if bar is ProgressBar:
+        assert max(map(len, lines)) <= columns
+
+
+def test_with_max_steps_the_bar_counts_the_batches_and_the_time_of_the_run(attach: Attach) -> None:
+    terminal = attach()
+    fit(max_steps=2, max_epochs=None, accumulate_grad_batches=2, num_sanity_val_steps=0)
+    assert " 4/4 [" in screen(terminal.text())[-1]
+    # Five steps, in windows of 4 and 2 batches in each epoch.
+    assert batches_left(6, done=0, window=4, steps=5, epochs=None) == (6, 6 + 4)
+    assert batches_left(6, done=4, window=4, steps=4, epochs=None) == (6, 6 + 4)
+    assert batches_left(6, done=0, window=4, steps=3, epochs=None) == (6, 4)
+    assert batches_left(6, done=0, window=4, steps=1, epochs=None) == (4, 0)
+    assert batches_left(6, done=0, window=4, steps=5, epochs=1) == (6, 6)
+    assert batches_left(None, done=3, window=1, steps=5, epochs=None) == (8, 0)
+    assert batches_left(6, done=3, window=1, steps=None, epochs=9) == (6, 0)
+
+
+def test_the_time_left_is_that_of_the_run(attach: Attach) -> None:
+    terminal = attach()
+    bars = _Bars(sys.stderr, leave=False)
+    bars.start("epoch 0", 10, 0, keep=True, beyond=10**13)
+    bars.update(5, [])
+    bars.close()
+    left = re.findall(r" 5/10 \[00:0\d<([\d:]+), ", terminal.text())[-1]
+    assert len(left) > len("00:00")  # 10^13 batches take more than an hour
+
+
+def test_the_bar_says_when_torch_compiles(attach: Attach) -> None:
+    terminal = attach()
+    trainer = quiet(max_epochs=1, compile={"backend": "eager"}, callbacks=[ProgressBar()])
+    trainer.fit(Toy(), loader(3), loader(2))
+    text = terminal.text()
+    assert re.search(r"epoch 0/0:   0%.*0/3 .*compiling \.\.\.", text)
+    assert "compiling" not in screen(text)[-1]
 
 
 @pytest.mark.parametrize("options", [{"term": "dumb"}, {"columns": 0}])
@@ -163,7 +226,7 @@ def test_a_log_has_validations_inside_an_epoch_and_a_stop(capfd: pytest.CaptureF
     monkeypatch.setattr(_Lines, "update", lambda *args: None)
     fit(val_check_interval=2, max_epochs=9, max_steps=5)
     titles = [line.split(" batches")[0] for line in capfd.readouterr().err.splitlines()]
-    assert titles == ["epoch 0/8 validation: 3/3", "epoch 0/8 validation: 3/3", "epoch 0/8: 5/6"]
+    assert titles == ["epoch 0/8 validation: 3/3", "epoch 0/8 validation: 3/3", "epoch 0/8: 5/5"]
 
 
 def test_short_epochs_share_a_line(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

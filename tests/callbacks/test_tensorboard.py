@@ -106,6 +106,31 @@ def test_hyperparameters_once() -> None:
     assert session["module/options/deep"].string_value == "[1, 2]"
 
 
+def test_the_hparams_page_has_the_metrics_of_each_run() -> None:
+    """As TensorBoard's server computes the page."""
+    from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams import backend_context
+
+    class WithHyperparameters(Toy):
+        def __init__(self, lr: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    for lr in (0.1, 0.2):
+        quiet(max_epochs=1, logger=TensorBoardLogger()).fit(WithHyperparameters(lr), loader(4), loader(2))
+    runs = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory("runs")
+    runs.Reload()
+    provider = data_provider.MultiplexerDataProvider(runs, "runs")
+    page = backend_context.Context(TBContext(data_provider=provider))
+    request = RequestContext()
+    metadata = page.hparams_metadata(request, "")
+    experiment = page.experiment_from_metadata(request, "", True, metadata, 10)
+    assert "val_loss" in {metric.name.tag for metric in experiment.metric_infos}
+    assert "module/lr" in {parameter.name for parameter in experiment.hparam_infos}
+
+
 def test_the_writer_is_there_for_other_things() -> None:
     logger = TensorBoardLogger("elsewhere")
     with pytest.raises(ConfigError, match="inside a run"):

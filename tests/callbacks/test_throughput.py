@@ -82,6 +82,25 @@ class Timed(Toy):
         self.clock.advance(5.0)
 
 
+def test_the_first_step_and_compilation_do_not_count(clock: Clock) -> None:
+    found = rates(Timed(clock, 100.0, *[0.01] * 11))
+    assert all(at["batches_per_s"] == pytest.approx(100) for at in found.values())
+
+    class Compiles(Timed):
+        """Compiles another graph for its sixth batch, which takes a minute."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx in (0, 5):
+                torch._dynamo.reset()
+                torch.compile(lambda x: x + batch_idx, backend="eager")(torch.ones(1))
+                self.clock.advance(60.0)
+            return super().training_step(batch, batch_idx)
+
+    found = rates(Compiles(clock, 0.01))
+    assert list(found) == [2, 4, 8, 10, 12]  # no step since the compilation at step 6
+    assert all(at["batches_per_s"] == pytest.approx(100) for at in found.values())
+
+
 def test_validation_does_not_count(clock: Clock) -> None:
     found = rates(Timed(clock, 0.01), loader(1), val_check_interval=3)
     assert found[12]["batches_per_s"] == pytest.approx(100)

@@ -52,8 +52,11 @@ def launch_processes(num_processes: int, max_restarts: int = 0, device_type: str
     why_not = can_relaunch()
     if why_not is not None:
         asked = f"{num_processes} processes are" if num_processes > 1 else f"max_restarts={max_restarts} is"
+        here = ""
+        if why_not.endswith("session") and num_processes > 1:
+            here = f"Put the code into a function and call trainer.launch(function, devices={num_processes}). Or: "
         raise ConfigError(
-            f"{asked} asked for, but this one cannot be started again: {why_not}. Put the code "
+            f"{asked} asked for, but this one cannot be started again: {why_not}. {here}Put the code "
             "into a script and run `python script.py`, or start it with "
             f"`torchrun --nproc-per-node {num_processes} script.py`, or use devices=1."
         )

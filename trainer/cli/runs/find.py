@@ -165,7 +165,7 @@ def _add(found: dict[str, list[tuple[int, float]]], row: Any) -> None:
     with suppress(TypeError, ValueError):
         step = int(row["step"]) if "step" in row else -1
         for name, value in row.items():
-            if name not in ("step", None) and value not in ("", None) and step >= 0:
+            if name not in ("step", "epoch", None) and value not in ("", None) and step >= 0:
                 with suppress(TypeError, ValueError):
                     point = step, float(value)
                     found.setdefault(name, []).append(point)
