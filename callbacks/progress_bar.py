@@ -227,9 +227,8 @@ def shows_widgets() -> bool:
     """Whether this is a notebook whose bars can be widgets."""
     if "ipykernel" not in sys.modules or find_spec("ipywidgets") is None:
         return False
-    from IPython import get_ipython
-
-    return "IPKernelApp" in getattr(get_ipython(), "config", {})  # as tqdm.autonotebook decides
+    shell: Any = sys.modules["IPython"].get_ipython()
+    return "IPKernelApp" in getattr(shell, "config", {})  # as tqdm.autonotebook decides
 
 
 def draws_bars(stream: TextIO) -> bool:
