@@ -1,7 +1,8 @@
-"""Without a GPU `make test-gpu` ends with a message; its report names the machine, the figures and what is left out."""
+"""Without a GPU `make test-gpu` fails and names what it skips; its report has the machine, figures and what is missing."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,27 @@ from tests.helpers.processes import ROOT, alive, run_python, wait_until
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_cuda_it_ends_with_a_message_and_runs_nothing() -> None:
-    done = subprocess.run(
-        ["make", "test-gpu", "PART=tests", f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    assert f"Nothing was run: torch {torch.__version__} of {sys.executable} " in done.stderr
+def test_without_cuda_the_report_names_all_tests_as_skipped(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    done = run_python("-m", "benchmarks", "gpu", "--part", "tests", "--report", str(report), env={"PYTHONPATH": ROOT})
+    done.check(2)
+    assert f"Nothing was run on a GPU: torch {torch.__version__} of {sys.executable} " in done.stderr
     assert "Give PYTHON=an interpreter whose torch sees a GPU." in done.stderr
-    assert not (ROOT / "gpu-report.md").exists()
+    text = report.read_text()
+    (number,) = re.findall(r"0 passed, 0 failed, (\d+) skipped\.", text)
+    assert text.count("- skipped: `tests.") == int(number) > 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_without_cuda_the_other_parts_are_left_out(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    report = tmp_path / "report.md"
+    monkeypatch.setattr(gpu, "in_its_own_process", lambda part, *_: (f"result of {part}", True))
+    assert gpu.main(["--report", str(report)]) == 2
+    assert "Nothing was run on a GPU: torch" in capsys.readouterr().err
+    text = report.read_text()
+    assert "result of tests" in text
+    assert text.count("Left out: torch") == len(gpu.PARTS) - 1
+    assert "result of overhead" not in text
 
 
 def test_a_report_that_cannot_be_written_is_reported_before_anything_runs(tmp_path: Path, capsys: Any) -> None:

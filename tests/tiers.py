@@ -141,6 +141,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "loop/test_resume.py::test_sigkill": ("one process",),
     "loop/test_step_meaning.py::test_a_divided_model_keeps_no_outputs": (),
     "model/test_compile_slow.py::test_two_processes": ("setting0-ddp", "setting1-fsdp"),
+    "test_gpu_report.py::test_without_cuda_the_report_names_all_tests_as_skipped": (),
     "tuner/test_tuner.py::test_the_largest_batch_that_fits_into_a_limit": ("power",),
     "tuner/test_tuner.py::test_two_processes_find_the_same_curve_and_train_afterwards": ("fsdp",),
     "test_engine_processes.py::test_two_processes_train_as_one_big_batch_and_resume_to_the_same_bits": ("fsdp",),
