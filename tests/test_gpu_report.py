@@ -1,4 +1,4 @@
-"""Without a GPU `make test-gpu` fails and names what it skips; its report has the machine, figures and what is missing."""
+"""Without a GPU `make test-gpu` fails and names what it skips; its report has machine, figures and what is missing."""
 
 from __future__ import annotations
 

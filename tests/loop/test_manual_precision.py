@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.strategy_models import MLP
 from tests.helpers.strategy_runs import SINGLE, WAYS, run_each
 from tests.helpers.toy import loader, quiet
-from trainer import ConfigError, TrainModule
+from trainer import Callback, ConfigError, Trainer, TrainModule
 
 SCALE = 8.0
 
@@ -306,3 +306,36 @@ def test_torch_s_own_backward_and_step_are_refused_where_they_would_train_wrongl
                 else:
                     assert words in error, (name, what)
                     assert done == 1
+
+
+class Fused(MLP):
+    """A loss that overflows at first, and a fused optimizer, which can unscale in its own kernel."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return 1000 * super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+class Looks(Callback):
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Any) -> None: ...
+
+
+def test_a_fused_optimizer_unscales_by_itself_unless_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    unscale = torch.amp.GradScaler.unscale_
+    monkeypatch.setattr(torch.amp.GradScaler, "unscale_", lambda *args: calls.append(1) or unscale(*args))
+    weights, counts = [], []
+    for callbacks in ([], [Looks()]):
+        torch.manual_seed(1)
+        module, before = Fused(), len(calls)
+        trainer = WAYS[SINGLE].trainer(precision="16-mixed", max_epochs=3, seed=1, callbacks=callbacks)
+        trainer.fit(module, DataLoader(MLP.data(24), 8))
+        weights.append(module.state_dict())
+        counts.append(len(calls) - before)
+        assert trainer.strategy.scaler is not None
+        assert 1.0 < trainer.strategy.scaler.get_scale() < 2**16, "no step was skipped"
+    assert counts == [0, 9]
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], rtol=1e-6, atol=1e-8), name

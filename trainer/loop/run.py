@@ -321,9 +321,10 @@ class Run:
         self.wraps_step = not (unheard_run and keeps_step(strategy) and self.call_step == strategy.call_step)
         self.syncs_gradients = not inherits(strategy, "gradient_sync")
         self.ends_updates = scales or not inherits(strategy, "end_step")
-        self.prepares_updates = (
-            scales or not inherits(strategy, "unscale") or self.clips_gradients or self.hooks.inside_steps
-        )
+        # A fused optimizer unscales in its own kernel, and waits for no device then; not the shards of DTensors.
+        fused = all(getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers)
+        unscales = (scales and not (fused and not strategy.shards_state)) or not inherits(strategy, "unscale")
+        self.prepares_updates = unscales or self.clips_gradients or self.hooks.inside_steps
 
     def mark_states_checked(self) -> None:
         """Note that a checkpoint can hold the optimizers' states."""
