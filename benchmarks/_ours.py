@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from benchmarks._task import Net, Task, optimizer_of
 from benchmarks._turns import Clock, Contender
-from trainer import Trainer, TrainModule
+from trainer import Engine, Trainer, TrainModule
 
 OFF: dict[str, Any] = {
     "logger": False,
@@ -86,12 +86,39 @@ def training(task: Task) -> list[Contender]:
     def on(clock: Clock, folder: Path) -> None:
         trainer(task, folder, **all_on()).fit(LoggedRegression(Net(clock)), task.data())
 
+    def engine(clock: Clock, folder: Path) -> None:
+        own_loop(task, clock)
+
     plain = task.accumulate == 1 and not task.loader
     return [
         Contender("ours, everything off", off, bar=1.03 if plain else 1.10),
         Contender("ours, off, one self.log per step", off_and_log),
         Contender("ours, all on: bar, CSV, TensorBoard, checkpoints, self.log", on, bar=1.10),
+        Contender("ours, Engine: a loop of one's own", engine, bar=1.03 if plain else 1.10),
     ]
+
+
+def own_loop(task: Task, clock: Clock) -> None:
+    """Train with the loop of docs/engine.md."""
+    with Engine(accelerator="cpu", devices=1) as engine:
+        net = Net(clock)
+        model, optimizer = engine.setup(net, optimizer_of(net))
+        data = engine.setup_dataloaders(task.data())
+        model.train()
+        for number, (x, y) in enumerate(data, 1):
+            last = number % task.accumulate == 0
+            if task.accumulate == 1:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                engine.backward(loss)
+                optimizer.step()
+                continue
+            with engine.no_backward_sync(model, enabled=not last):
+                loss = F.mse_loss(model(x), y) / task.accumulate
+                engine.backward(loss)
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def validation(task: Task) -> list[Contender]:

@@ -37,6 +37,30 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
     fork_python(script, cwd=tmp_path).wait().check()
 
 
+BEFORE = 'python title="before: Accelerate"'
+
+
+def test_scripts_of_accelerate_print_before_and_after_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    page = ROOT / "docs" / "from-accelerate.md"
+    shared = [block for block in blocks(page, "python") if block.startswith(("import ", "from transformers"))]
+    scripts = blocks(page, BEFORE)
+    assert len(scripts) == 3
+    printed = []
+    for number, script in enumerate(scripts):
+        (tmp_path / f"{number}.py").write_text("\n\n".join([*shared, script]))
+        done = fork_python(tmp_path / f"{number}.py", cwd=tmp_path).wait().check()
+        printed.append(done.stdout.splitlines())
+    (tmp_path / "after.py").write_text("\n\n".join(blocks(page, "python")))
+    after = fork_python(tmp_path / "after.py", cwd=tmp_path).wait().check().stdout.splitlines()
+    started = "Training started!"
+    for lines in printed:
+        lines = [line for line in lines if line != started]
+        assert lines
+        for line in lines:
+            assert after.count(line) == 2, f"{line!r} is not printed by both ways: {after}"
+
+
 def trainer_commands(page: Path) -> list[str]:
     lines = "".join(blocks(page, "bash")).splitlines()
     return [line.split("  #")[0].strip() for line in lines if line.startswith(".venv/bin/trainer")]

@@ -144,6 +144,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "test_gpu_report.py::test_without_cuda_the_report_names_all_tests_as_skipped": (),
     "tuner/test_tuner.py::test_the_largest_batch_that_fits_into_a_limit": ("power",),
     "tuner/test_tuner.py::test_two_processes_find_the_same_curve_and_train_afterwards": ("fsdp",),
+    "test_docs.py::test_scripts_of_accelerate_print_before_and_after_the_same": (),
     "test_engine_processes.py::test_two_processes_train_as_one_big_batch_and_resume_to_the_same_bits": ("fsdp",),
     "test_engine_processes.py::test_a_gan_trains_as_on_one_process": (),
     "test_engine_processes.py::test_what_a_strategy_cannot_do_is_refused_in_words": (),

@@ -48,7 +48,7 @@ from trainer.loop.training_state import SHARDED_KEYS, counterpart, place_in_epoc
 from trainer.model.dispatched import refuse_dispatched
 from trainer.model.parameter_tables import ParameterTables, describe_changes
 from trainer.module import TrainModule
-from trainer.optimizers import check_parameters
+from trainer.optimizers import check_parameters, zero_grad_fast
 from trainer.precision import NULL_CONTEXT, Precision
 from trainer.seed import derive_seed, global_seed, rng_state, seed_generators, set_deterministic, set_rng_state
 from trainer.settings import Settings
@@ -59,6 +59,7 @@ from trainer.strategy import (
     for_another_module,
     full_state_dict,
     inherits,
+    keeps_batches,
     keeps_step,
     synchronize_buffers,
     wrapping_problems,
@@ -433,7 +434,8 @@ class Engine:
     def step(self, optimizer: EngineOptimizer, closure: Callable[[], Any] | None, **options: Any) -> Any:
         """Step an optimizer through its strategy; `EngineOptimizer.step` calls this."""
         strategy, inner = optimizer.model._strategy, optimizer.optimizer
-        optimizer.model.require_unchanged()
+        if strategy.multi_process:
+            optimizer.model.require_unchanged()
         if closure is not None and (strategy.scaler is not None or strategy.multi_process):
             raise ConfigError(
                 "optimizer.step(closure) works on one process without loss scaling: call backward before the step."
@@ -447,13 +449,15 @@ class Engine:
                 "optimizer.step() within no_backward_sync, where gradients are not reduced yet: give enabled=False for "
                 "the last micro-batch of a step."
             )
-        strategy.unscale(inner)
+        if strategy.scaler is not None:
+            strategy.unscale(inner)
         optimizer.stepping = True
         try:
             strategy.step(inner, closure, **options)
         finally:
             optimizer.stepping = False
-        strategy.end_step()
+        if strategy.scaler is not None:
+            strategy.end_step()
         if strategy.collective_forward:
             strategy.release_gathered()
         self.steps += 1
@@ -753,9 +757,9 @@ class EngineModule(nn.Module):
         super().__init__()
         own = vars(self)
         # Shared, not registered as a child, so that all names stay as they are.
-        own |= {name: vars(module)[name] for name in ("_parameters", "_buffers", "_modules")}
+        own |= {name: value for name, value in vars(module).items() if name in own and isinstance(value, dict)}
         own |= {"module": module, "_strategy": strategy, "_engine": engine, "_trains": trains}
-        own |= {"training": module.training, "_accumulates": None, "_called": False, "_marked": set()}
+        own |= {"training": module.training, "_accumulates": None, "_called": False}
         own["_evaluated"] = False
         own["_low"] = strategy.precision.autocast
         own["_casts"] = strategy.precision.casts_batch
@@ -763,15 +767,25 @@ class EngineModule(nn.Module):
         own["_plain"] = keeps_step(strategy) and not own["_casts"]
         own["_tables"] = ParameterTables(strategy.module) if trains else None
         own["_flags"] = [parameter.requires_grad for parameter in module.parameters()]
-        if isinstance(module, TrainModule):
-            own["_marked"].update(_STEPS)
+        for name in _STEPS if isinstance(module, TrainModule) else ():
+            if callable(getattr(module, name)):
+                self.mark_forward_method(name)
         if trains and not own["_plain"]:
             for layer in (module, *module.children()):
                 layer.register_forward_pre_hook(self._refuse_direct_call)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module in the precision's context, as the strategy needs it."""
+        if self._plain and self._engine._begun:
+            # Nothing else to do: the module's hooks are its own.
+            if self._trains:
+                self._engine._last = self
+            return self.module(*args, **kwargs)
         return self._call("forward", args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what a call does."""
+        return self(*args, **kwargs)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._engine
@@ -824,12 +838,7 @@ class EngineModule(nn.Module):
         name = method if isinstance(method, str) else method.__name__
         if not callable(getattr(self.module, name, None)):
             raise ConfigError(f"mark_forward_method({name!r}): {type(self.module).__name__} has no such method.")
-        self._marked.add(name)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _STEPS or name in object.__getattribute__(self, "__dict__").get("_marked", ()):
-            return lambda *args, **kwargs: self._call(name, args, kwargs)
-        return super().__getattribute__(name)
+        vars(self)[name] = lambda *args, **kwargs: self._call(name, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -860,7 +869,7 @@ class EngineModule(nn.Module):
     def require_unchanged(self) -> None:
         """Raise ConfigError if parameters were added, replaced, frozen or unfrozen since `setup`."""
         tables = self._tables
-        if tables is None or not self._strategy.multi_process:
+        if tables is None:
             return
         if [parameter.requires_grad for parameter in self.module.parameters()] != self._flags:
             raise self._changed("parameters were frozen or unfrozen")
@@ -895,7 +904,10 @@ class EngineOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
-        self.optimizer.zero_grad(set_to_none)
+        if set_to_none:
+            zero_grad_fast(self.optimizer)
+        else:
+            self.optimizer.zero_grad(set_to_none=False)
 
     def _refuse_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self.stepping:
@@ -952,7 +964,7 @@ class EngineLoader:
         """By which the loss of the latest batch, a mean over its samples, counts, so that the gradients of all
         processes together are those of one big batch; 1.0 unless the batches of a step differ in size."""
         self._goes_on = self._is_open = False
-        self._moves = engine.strategy.to_device
+        self._moves = None if keeps_batches(engine.strategy) else engine.strategy.to_device
 
     def __iter__(self) -> Iterator[Any]:
         if not self._goes_on and self.batch:
@@ -967,7 +979,7 @@ class EngineLoader:
                 self.samples = samples
                 if total is not None:
                     self.weight = (samples or 0) * engine.strategy.processes.readers / total if total else 0.0
-                yield self._moves(data)
+                yield data if self._moves is None else self._moves(data)
         finally:
             self._is_open = False
         self._next_epoch()
