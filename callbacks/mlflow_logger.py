@@ -9,13 +9,13 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from trainer.arguments import local_path
 from trainer.callback import Tracker
 from trainer.errors import ConfigError, MissingPackageError
+from trainer.hyperparameters import flat_names
 from trainer.metrics.media import Histogram, Images, Media, Table, Text, png
 
 log = logging.getLogger("trainer")
@@ -170,7 +170,7 @@ class MLFlowLogger(Tracker):
     def send_hyperparameters(self, hyperparameters: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        flat = _flat({**hyperparameters.get("data", {}), **hyperparameters.get("module", {})})
+        flat = flat_names({**hyperparameters.get("data", {}), **hyperparameters.get("module", {})})
         values = [Param(self._allowed(name), str(value)[:500]) for name, value in flat.items()]
         for first in range(0, len(values), _PER_CALL):
             self._client.log_batch(self._run_id, params=values[first : first + _PER_CALL])
@@ -227,13 +227,3 @@ class MLFlowLogger(Tracker):
             self._renamed.add(name)
             log.warning("MLFlowLogger: MLflow does not take the name %r: it is %r there", name, allowed)
         return allowed
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}/"))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -20,6 +20,7 @@ from trainer.checkpoint.disk import without_links
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.data.transfer import move_data_to_device
 from trainer.errors import ConfigError, MissingPackageError
+from trainer.hyperparameters import flat_names
 from trainer.metrics.logger_place import LoggerPlace, plain_number
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 from trainer.strategy import eval_mode
@@ -324,11 +325,7 @@ def _summaries(key: str, media: Media) -> Iterator[Any]:
         yield text(key, media.markdown())
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}/"))
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flat
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters in the types that TensorBoard's table takes."""
+    flat = flat_names(values)
+    return {name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in flat.items()}

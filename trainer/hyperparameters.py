@@ -335,3 +335,12 @@ def with_plain_numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: with_plain_numbers(item) for key, item in value.items()}
     return [with_plain_numbers(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings under names such as `optimizer/lr`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= flat_names(value, f"{name}/") if isinstance(value, Mapping) else {name: value}
+    return flat

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from trainer.checkpoint.directory import CheckpointDirectory
 from trainer.checkpoint.format import read_checkpoint, verify_checkpoint
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError
+from trainer.testing import largest_file
 
 ROUNDS = 20
 
@@ -87,17 +85,6 @@ def test_a_killed_writer_leaves_complete_checkpoints_or_nothing(tmp_path: Path) 
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert interrupted >= 3  # some kills came during a write
     assert committed >= 3
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Limit files of this process to `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

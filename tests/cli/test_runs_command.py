@@ -14,7 +14,7 @@ from tests.helpers.project import Command
 from tests.helpers.toy import Toy, loader, quiet
 from trainer.callbacks import CSVLogger, JSONLLogger, ModelCheckpoint
 from trainer.cli.plot import smoothed
-from trainer.cli.runs.find import find_runs
+from trainer.cli.runs.find import find_runs, read_metrics
 from trainer.fault_tolerance.file_lock import FolderLock
 
 
@@ -104,6 +104,9 @@ def test_tables_for_people_and_programs(command: Command, runs: Path) -> None:
         (["ls", "."], 1, "no runs below ."),
         (["ls", "runs", "--sort", "scor"], 2, "Did you mean 'score'?"),
         (["ls", "runs", "--filter", "score"], 2, "write NAME>VALUE"),
+        (["ls", "runs", "--metric", "scor"], 2, "Did you mean 'score'?"),
+        (["ls", "runs", "--hparam", "module.rl"], 2, "Did you mean 'module.lr'?"),
+        (["ls", "runs", "--sort"], 2, "--sort: expected one argument"),
         (["list"], 2, "invalid choice: 'list'"),
     ],
 )
@@ -125,6 +128,14 @@ def test_damaged_files_leave_their_cells_empty(command: Command, runs: Path) -> 
         manifest.write_text("[]")
     first = listed(command, str(runs))[0]
     assert (first["state"], first["step"]) == ("no checkpoint", 4)
+
+
+def test_a_metric_may_be_called_kind(tmp_path: Path) -> None:
+    lines = ({"step": 1, "kind": 2.0}, {"step": 1, "key": "texts", "kind": "text", "text": "3"})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_metrics(tmp_path) == {"kind": [(1, 2.0)]}
+    (tmp_path / "metrics.csv").write_text("step,kind\n1,2.0\n")
+    assert read_metrics(tmp_path) == {"kind": [(1, 2.0)]}
 
 
 def test_it_imports_no_torch(runs: Path) -> None:

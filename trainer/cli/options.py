@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainer.arguments import whole_number
 from trainer.cli.main import usage_error
 from trainer.compat.names import TRAINER_ARGUMENTS
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node, appended
@@ -102,6 +103,14 @@ def config_option(container: argparse._ActionsContainer, help: str, short: str |
     """Add `--config FILE [FILE ...]`."""
     names = [short, "--config"] if short else ["--config"]
     container.add_argument(*names, metavar="FILE", nargs="+", action="extend", default=[], help=help)
+
+
+def positive(text: str) -> int:
+    """Return the number of an option, from 1."""
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1")
+    return number
 
 
 def reports_errors(run: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.arguments import whole_number
 from trainer.cli.estimate.report import NEEDED, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, reports_errors
+from trainer.cli.options import CommandParser, config_option, positive, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.memory import (
@@ -101,18 +100,18 @@ def _parser() -> CommandParser:
     config_option(group, about_config)
     where = parser.add_argument_group("where and how (default: as the configuration says)").add_argument
     several = "processes on each machine; several numbers make several tables (default: 8)"
-    where("--devices", metavar="N", nargs="+", type=_count, help=several)
-    where("--num-nodes", metavar="N", type=_count, help="machines (default: 1)")
+    where("--devices", metavar="N", nargs="+", type=positive, help=several)
+    where("--num-nodes", metavar="N", type=positive, help="machines (default: 1)")
     where("--strategy", metavar="NAME", help="only the rows with this word, such as fsdp or deepspeed_stage_2")
     where("--precision", metavar="NAME", help="as for the trainer, such as bf16-mixed (default: 32-true)")
     where("--optimizer", metavar="NAME", help="a class of torch.optim with its default options (default: AdamW)")
     where("--bucket", metavar="N", type=_number, help="elements of DeepSpeed's reduce_bucket_size (default: 5e8)")
-    where("--accumulate", metavar="N", type=_count, help="micro-batches of a step (default: 1)")
+    where("--accumulate", metavar="N", type=positive, help="micro-batches of a step (default: 1)")
     acts = parser.add_argument_group("activations of a transformer, for an estimate of them").add_argument
-    acts("--layers", metavar="N", type=_count, help="transformer layers")
-    acts("--hidden", metavar="N", type=_count, help="width of the model")
-    acts("--sequence", metavar="N", type=_count, help="tokens of a sample")
-    acts("--batch", metavar="N", type=_count, help="samples of a micro-batch on one process")
+    acts("--layers", metavar="N", type=positive, help="transformer layers")
+    acts("--hidden", metavar="N", type=positive, help="width of the model")
+    acts("--sequence", metavar="N", type=positive, help="tokens of a sample")
+    acts("--batch", metavar="N", type=positive, help="samples of a micro-batch on one process")
     acts("--checkpointing", action="store_true", help="with activation checkpointing of every layer")
     how = parser.add_argument_group("output").add_argument
     about_zero = "the table of the ZeRO paper: Adam in mixed precision, stages 1 to 3, with and without master weights"
@@ -131,13 +130,6 @@ def _number(text: str) -> int:
     if not 1 <= number < 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: write 7e9, 7B or 350M")
     return round(number)
-
-
-def _count(text: str) -> int:
-    number = whole_number(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1")
-    return number
 
 
 def _complete(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:

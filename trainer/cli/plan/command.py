@@ -8,9 +8,8 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 
-from trainer.arguments import whole_number
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, reports_errors
+from trainer.cli.options import CommandParser, positive, reports_errors
 from trainer.cli.plan.architecture import NAMES, assumed, of_options, read_config
 from trainer.cli.plan.candidates import Cluster, GlobalBatch, rank
 from trainer.cli.plan.report import as_data, report
@@ -97,21 +96,22 @@ def _parser() -> CommandParser:
     model = parser.add_argument_group("the model: a decoder of equal layers").add_argument
     model("--config", metavar="FILE", help="config.json of a Hugging Face model")
     model("--params", metavar="N", type=_quantity(1000), help="only the number of parameters; the shape is assumed")
-    model("--layers", metavar="N", type=_count, help="blocks of attention and MLP")
-    model("--hidden", metavar="N", type=_count, help="width of the model")
-    model("--heads", metavar="N", type=_count, help="heads of attention")
-    model("--vocab", metavar="N", type=_count, dest="vocabulary", help="size of the vocabulary")
-    model("--kv-heads", metavar="N", type=_count, help="heads of keys and values (default: --heads)")
-    model("--head-dim", metavar="N", type=_count, help="width of a head (default: hidden / heads)")
-    model("--intermediate", metavar="N", type=_count, help="width of the MLP, or of an expert (default: 8/3 hidden)")
-    model("--experts", metavar="N", type=_count, help="experts of a layer")
-    model("--experts-per-token", metavar="N", type=_count, help="experts that compute a token (default: 2)")
+    model("--layers", metavar="N", type=positive, help="blocks of attention and MLP")
+    model("--hidden", metavar="N", type=positive, help="width of the model")
+    model("--heads", metavar="N", type=positive, help="heads of attention")
+    model("--vocab", metavar="N", type=positive, dest="vocabulary", help="size of the vocabulary")
+    model("--kv-heads", metavar="N", type=positive, help="heads of keys and values (default: --heads)")
+    model("--head-dim", metavar="N", type=positive, help="width of a head (default: hidden / heads)")
+    about = "width of the MLP, or of an expert (default: 8/3 hidden)"
+    model("--intermediate", metavar="N", type=positive, help=about)
+    model("--experts", metavar="N", type=positive, help="experts of a layer")
+    model("--experts-per-token", metavar="N", type=positive, help="experts that compute a token (default: 2)")
     model("--no-gate", action="store_true", help="an MLP of two layers in place of three, by default 4 hidden wide")
     model("--tied", action="store_true", help="the head has the weights of the embedding")
     where = parser.add_argument_group("the GPUs").add_argument
-    where("--gpus", metavar="N", type=_count, required=True, help="number of GPUs")
+    where("--gpus", metavar="N", type=positive, required=True, help="number of GPUs")
     where("--memory", metavar="SIZE", type=_quantity(1000), required=True, help="of a GPU: 80G (10^9 bytes)")
-    where("--gpus-per-node", metavar="N", type=_count, default=8, help="GPUs of a machine (default: 8)")
+    where("--gpus-per-node", metavar="N", type=positive, default=8, help="GPUs of a machine (default: 8)")
     about = "share of the memory for the libraries and fragments (default: 0.1)"
     where("--headroom", metavar="SHARE", type=_share, default=0.1, help=about)
     about = "operations of a GPU in a second, as trainings reach them (default: 400T)"
@@ -121,12 +121,12 @@ def _parser() -> CommandParser:
     where("--network", metavar="N", type=_quantity(1000), default=50e9, help="and to others (default: 50G)")
     what = parser.add_argument_group("a step").add_argument
     what("--seq", metavar="N", type=_quantity(1024), required=True, help="tokens of a sequence: 32k is 32,768")
-    what("--batch", metavar="N", type=_count, help="sequences of a step on all GPUs")
+    what("--batch", metavar="N", type=positive, help="sequences of a step on all GPUs")
     about = "tokens of a step on all GPUs (default: 4M, which is 4 x 1024 x 1024)"
     what("--global-batch-tokens", metavar="N", type=_quantity(1024), help=about)
     what("--precision", metavar="NAME", default="bf16-mixed", help="as for the trainer (default: bf16-mixed)")
     how = parser.add_argument_group("output").add_argument
-    how("--top", metavar="N", type=_count, default=10, help="layouts to print (default: 10)")
+    how("--top", metavar="N", type=positive, default=10, help="layouts to print (default: 10)")
     how("--json", action="store_true", help="all layouts, in bytes and seconds, as JSON")
     return parser
 
@@ -146,13 +146,6 @@ def _quantity(thousand: int) -> Callable[[str], int]:
         return round(number)
 
     return parse
-
-
-def _count(text: str) -> int:
-    number = whole_number(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1")
-    return number
 
 
 def _share(text: str) -> float:

@@ -44,10 +44,10 @@ def run(arguments: list[str]) -> int:
     if not found:
         print(f"no runs below {printable(options.folder)}", file=sys.stderr)
         return 1
-    metrics = options.metric or _main_metrics(found)
-    parameters = options.hparam or differing(found)
     rows = [(one, values_of(one)) for one in found]
     known = list(dict.fromkeys(name for _, values in rows for name in values))
+    metrics = [_known(name, known) for name in options.metric or _main_metrics(found)]
+    parameters = [_known(name, known) for name in options.hparam or differing(found)]
     for text in options.filter:
         name, compare, wanted = _condition(text, known)
         rows = [row for row in rows if _holds(compare, row[1].get(name), wanted)]
@@ -89,7 +89,8 @@ def _with_joined_sort(arguments: list[str]) -> list[str]:
     """Return `--sort=-val_acc` for `--sort -val_acc`, whose second word would be an option."""
     words, joined = iter(arguments), []
     for word in words:
-        joined.append(f"--sort={next(words, '')}" if word == "--sort" else word)
+        name = next(words, None) if word == "--sort" else None
+        joined.append(word if name is None else f"--sort={name}")
     return joined
 
 

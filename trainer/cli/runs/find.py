@@ -155,13 +155,13 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
             with open(path / "metrics.jsonl", encoding="utf-8") as lines:
                 for line in lines:
                     with suppress(ValueError):
-                        _add(found, json.loads(line))
+                        row = json.loads(line)
+                        if isinstance(row, dict) and not isinstance(row.get("kind"), str):  # which is that of media
+                            _add(found, row)
     return found
 
 
-def _add(found: dict[str, list[tuple[int, float]]], row: Any) -> None:
-    if not isinstance(row, dict) or "kind" in row:
-        return
+def _add(found: dict[str, list[tuple[int, float]]], row: dict[str, Any]) -> None:
     with suppress(TypeError, ValueError):
         step = int(row["step"]) if "step" in row else -1
         for name, value in row.items():
