@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.processes import Running, descendants, start_python
 from trainer.checkpoint.process_group import StoreProcessGroup
-from trainer.distributed.rendezvous import LOOPBACK, _torch_store, loopback_store, open_store
+from trainer.distributed.store import LOOPBACK, loopback_store, open_store, store_at
 from trainer.errors import TrainerError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -111,7 +111,7 @@ def test_nothing_listens_beyond_the_loopback_and_foreign_bytes_there_change_noth
 
 def test_what_a_stranger_writes_into_the_store_is_an_error_and_runs_nothing(tmp_path: Path) -> None:
     store = loopback_store()
-    stranger = _torch_store(LOOPBACK, store.port, "the store", 30)
+    stranger = store_at(LOOPBACK, store.port, "the store", 30)
     for number in (1, 2):
         for rank in (0, 1):
             stranger.set(f"write/{number}/{rank}", pickle.dumps(Bomb(tmp_path / "code was run")))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.launcher_variables import HYDRA, KUBEFLOW, OPEN_MPI
 from tests.helpers.processes import fork_python, run_python
 from tests.helpers.training import make, steps_of, weights_of
-from trainer.distributed.rendezvous import free_port
+from trainer.distributed.store import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="processes as on Linux and macOS")
 STEPS = 6

@@ -14,15 +14,8 @@ from torch.distributed import TCPStore
 from tests.helpers.processes import fork_python, start_python
 from trainer.distributed import rendezvous
 from trainer.distributed.environment import Environment
-from trainer.distributed.rendezvous import (
-    address_towards,
-    attempt,
-    connect,
-    free_port,
-    is_own_address,
-    join_store,
-    open_store,
-)
+from trainer.distributed.rendezvous import attempt, join_store
+from trainer.distributed.store import address_towards, connect, free_port, is_own_address, open_store
 from trainer.errors import TrainerError
 
 
@@ -74,7 +67,7 @@ def test_a_name_of_no_machine(host: str) -> None:
 
 
 def test_somebody_else_listens(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.distributed.rendezvous._HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("trainer.distributed.store._HANDSHAKE_S", 0.5)
     with pytest.raises(TrainerError, match=f"127.0.0.1:{taken}, the place, is in use by something that is not torch's"):
         connect("127.0.0.1", taken, "the place", wait=1)
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.helpers.processes import fork_python, start_python
 from trainer.distributed.environment import Environment
-from trainer.distributed.rendezvous import free_port, join_store
+from trainer.distributed.rendezvous import join_store
+from trainer.distributed.store import free_port
 from trainer.testing.processes import Result
 
 # Half an hour, the default of a run: the test kills a process that waits for so long.

@@ -17,7 +17,7 @@ from importlib.machinery import PathFinder
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.distributed.rendezvous import LOOPBACK, loopback_store
+from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.distributed.tpu import share_chips
 from trainer.errors import ConfigError
 from trainer.fault_tolerance.interpreter_guard import DUMP_SIGNAL, SIGTERMS

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer.distributed.rendezvous import address_towards, connect, find_host, is_own_address, open_store
+from trainer.distributed.store import address_towards, connect, find_host, is_own_address, open_store
 from trainer.errors import TrainerError
 from trainer.launchers.launcher import run_agents, worker_spec
 

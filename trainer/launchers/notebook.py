@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
-from trainer.distributed.rendezvous import LOOPBACK, loopback_store
+from trainer.distributed.store import LOOPBACK, loopback_store
 from trainer.errors import ConfigError, TrainerError
 from trainer.fault_tolerance.failure import lost_connection
 from trainer.launchers.launcher import die_with_parent

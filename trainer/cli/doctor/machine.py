@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.cli.collisions import collisions
 from trainer.cli.doctor.results import CheckResult, check_result, gib
-from trainer.distributed.rendezvous import free_port
+from trainer.distributed.store import free_port
 from trainer.errors import install_command
 from trainer.launchers.launcher import usable_cores
 
