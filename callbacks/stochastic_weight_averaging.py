@@ -11,11 +11,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.arguments import Limit, NonNegativeInt, PositiveFloat, PositiveInt
-from trainer.callback import Callback
-from trainer.callbacks.weight_averaging import as_device
+from trainer.callbacks.weight_averaging import AveragingCallback, as_device
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
-from trainer.loop.averaged_weights import AveragedWeights, each, equal_weights
+from trainer.loop.averaged_weights import each, equal_weights
 from trainer.loop.batch_statistics import redo_batch_statistics
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("trainer")
 
 
-class StochasticWeightAveraging(Callback):
+class StochasticWeightAveraging(AveragingCallback):
     """Average the weights with which the last epochs begin (Izmailov et al., 2018, https://arxiv.org/abs/1803.05407).
 
     From the first of these epochs on the learning rate goes to `swa_lrs` and stays there; the module's schedulers rest.
@@ -62,6 +61,7 @@ class StochasticWeightAveraging(Callback):
     ) -> None:
         if isinstance(swa_lrs, list) and not swa_lrs:
             raise ConfigError("StochasticWeightAveraging: swa_lrs=[] is empty: give a rate, or one for each group.")
+        super().__init__()
         self.swa_lrs = swa_lrs
         self.swa_epoch_start = swa_epoch_start
         self.annealing_epochs = annealing_epochs
@@ -71,9 +71,6 @@ class StochasticWeightAveraging(Callback):
         self._change = equal_weights if avg_fn is None else each(avg_fn)
         self._rates: list[float] = []
         """The learning rates before the first of these epochs, by group."""
-        self._weights: AveragedWeights | None = None
-        self._stored: Any = None
-        self._count = 0
 
     def should_update(self, epoch_idx: int, max_epochs: int | None) -> bool:
         """Return True to average the weights with which this epoch, counted from 0, begins."""
@@ -90,26 +87,21 @@ class StochasticWeightAveraging(Callback):
     def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
         if stage != "fit":
             return []
-        problems = []
+        problems = super().problems(config, module, stage)
         if isinstance(self.swa_epoch_start, float) and config.max_epochs is None:
             problems.append(
                 f"StochasticWeightAveraging(swa_epoch_start={self.swa_epoch_start}) is a part of max_epochs, which is "
                 "not given: give an integer, or Trainer(max_epochs=...)."
             )
-        if config.device_type in ("xla", "tpu"):
-            problems.append("StochasticWeightAveraging does not run on XLA devices: use another device.")
         if not module.automatic_optimization:
             problems.append("StochasticWeightAveraging sets learning rates: use automatic optimization with it.")
-        several = [one for one in config.callbacks if hasattr(one, "should_update")]
-        if len(several) > 1 and several[0] is self:
-            problems.append(f"{len(several)} callbacks average the weights, and one takes their place: give one.")
         return problems
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self.latest_update_epoch, self._count, self._rates = -1, 0, []
-        self._weights = self._stored = None
+        super().setup(trainer, module, stage)
+        self.latest_update_epoch, self._rates = -1, []
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if len(trainer.optimizers) != 1:
@@ -122,10 +114,7 @@ class StochasticWeightAveraging(Callback):
             raise ConfigError(
                 f"StochasticWeightAveraging: swa_lrs has {len(self.swa_lrs)} rates for {len(groups)} parameter groups."
             )
-        self._weights = AveragedWeights(trainer.strategy, use_buffers=False, device=self.device)
-        if self._stored is not None:
-            self._weights.load(self._stored, self._count)
-            self._stored = None
+        super().on_fit_start(trainer, module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         epoch = trainer.current_epoch
@@ -141,9 +130,8 @@ class StochasticWeightAveraging(Callback):
         part = self._annealed(epoch - self.first_epoch(trainer.max_epochs))
         for group, before, after in zip(groups, self._rates, rates, strict=True):
             group["lr"] = after * part + before * (1 - part)
-        assert self._weights is not None
-        self._weights.forget_places()
-        self._weights.update(self._change)
+        self._averaged.forget_places()
+        self._averaged.update(self._change)
         self.latest_update_epoch = epoch
 
     def _annealed(self, epochs: int) -> float:
@@ -159,32 +147,13 @@ class StochasticWeightAveraging(Callback):
             self._weights.swap_out()
             self._weights.keep_buffers(statistics)
 
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._weights is not None:
-            self._weights.swap_in()
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        count = self._count if self._weights is None else self._weights.count
-        return {"updates": count, "latest_update_epoch": self.latest_update_epoch, "rates": list(self._rates)}
+        return {**super().state_dict(), "latest_update_epoch": self.latest_update_epoch, "rates": list(self._rates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        kinds = {"updates": Integer(), "latest_update_epoch": Integer(-1), "rates": [NUMBER]}
+        kinds = {"latest_update_epoch": Integer(-1), "rates": [NUMBER]}
         require(state, kinds, "StochasticWeightAveraging")
-        self._count, self.latest_update_epoch = state["updates"], state["latest_update_epoch"]
-        self._rates = list(state["rates"])
-        if self._weights is not None:  # the run goes back to a checkpoint
-            self._weights.load(self._stored or {}, self._count)
-            self._stored = None
-
-    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        if self._weights is not None:
-            self._weights.save(checkpoint)
-
-    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        average = checkpoint.get("average")
-        if trainer.stage == "fit":
-            self._stored = average
-        elif average is not None:
-            checkpoint["model"] = {**checkpoint["model"], **average}
+        self.latest_update_epoch, self._rates = state["latest_update_epoch"], list(state["rates"])
+        super().load_state_dict(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from trainer.arguments import Limit, NonNegativeInt, PositiveInt
 from trainer.callback import Callback
 from trainer.checkpoint.schema import Integer, require
+from trainer.checkpoint.shards import Loadable
 from trainer.errors import ConfigError, did_you_mean, shown
 from trainer.loop.averaged_weights import AveragedWeights, Update, each, equal_weights, exponential, together
 
@@ -24,7 +25,78 @@ log = logging.getLogger("trainer")
 OPTIONS = ("device", "use_buffers", "avg_fn", "multi_avg_fn")
 
 
-class WeightAveraging(Callback):
+class AveragingCallback(Callback):
+    """Base of callbacks that average the weights. Checkpoints hold the average; `fit` ends with it in the module."""
+
+    device: torch.device | None = None
+    """The device of the averages; None: that of the weights."""
+    use_buffers = False
+    """True: average floating buffers, too."""
+
+    def __init__(self) -> None:
+        self._weights: AveragedWeights | None = None
+        self._stored: Mapping[str, Loadable] | None = None
+        """The averages of a checkpoint, until the run begins."""
+        self._count = 0
+
+    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
+        several = [one for one in config.callbacks if isinstance(one, AveragingCallback)]
+        problems = []
+        if len(several) > 1 and several[0] is self:
+            problems.append(
+                f"{len(several)} callbacks average the weights, and one average takes their place: give one."
+            )
+        if config.device_type in ("xla", "tpu"):
+            problems.append(
+                f"{type(self).__name__} does not run on XLA devices: average the checkpoints afterwards, or train on "
+                "another device."
+            )
+        return problems
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._weights, self._stored, self._count = None, None, 0
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._weights = AveragedWeights(trainer.strategy, self.use_buffers, self.device)
+        if self._stored is not None:
+            self._load_stored()
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._averaged.swap_in()
+
+    @property
+    def _averaged(self) -> AveragedWeights:
+        assert self._weights is not None
+        return self._weights
+
+    def _load_stored(self) -> None:
+        self._averaged.load(self._stored or {}, self._count)
+        self._stored = None
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self._count if self._weights is None else self._weights.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        require(state, {"updates": Integer()}, type(self).__name__)
+        self._count = state["updates"]
+        if self._weights is not None:  # the run goes back to a checkpoint
+            self._load_stored()
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if self._weights is not None:
+            self._weights.save(checkpoint)
+
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        average = checkpoint.get("average")
+        if trainer.stage == "fit":
+            self._stored = average
+        elif average is not None:
+            checkpoint["model"] = {**checkpoint["model"], **average}
+
+
+class WeightAveraging(AveragingCallback):
     """Average the weights, by default with equal weights after every step, and use the average in evaluation.
 
     The average takes the place of the weights during each validation, and for good at the end of `fit`. Checkpoints
@@ -51,15 +123,13 @@ class WeightAveraging(Callback):
                 f"{type(self).__name__} has no option {unknown[0]!r}.{did_you_mean(unknown[0], OPTIONS)} Options: "
                 f"{', '.join(OPTIONS)}."
             )
+        super().__init__()
         self.device = None if device is None else as_device(device)
         self.use_buffers = use_buffers
         self.latest_update_step = 0
         """The last step after which the average was updated."""
         self.latest_update_epoch = -1
         self._change = _update_of(type(self).__name__, kwargs.get("avg_fn"), kwargs.get("multi_avg_fn"))
-        self._weights: AveragedWeights | None = None
-        self._stored: Any = None
-        self._count = 0
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return True to update the average after this step or epoch; both are counted from 0.
@@ -68,31 +138,11 @@ class WeightAveraging(Callback):
         """
         return step_idx is not None
 
-    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        several = [one for one in config.callbacks if hasattr(one, "should_update")]
-        problems = []
-        if len(several) > 1 and several[0] is self:
-            problems.append(
-                f"{len(several)} callbacks average the weights, and one average takes their place: give one."
-            )
-        if config.device_type in ("xla", "tpu"):
-            problems.append(
-                f"{type(self).__name__} does not run on XLA devices: average the checkpoints afterwards, or train on "
-                "another device."
-            )
-        return problems
-
     # -- training ------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        self.latest_update_step, self.latest_update_epoch, self._count = 0, -1, 0
-        self._weights = self._stored = None
-
-    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._weights = AveragedWeights(trainer.strategy, self.use_buffers, self.device)
-        if self._stored is not None:
-            self._weights.load(self._stored, self._count)
-            self._stored = None
+        super().setup(trainer, module, stage)
+        self.latest_update_step, self.latest_update_epoch = 0, -1
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._averaged.forget_places()
@@ -106,14 +156,6 @@ class WeightAveraging(Callback):
         if trainer.current_epoch > self.latest_update_epoch and self.should_update(epoch_idx=trainer.current_epoch):
             self._averaged.update(self._change)
             self.latest_update_epoch = trainer.current_epoch
-
-    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._averaged.swap_in()
-
-    @property
-    def _averaged(self) -> AveragedWeights:
-        assert self._weights is not None
-        return self._weights
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -133,34 +175,19 @@ class WeightAveraging(Callback):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        count = self._count if self._weights is None else self._weights.count
-        return {
-            "updates": count,
-            "latest_update_step": self.latest_update_step,
-            "latest_update_epoch": self.latest_update_epoch,
-        }
+        latest = {"latest_update_step": self.latest_update_step, "latest_update_epoch": self.latest_update_epoch}
+        return {**super().state_dict(), **latest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        kinds = {"updates": Integer(), "latest_update_step": Integer(), "latest_update_epoch": Integer(-1)}
+        kinds = {"latest_update_step": Integer(), "latest_update_epoch": Integer(-1)}
         require(state, kinds, type(self).__name__)
-        self._count = state["updates"]
         self.latest_update_step, self.latest_update_epoch = state["latest_update_step"], state["latest_update_epoch"]
-        if self._weights is not None:  # the run goes back to a checkpoint
-            self._weights.load(self._stored or {}, self._count)
-            self._stored = None
-
-    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        if self._weights is not None:
-            self._weights.save(checkpoint)
+        super().load_state_dict(state)
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        average = checkpoint.get("average")
-        if trainer.stage == "fit":
-            self._stored = average
-        elif average is not None:
-            checkpoint["model"] = {**checkpoint["model"], **average}
+        super().on_load_checkpoint(trainer, module, checkpoint)
         continues = trainer.stage == "fit" and self.state_key in checkpoint["callbacks"]
-        if average is None and not continues and trainer.is_global_zero:
+        if checkpoint.get("average") is None and not continues and trainer.is_global_zero:
             log.warning("%s: the checkpoint holds no average, so its weights are used as they are", type(self).__name__)
 
 

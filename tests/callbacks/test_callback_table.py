@@ -26,7 +26,7 @@ def test_every_callback_of_the_folder_is_in_the_table() -> None:
             and issubclass(value, Callback)
             and value.__module__ == f"trainer.callbacks.{module.name}"
         }
-    assert found == set(CALLBACKS)
+    assert found - {"AveragingCallback"} == set(CALLBACKS)  # a base of two of them
     assert set(PROFILERS.values()) <= set(CALLBACKS)
     assert {CALLBACKS[name].in_place_of for name in DEFAULT_CALLBACKS.values()} == set(DEFAULT_CALLBACKS)
 

@@ -189,6 +189,14 @@ def test_two_averages_are_refused_before_the_start() -> None:
         trainer.fit(Normed(), loader())
 
 
+def test_a_callback_of_the_users_may_have_a_method_of_that_name() -> None:
+    class Mine(Callback):
+        def should_update(self) -> bool:
+            return True
+
+    quiet(max_steps=1, callbacks=[Mine(), EMAWeightAveraging()]).fit(Normed(), loader())
+
+
 def test_export_says_that_there_is_no_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = quiet(max_steps=1)
     trainer.fit(Normed(), loader())
