@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import wraps
@@ -111,6 +112,23 @@ def positive(text: str) -> int:
     if not number:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number from 1")
     return number
+
+
+def quantity(thousand: int, words: str = "give a number such as 80G, 7e9 or 32k") -> Callable[[str], int]:
+    """Return a parser of numbers such as `80G`, `7e9`, `7B` and `32k`, whose k is a `thousand`; `words`: its error."""
+
+    def parse(text: str) -> int:
+        match = re.fullmatch(r"([0-9._]+(?:[eE]\+?\d+)?)\s*([kKmMbBgGtT]?)[bB]?", text)
+        number = 0.0
+        if match is not None:
+            power = " kmgt".index(match[2].lower().replace("b", "g") or " ")
+            with suppress(ValueError, OverflowError):
+                number = float(match[1]) * float(thousand**power)
+        if not 1 <= number < 1e18:
+            raise argparse.ArgumentTypeError(f"{text!r}: {words}")
+        return round(number)
+
+    return parse
 
 
 def reports_errors(run: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

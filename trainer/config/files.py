@@ -88,7 +88,7 @@ OTHER_PROGRAMS = {
 def read_file(name: str, findings: Diagnostics) -> Node | None:
     """Read the configuration in a file; record a problem and return None if it cannot be read."""
     tree = read_tree(name, findings)
-    kind = None if tree is None else foreign_kind(tree)
+    kind = None if tree is None else other_program(tree)
     if kind is None:
         return tree
     fix = f"Translate it with: trainer config --from {shlex.quote(name)}"
@@ -96,7 +96,7 @@ def read_file(name: str, findings: Diagnostics) -> Node | None:
     return None
 
 
-def foreign_kind(tree: Node) -> str | None:
+def other_program(tree: Node) -> str | None:
     """Return the key of OTHER_PROGRAMS for a file that was written for one of them, else None."""
     names = set(tree.value) if isinstance(tree.value, dict) else set()
     if names & {"module", "data", "trainer", "ckpt_path", "allow_changes"}:

@@ -46,8 +46,8 @@ def raised_in(error: BaseException) -> str:
 def _innermost(calls: list[tuple[FrameType, int]]) -> str:
     if not calls:
         return "an unknown place"
-    foreign = tuple({sysconfig.get_path("stdlib"), *filter(None, map(_folder_of, ("torch", "deepspeed")))})
-    calls = [one for one in calls if not one[0].f_code.co_filename.startswith((*foreign, "<"))] or calls[:1]
+    library = tuple({sysconfig.get_path("stdlib"), *filter(None, map(_folder_of, ("torch", "deepspeed")))})
+    calls = [one for one in calls if not one[0].f_code.co_filename.startswith((*library, "<"))] or calls[:1]
     users = next((one for one in calls if not _is_of_this_package(one[0])), None)
     if users is None or users is calls[0]:
         return _location(*calls[0])

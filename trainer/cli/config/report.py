@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.config.draft import WIDTH, ConfigDraft, launch_line, parse_settings
-from trainer.config.files import foreign_kind, read_tree
+from trainer.config.files import other_program, read_tree
 from trainer.config.tree import Diagnostics
 from trainer.errors import did_you_mean
 
@@ -178,7 +178,7 @@ def read_plain(path: Path) -> tuple[dict[str, Any], str | None]:
     tree = read_tree(str(path), findings)
     findings.report()
     assert tree is not None
-    return tree.plain(), foreign_kind(tree)
+    return tree.plain(), other_program(tree)
 
 
 def flatten(

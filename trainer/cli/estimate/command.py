@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.cli.estimate.report import NEEDED, EstimateInput, as_data, report, zero_report
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, config_option, positive, reports_errors
+from trainer.cli.options import CommandParser, config_option, positive, quantity, reports_errors
 from trainer.config.tree import COMMAND_LINE, Diagnostics, Node
 from trainer.errors import ConfigError, raise_problems, unknown_name_error
 from trainer.model.memory import (
@@ -91,10 +91,11 @@ def _parser() -> CommandParser:
         description=summary[0].upper() + summary[1:] + ". Nothing is run, and no GPU is needed.",
         epilog=f"examples:\n{EXAMPLES}",
     )
+    parameters = quantity(1000, "write 7e9, 7B or 350M")
     group = parser.add_argument_group("what is trained")
     what = group.add_argument
-    what("--params", metavar="N", type=_number, help="number of parameters: 7e9, 7B, 350M")
-    what("--trainable", metavar="N", type=_number, help="how many of them are trained; the others are frozen")
+    what("--params", metavar="N", type=parameters, help="number of parameters: 7e9, 7B, 350M")
+    what("--trainable", metavar="N", type=parameters, help="how many of them are trained; the others are frozen")
     about_config = "its module is built without memory and counted. Its values can be changed as in trainer fit"
     about_config = f"a configuration instead: {about_config}: --module.width 768"
     config_option(group, about_config)
@@ -105,7 +106,7 @@ def _parser() -> CommandParser:
     where("--strategy", metavar="NAME", help="only the rows with this word, such as fsdp or deepspeed_stage_2")
     where("--precision", metavar="NAME", help="as for the trainer, such as bf16-mixed (default: 32-true)")
     where("--optimizer", metavar="NAME", help="a class of torch.optim with its default options (default: AdamW)")
-    where("--bucket", metavar="N", type=_number, help="elements of DeepSpeed's reduce_bucket_size (default: 5e8)")
+    where("--bucket", metavar="N", type=parameters, help="elements of DeepSpeed's reduce_bucket_size (default: 5e8)")
     where("--accumulate", metavar="N", type=positive, help="micro-batches of a step (default: 1)")
     acts = parser.add_argument_group("activations of a transformer, for an estimate of them").add_argument
     acts("--layers", metavar="N", type=positive, help="transformer layers")
@@ -118,18 +119,6 @@ def _parser() -> CommandParser:
     how("--zero", action="store_true", help=about_zero)
     how("--json", action="store_true", help="bytes, as JSON")
     return parser
-
-
-def _number(text: str) -> int:
-    """Return a count written as `7e9`, `7B`, `350M` or `1_000`."""
-    match = re.fullmatch(r"([0-9._]+(?:[eE]\+?\d+)?)\s*([kKmMbBtT]?)", text)
-    try:
-        number = float(match[1]) * 10 ** {"": 0, "k": 3, "m": 6, "b": 9, "t": 12}[match[2].lower()] if match else 0
-    except ValueError:
-        number = 0
-    if not 1 <= number < 1e18:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters: write 7e9, 7B or 350M")
-    return round(number)
 
 
 def _complete(given: argparse.Namespace, planned: Mapping[str, Any]) -> None:

@@ -10,7 +10,8 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider, QualifiedNameProvider, QualifiedNameSource
 
-from trainer.cli.migrate.names import NOT_THERE, argument_words, lightning_root
+from trainer.cli.migrate.names import NOT_THERE, lightning_root
+from trainer.compat.answers import argument_words
 from trainer.compat.names import NAMES, SURFACE, WORDS
 
 KEEP_OUTPUTS = "append what is needed to a list of the module in the step, read it here, and clear it"

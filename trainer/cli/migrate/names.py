@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import trainer
-from trainer.compat.names import MODULES, NAMES, TRAINER_ARGUMENTS, WORDS
+from trainer.compat.names import MODULES, NAMES
 
 ROOTS = {
     "lightning.pytorch": "trainer",
@@ -125,12 +125,6 @@ def callbacks() -> frozenset[str]:
     file = Path(trainer.__file__).parent / "callbacks" / "__init__.py"
     lines = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom))
     return frozenset(alias.name for line in lines for alias in line.names)
-
-
-def argument_words(cls: str) -> dict[str, str]:
-    """Return what to use instead of arguments of Lightning's class."""
-    words = {name[1:-1]: text for name, text in WORDS.get(cls, {}).items() if name.startswith("(")}
-    return {**TRAINER_ARGUMENTS, **words} if cls == "Trainer" else words
 
 
 def _is_file(inside: str) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import yaml
 
 from trainer.cli.migrate.decisions import Finding
-from trainer.cli.migrate.names import ARGUMENTS, argument_words, lightning_root, name_here
+from trainer.cli.migrate.names import ARGUMENTS, lightning_root, name_here
+from trainer.compat.answers import argument_words
 
 CLASS_KEYS = ("class_path", "_target_")
 ARGUMENTS_KEYS = ("init_args", "dict_kwargs")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Callable
-from contextlib import suppress
 
 from trainer.cli.main import COMMANDS
-from trainer.cli.options import CommandParser, positive, reports_errors
+from trainer.cli.options import CommandParser, positive, quantity, reports_errors
 from trainer.cli.plan.architecture import NAMES, assumed, of_options, read_config
 from trainer.cli.plan.candidates import Cluster, GlobalBatch, rank
 from trainer.cli.plan.report import as_data, report
@@ -95,7 +92,7 @@ def _parser() -> CommandParser:
     )
     model = parser.add_argument_group("the model: a decoder of equal layers").add_argument
     model("--config", metavar="FILE", help="config.json of a Hugging Face model")
-    model("--params", metavar="N", type=_quantity(1000), help="only the number of parameters; the shape is assumed")
+    model("--params", metavar="N", type=quantity(1000), help="only the number of parameters; the shape is assumed")
     model("--layers", metavar="N", type=positive, help="blocks of attention and MLP")
     model("--hidden", metavar="N", type=positive, help="width of the model")
     model("--heads", metavar="N", type=positive, help="heads of attention")
@@ -110,42 +107,25 @@ def _parser() -> CommandParser:
     model("--tied", action="store_true", help="the head has the weights of the embedding")
     where = parser.add_argument_group("the GPUs").add_argument
     where("--gpus", metavar="N", type=positive, required=True, help="number of GPUs")
-    where("--memory", metavar="SIZE", type=_quantity(1000), required=True, help="of a GPU: 80G (10^9 bytes)")
+    where("--memory", metavar="SIZE", type=quantity(1000), required=True, help="of a GPU: 80G (10^9 bytes)")
     where("--gpus-per-node", metavar="N", type=positive, default=8, help="GPUs of a machine (default: 8)")
     about = "share of the memory for the libraries and fragments (default: 0.1)"
     where("--headroom", metavar="SHARE", type=_share, default=0.1, help=about)
     about = "operations of a GPU in a second, as trainings reach them (default: 400T)"
-    where("--flops", metavar="N", type=_quantity(1000), default=400e12, help=about)
+    where("--flops", metavar="N", type=quantity(1000), default=400e12, help=about)
     about = "bytes that a GPU sends in a second within a machine (default: 300G)"
-    where("--link", metavar="N", type=_quantity(1000), default=300e9, help=about)
-    where("--network", metavar="N", type=_quantity(1000), default=50e9, help="and to others (default: 50G)")
+    where("--link", metavar="N", type=quantity(1000), default=300e9, help=about)
+    where("--network", metavar="N", type=quantity(1000), default=50e9, help="and to others (default: 50G)")
     what = parser.add_argument_group("a step").add_argument
-    what("--seq", metavar="N", type=_quantity(1024), required=True, help="tokens of a sequence: 32k is 32,768")
+    what("--seq", metavar="N", type=quantity(1024), required=True, help="tokens of a sequence: 32k is 32,768")
     what("--batch", metavar="N", type=positive, help="sequences of a step on all GPUs")
     about = "tokens of a step on all GPUs (default: 4M, which is 4 x 1024 x 1024)"
-    what("--global-batch-tokens", metavar="N", type=_quantity(1024), help=about)
+    what("--global-batch-tokens", metavar="N", type=quantity(1024), help=about)
     what("--precision", metavar="NAME", default="bf16-mixed", help="as for the trainer (default: bf16-mixed)")
     how = parser.add_argument_group("output").add_argument
     how("--top", metavar="N", type=positive, default=10, help="layouts to print (default: 10)")
     how("--json", action="store_true", help="all layouts, in bytes and seconds, as JSON")
     return parser
-
-
-def _quantity(thousand: int) -> Callable[[str], int]:
-    """Return a parser of numbers such as `80G`, `7e9` and `32k`, whose k is a `thousand`."""
-
-    def parse(text: str) -> int:
-        match = re.fullmatch(r"([0-9._]+(?:[eE]\+?\d+)?)\s*([kKmMbBgGtT]?)[bB]?", text)
-        number = 0.0
-        if match is not None:
-            power = " kmgt".index(match[2].lower().replace("b", "g") or " ")
-            with suppress(ValueError, OverflowError):
-                number = float(match[1]) * float(thousand**power)
-        if not 1 <= number < 1e18:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a number such as 80G, 7e9 or 32k")
-        return round(number)
-
-    return parse
 
 
 def _share(text: str) -> float:
