@@ -1,4 +1,4 @@
-"""What is released: files, metadata, the names that consoles and other projects see, and private names of torch."""
+"""The release: files, metadata, the names that consoles and other projects see, and private names of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in which tier: the slow tests, the long ones, samples of their matrices, and how many inputs are drawn.
+"""The tiers of the tests: the slow tests, the long ones, samples of their matrices, and how many inputs are drawn.
 
 CONTRIBUTING.md says what each tier is for, and the Makefile with which options it is started.
 """

@@ -280,13 +280,6 @@ def data_problem(value: Any, where: str) -> str | None:
     )
 
 
-def check_data(value: Any, where: str) -> None:
-    """Raise ConfigError if a value is not data; see `data_problem`."""
-    problem = data_problem(value, where)
-    if problem is not None:
-        raise ConfigError(problem)
-
-
 def as_stored(value: Any) -> Any:
     """Return data as a checkpoint stores it: paths as texts, enumerations by value, sets as lists."""
     if is_scalar(value):

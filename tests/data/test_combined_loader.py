@@ -50,7 +50,7 @@ BATCHES: dict[str, list[list[int | None]]] = {
     "max_size": [[10, 0], [11, 1], [12, None], [13, None], [14, None]],
     "sequential": [[10], [11], [12], [13], [14], [0], [1]],
 }
-"""What Lightning's CombinedLoader gives for `loaders` (pytorch_lightning 2.6)."""
+"""The batches of Lightning's CombinedLoader for `loaders` (pytorch_lightning 2.6)."""
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -45,7 +45,7 @@ ACCEPTED, REFUSED = "accepted", "refused"
 
 
 class WrongError(Exception):
-    """What an input led to is wrong; raised by the functions that try one."""
+    """An input led to something wrong; raised by the functions that try one."""
 
 
 def try_each(inputs: Inputs, function: Callable[[random.Random], str]) -> None:

@@ -1,4 +1,4 @@
-"""What a new process gets of a checkpoint outside of training, and when it is known that none can be written."""
+"""A new process has the callbacks' states outside of training, too; that none can be written is known early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody else put into a run directory is neither written through nor waited for, and names no other run."""
+"""A file of somebody else in a run directory is neither written through nor waited for, and names no other run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves out though it was given is reported once: states of a checkpoint, a step, a validation loader."""
+"""A run reports once what it leaves out although it was given: states of a checkpoint, a step, a validation loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of a trainer holds: the entries that are written are those whose types are checked."""
+"""The contents of a trainer's checkpoint: the entries that are written are those whose types are checked."""
 
 from __future__ import annotations
 

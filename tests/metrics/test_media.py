@@ -103,7 +103,7 @@ def test_text_table_histogram_and_figure() -> None:
 
 
 class Frame:
-    """What is used of a data frame of pandas."""
+    """The part of pandas' data frame that is used."""
 
     columns = ("x", "y")
     values = np.array([[1, 2], [3, 4]])

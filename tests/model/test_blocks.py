@@ -36,7 +36,7 @@ def test_weights_that_are_sharded_already_count_with_what_they_hold() -> None:
 
 
 def test_a_layer_with_parametrizations_is_a_block_and_they_are_not() -> None:
-    """What a parametrization returns may share the memory of its parameter, which a block of its own would free."""
+    """A parametrization's result may share the memory of its parameter, which a block of its own would free."""
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     parametrize.register_parametrization(layers[1], "weight", nn.Identity())
     tree = Tree(layers=layers)

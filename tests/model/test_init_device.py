@@ -1,4 +1,4 @@
-"""Where layers are built: what initializes itself has the values of its construction, and what cannot is refused."""
+"""Layers build where they can: what initializes itself has the values of its construction; what cannot is refused."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def numbers(count: int) -> TensorDataset:
 
 
 class Counts(Callback):
-    """What XLA had done by the end of each step: ended steps, and copied results to the host."""
+    """The work of XLA by the end of each step: ended steps, and copied results to the host."""
 
     def __init__(self) -> None:
         self.ends: list[int] = []
