@@ -91,6 +91,8 @@ LONG: dict[str, tuple[str, ...]] = {
     "checkpoint/test_quantized_state.py::test_a_resumed_sharded_run_has_the_same_bits": (),
     "cli/test_export_hugging_face.py::test_from_pretrained_reads_a_model_of_any_layout": ("single", "TP x2", "PP x2"),
     "cli/test_init_command.py::test_the_commands_of_the_readme_work_in_the_copy": ("gan", "gpt"),
+    "cli/test_checkpoint_import.py::test_a_training_of_lightnings_goes_on_here_with_the_same_bits": ("AdamW",),
+    "cli/test_migrate_projects.py::test_a_migrated_project_runs": ("2.x",),
     "cli/test_launch_command.py::test_a_killed_worker_costs_one_interval_and_changes_no_bit": (),
     "data/test_combined_resume.py::*": (),
     "data/test_length_grouped_sampler.py::test_two_processes_split_its_batches": (),

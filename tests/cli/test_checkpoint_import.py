@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import trainer as trainer_package
 from tests.helpers.project import Command
 from trainer import CheckpointError, TrainModule
 from trainer.cli.checkpoint.from_lightning import convert
@@ -55,7 +57,7 @@ def test_a_file_of_lightnings_is_taken(command: Command, tmp_path: Path) -> None
     code, out, err = command("checkpoint", "import", "old.ckpt", "new")
     assert (code, err) == (0, "")
     assert "new: 2 weights and 1 hyperparameters, of epoch 1, step 4" in out
-    assert "not taken: optimizer_states" in out
+    assert "fit(ckpt_path='new'): with the state of AdamW and of 0 schedulers" in out
     new = Net.load_from_checkpoint("new")
     assert new.hparams.width == 3
     assert torch.equal(new.layer.weight, old.layer.weight)
@@ -84,3 +86,62 @@ def test_other_files_are_refused_in_words(command: Command) -> None:
             convert(f"{name}.ckpt", "new", force=False)
     code, _, err = command("checkpoint", "import", "nowhere.ckpt", "new")
     assert (code, "nowhere.ckpt is no file" in err) == (1, True)
+
+
+def module_of(library: Any, kind: str) -> Any:
+    class Net(library.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.layers(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = getattr(torch.optim, kind)(self.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    return Net()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "RMSprop"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_of_lightnings_goes_on_here_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    pl = pytest.importorskip("pytorch_lightning")
+    rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+    weights = []
+    for library in (pl, None):
+        options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+        if library is not None:
+            torch.manual_seed(3)
+            module = module_of(library, kind)
+            for epochs in (1, 3):
+                trainer = library.Trainer(max_epochs=epochs, enable_model_summary=False, **options)
+                ckpt_path = tmp_path / "1.ckpt" if epochs > 1 else None
+                trainer.fit(module, torch.utils.data.DataLoader(rows, 4), ckpt_path=ckpt_path)
+                trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        else:
+            said = convert(str(tmp_path / "1.ckpt"), str(tmp_path / "imported"), force=False)
+            assert f"with the state of {kind} and of 1 schedulers" in said
+            module = module_of(trainer_package, kind)
+            ours = trainer_package.Trainer(max_epochs=3, enable_model_summary=False, **options)
+            ours.fit(module, torch.utils.data.DataLoader(rows, 4), ckpt_path=tmp_path / "imported")
+            assert ours.global_step == 9
+        weights.append(module.state_dict())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_a_training_that_does_not_map_is_told(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 1)
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias]}]
+    states = {
+        "two groups": [torch.optim.SGD(groups, 0.1).state_dict()],
+        "no optimizers, and": None,
+        "2 optimizers": [{}, {}],
+    }
+    for words, state in states.items():
+        torch.save({"state_dict": layer.state_dict(), "optimizer_states": state}, tmp_path / "old.ckpt")
+        said = convert(str(tmp_path / "old.ckpt"), str(tmp_path / "out"), force=True)
+        assert "starts anew" in said
+        assert words.replace("two groups", "2 groups") in said

@@ -14,7 +14,7 @@ SUBCOMMANDS = {
     "show": "show what is in a checkpoint",
     "verify": "read checkpoints completely and compare every file with its checksum",
     "export": "write the weights alone, to one safetensors file or to several, also as a Hugging Face model",
-    "import": "write the weights and hyperparameters of a file of Lightning's as a checkpoint",
+    "import": "write a file of Lightning's as a checkpoint",
 }
 
 EXAMPLES = {
@@ -120,6 +120,7 @@ def _parser() -> CommandParser:
     )
     of["export"].add_argument("--expand-tied", action="store_true", help="write tied weights under every name")
     of["import"].add_argument("out", metavar="OUT", help="the folder to write, for load_from_checkpoint")
+    of["import"].add_argument("--optimizer", metavar="NAME", help="its class, where the file does not tell: AdamW")
     for name in ("export", "import"):
         of[name].add_argument("--force", action="store_true", help="replace OUT if it is there")
     return parser

@@ -1,4 +1,4 @@
-"""`trainer checkpoint import`: write the weights and hyperparameters of a Lightning checkpoint as one of this package.
+"""`trainer checkpoint import`: write a Lightning checkpoint as one of this package.
 
 The file is a pickle. It is read by torch's restricted unpickler, which makes tensors and plain data and calls nothing
 else, in a process of its own: `python -m trainer.cli.checkpoint.from_lightning FILE OUT`.
@@ -22,7 +22,7 @@ INSTEAD = (
     "Where you trust it, in the environment that wrote it: torch.save({'state_dict': torch.load(path, "
     "weights_only=False)['state_dict']}, 'weights.ckpt'), and import that file."
 )
-NOT_TAKEN = ("optimizer_states", "lr_schedulers", "callbacks", "loops", "native_amp_scaling_state", "MixedPrecision")
+NOT_TAKEN = ("callbacks", "native_amp_scaling_state", "MixedPrecision")
 """Entries of Lightning's that have no place here."""
 
 
@@ -36,7 +36,10 @@ def import_lightning(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{options.path} is no file: give a .ckpt file that Lightning has written.")
     here = str(Path(trainer.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    words = ["--force"] if options.force else []
+    words = [
+        *(["--force"] if options.force else []),
+        *(["--optimizer", options.optimizer] if options.optimizer else []),
+    ]
     child = subprocess.run(
         [sys.executable, "-P", "-m", "trainer.cli.checkpoint.from_lightning", options.path, options.out, *words],
         env=os.environ | {"PYTHONPATH": path},
@@ -51,13 +54,17 @@ def import_lightning(options: argparse.Namespace) -> int:
     return 0
 
 
-def convert(file: str, out: str, force: bool) -> str:
+def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> str:
     """Write the checkpoint `out`, and return what has been taken and what has not.
+
+    Args:
+        optimizer: the name of the optimizer's class; None to tell it by its options.
 
     Raises:
         CheckpointError: the file is no checkpoint of Lightning, would run code, or `out` is there.
     """
     from trainer.checkpoint.writing import write_checkpoint
+    from trainer.cli.checkpoint.lightning_training import NotMappedError, training_of
 
     read = _read(file)
     weights = read.get("state_dict")
@@ -66,13 +73,23 @@ def convert(file: str, out: str, force: bool) -> str:
     hyperparameters = read.get("hyper_parameters", {})
     epoch, step = read.get("epoch", 0), read.get("global_step", 0)
     state = {"model": weights, "hyperparameters": {"module": dict(hyperparameters)} if hyperparameters else {}}
-    progress = {"epoch": epoch, "step": step}
-    write_checkpoint(out, {**state, "progress": progress}, info=progress, overwrite=force)
+    progress: dict[str, Any] = {"epoch": epoch, "step": step}
+    try:
+        training, reason = training_of(read, optimizer), None
+    except NotMappedError as error:
+        training, reason = {"progress": progress}, str(error)
+    write_checkpoint(out, {**training, **state}, info=progress, overwrite=force)
     left = [name for name in NOT_TAKEN if read.get(name)]
+    if reason is None:
+        goes_on = f"or fit(ckpt_path={out!r}): with the state of {training['optimizers'][0]['kind']} and of "
+        goes_on += f"{len(training['schedulers'])} schedulers; the order of the samples is another"
+    else:
+        goes_on = f"a training starts anew with these weights: {reason}"
     return "\n".join(
         [
             f"{out}: {len(weights)} weights and {len(hyperparameters)} hyperparameters, of epoch {epoch}, step {step}",
-            f"for Module.load_from_checkpoint({out!r}); a training starts anew with these weights",
+            f"for Module.load_from_checkpoint({out!r})",
+            goes_on,
             *([f"not taken: {', '.join(left)}"] if left else []),
         ]
     )
@@ -103,6 +120,7 @@ def _cause(message: str) -> str:
 
 if __name__ == "__main__":
     try:
-        print(convert(sys.argv[1], sys.argv[2], "--force" in sys.argv[3:]))
+        named = sys.argv[sys.argv.index("--optimizer") + 1] if "--optimizer" in sys.argv[3:] else None
+        print(convert(sys.argv[1], sys.argv[2], "--force" in sys.argv[3:], named))
     except CheckpointError as error:
         sys.exit(" ".join(str(error).split()))

@@ -1,0 +1,131 @@
+"""The state of a training in a file of Lightning's: optimizer, schedulers, and the place in the data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.serialization import serialize
+from trainer.errors import CheckpointError
+from trainer.loop.progress import Progress
+from trainer.seed import rng_state
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_ADAM = ("Adam", "AdamW")
+
+
+class NotMappedError(Exception):
+    """The training of a file cannot be continued, for the reason that the error gives."""
+
+
+def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
+    """Return the entries of a checkpoint with which `fit(ckpt_path=)` goes on: all but weights and hyperparameters.
+
+    The metrics and random numbers of the file's training are not taken: Lightning does not store them.
+
+    Args:
+        read: a checkpoint of Lightning's.
+        kind: the name of the optimizer's class, which the file does not have; None to tell it by its options.
+
+    Raises:
+        NotMappedError: there is not one optimizer of one group, for the weights in their order.
+    """
+    states = read.get("optimizer_states")
+    if not isinstance(states, list) or len(states) != 1:
+        raise NotMappedError(f"it has {len(states) if isinstance(states, list) else 'no'} optimizers, and not one")
+    schedulers = read.get("lr_schedulers", [])
+    optimizer = _optimizer(states[0], read["state_dict"], kind)
+    try:
+        serialize([optimizer, schedulers], "its optimizer and schedulers")
+    except CheckpointError as error:
+        raise NotMappedError(str(error)) from None
+    return {
+        "optimizers": [optimizer],
+        "schedulers": schedulers,
+        "scaler": {},
+        "progress": asdict(_progress(read)),
+        "global_micro_batch": None,
+        "rng": [rng_state()],
+        "loader": [{}],
+        "metrics": [{"train": {}, "hooks": {}, "objects": {}}],
+        "callback_metrics": {},
+        "scheduler_values": [-1] * len(schedulers),
+        "callbacks": {},
+        "data": {},
+        "config": None,
+        "seed": 0,
+        "run_dir": "",
+        "world_size": 1,
+        "strategy": "single_device",
+        "precision": "32-true",
+        "versions": {"torch": str(torch.__version__), "python": sys.version.split()[0]},
+    }
+
+
+def _optimizer(state: Mapping[str, Any], weights: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
+    groups, values = state.get("param_groups", []), state.get("state", {})
+    if len(groups) != 1:
+        raise NotMappedError(f"its optimizer has {len(groups)} groups, whose parameters have no names there")
+    (group,) = groups
+    names, positions = _parameters(weights), group["params"]
+    if len(names) != len(positions):
+        raise NotMappedError(f"its optimizer has {len(positions)} parameters, and the module {len(names)}")
+    by_name = dict(zip(names, (values.get(position, {}) for position in positions), strict=True))
+    for name, of_one in by_name.items():
+        shapes = [value.shape for value in of_one.values() if isinstance(value, torch.Tensor) and value.dim()]
+        if any(shape != weights[name].shape for shape in shapes):
+            raise NotMappedError(f"the state of its optimizer does not have the shape of {name}")
+    options = {option: value for option, value in group.items() if option != "params"}
+    return {
+        "kind": kind or _kind(options),
+        "state": {name: dict(of_one) for name, of_one in by_name.items() if of_one},
+        "param_groups": [{**options, "params": names}],
+    }
+
+
+def _parameters(weights: Mapping[str, Any]) -> list[str]:
+    """Return the names of what was trained, in order: weights of floats, tied ones once, without statistics."""
+    places: dict[tuple[Any, ...], str] = {}
+    for name, value in weights.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and not name.endswith(_STATISTICS):
+            places.setdefault((value.untyped_storage().data_ptr(), value.storage_offset(), value.shape), name)
+    return list(places.values())
+
+
+def _kind(options: Mapping[str, Any]) -> str:
+    """Return the class of torch's optimizer that has these options."""
+    parameter = [torch.nn.Parameter(torch.zeros(1))]
+    by_options: dict[str, set[str]] = {}
+    everything: dict[str, Any] = vars(torch.optim)
+    optimizers = {name: one for name, one in everything.items() if isinstance(one, type) and hasattr(one, "step")}
+    for name, optimizer in optimizers.items():
+        try:
+            by_options[name] = set(optimizer(parameter, lr=0.1).defaults)
+        except (TypeError, ValueError):
+            continue  # it takes other arguments
+    given = set(options) - {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+    found = [name for name, known in by_options.items() if known == given]
+    if set(found) == set(_ADAM):
+        return "AdamW" if options.get("decoupled_weight_decay") else "Adam"
+    if len(found) != 1:
+        raise NotMappedError("the class of its optimizer is not there: name it with --optimizer AdamW or the like")
+    return found[0]
+
+
+def _progress(read: Mapping[str, Any]) -> Progress:
+    """Return the place in the data: after an epoch's end, or inside it."""
+    progress = Progress(step=int(read.get("global_step", 0)), epoch=int(read.get("epoch", 0)))
+    fit = read.get("loops", {}).get("fit_loop", {})
+    epochs = fit.get("epoch_progress", {}).get("current", {})
+    batches = fit.get("epoch_loop.batch_progress", {})
+    if epochs.get("ready", 0) <= epochs.get("processed", 0):
+        return progress  # between two epochs
+    if batches.get("is_last_batch"):
+        progress.epoch_ended = True
+    else:
+        progress.batch = int(batches.get("current", {}).get("completed", 0))
+    return progress
