@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,29 @@ def test_words_are_given_by_attribute_errors() -> None:
 def test_every_module_of_lightning_can_be_imported() -> None:
     for name in MODULES.split():
         assert import_module(f"trainer.{name}") is not None
+
+
+def defined_in_lightning() -> Iterator[tuple[str, str]]:
+    """Yield module and name of each public class and function of Lightning's."""
+    for info in pkgutil.walk_packages(lightning.__path__, "pytorch_lightning."):
+        if "._" in info.name or info.name.endswith("__main__"):
+            continue
+        module = import_module(info.name)
+        for name, value in vars(module).items():
+            if not name.startswith("_") and getattr(value, "__module__", None) == info.name:
+                yield info.name.removeprefix("pytorch_lightning."), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_public_name_of_every_module_is_here_or_answered_in_words() -> None:
+    unanswered = []
+    for module, name in defined_in_lightning():
+        try:
+            getattr(import_module(f"trainer.{module}"), name)
+        except (ImportError, AttributeError) as error:
+            if not any(words in str(error) for words in ("Use ", "use ")):
+                unanswered.append(f"{module}.{name}: {error}")
+    assert not unanswered, "\n".join(unanswered)
 
 
 @pytest.mark.parametrize("target", [target for target in NAMES.values() if ":" in target and " " not in target])

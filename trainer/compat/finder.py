@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
 PACKAGE = "trainer"
 NAMESAKE = "trainer.pytorch"
 """Another name of the package, for `lightning.pytorch`."""
+OWN = (f"{PACKAGE}.callbacks.", f"{PACKAGE}.strategies.")
+"""Packages with files of this package's whose names are Lightning's, too: these have further names in them."""
 PACKAGES = ("callbacks", "strategies", "cli", "tuner")
 """Packages that are an attribute of `trainer`, though nothing has imported them yet."""
 
@@ -29,6 +31,8 @@ class LightningModules:
         """Return the spec of one of Lightning's modules; None for any other name."""
         if not fullname.startswith(f"{PACKAGE}.") or fullname.startswith(f"{PACKAGE}.compat"):
             return None
+        if self.namesakes and fullname.startswith(OWN):
+            return _with_lightnings_names(fullname, path)
         from trainer.compat.names import MODULES
 
         is_namesake = f"{fullname}.".startswith(f"{NAMESAKE}.")
@@ -45,6 +49,28 @@ class LightningModules:
         """Put this package's own module in the place of one below `trainer.pytorch`."""
         if f"{module.__name__}.".startswith(f"{NAMESAKE}."):
             sys.modules[module.__name__] = import_module(PACKAGE + module.__name__.removeprefix(NAMESAKE))
+
+
+class _OwnFile(SourceFileLoader):
+    """Loads a file of this package's, in which Lightning's names are found, too."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the file, and have the module answer for names that it lacks."""
+        super().exec_module(module)
+
+        def __getattr__(name: str) -> Any:  # noqa: N807
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return lightning_name(module, name)
+
+        vars(module).setdefault("__getattr__", __getattr__)
+
+
+def _with_lightnings_names(fullname: str, path: Any) -> ModuleSpec | None:
+    spec = PathFinder.find_spec(fullname, path)
+    if spec is not None and spec.origin is not None and type(spec.loader) is SourceFileLoader:
+        spec.loader = _OwnFile(fullname, spec.origin)
+    return spec
 
 
 class LightningPath(ModuleType):
@@ -71,7 +97,7 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     Raises:
         AttributeError, ImportError: the name is not here; see `errors.no_such_name`.
     """
-    from trainer.compat.names import MODULES, NAMES
+    from trainer.compat.names import MODULES, NAMES, PACKAGES_IN_WORDS
     from trainer.errors import no_such_name
 
     target = NAMES.get(name, "")
@@ -81,8 +107,12 @@ def lightning_name(package: ModuleType, name: str) -> Any:
     inside = f"{package.__name__}.{name}".partition(".")[2]
     if inside in MODULES.split() or (package.__name__ == PACKAGE and name in PACKAGES):
         return import_module(f"{PACKAGE}.{inside}")
-    if not target and isinstance(package, LightningPath) and not name.startswith("_"):
-        callbacks = import_module("trainer.callbacks").CALLBACKS
-        if name in callbacks:
-            return callbacks[name]
+    if not target and not name.startswith("_"):
+        of_files = (vars(import_module(f"{PACKAGE}.{one}")) for one in ("callbacks", "strategies"))
+        found = next((names[name] for names in of_files if isinstance(names.get(name), type)), None)
+        if found is not None and (isinstance(package, LightningPath) or package.__name__.startswith(OWN)):
+            return found
+        inside = package.__name__.partition(".")[2]
+        words = (text for path, text in PACKAGES_IN_WORDS.items() if f"{inside}.".startswith(f"{path}."))
+        target = next(words, "")
     raise no_such_name(package, name, target, depth=3)

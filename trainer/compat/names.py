@@ -167,9 +167,48 @@ NAMES: dict[str, str] = {
     "DemoModel": "a module of your own, such as that of `trainer init`",
     "ServableModule": "torch.export or to_onnx of the trained module, and a server of your choice",
     "ServableModuleValidator": "torch.export or to_onnx of the trained module, and a server of your choice",
+    **dict.fromkeys(
+        ("ModelHooks", "DataHooks", "CheckpointHooks"),
+        "trainer.TrainModule or trainer.DataModule, which have these hooks",
+    ),
+    "HyperparametersMixin": "trainer.hyperparameters:HasHyperparameters",
+    "WriteInterval": "write_interval='batch', 'epoch' or 'batch_and_epoch'",
+    "Interval": "interval='step' or 'epoch'",
+    **dict.fromkeys(
+        ("get_cpu_stats", "get_nvidia_gpu_stats", "get_device_stats"), "trainer.callbacks.DeviceStatsMonitor"
+    ),
+    "ReduceLROnPlateau": "torch.optim.lr_scheduler.ReduceLROnPlateau, with 'monitor' in configure_optimizers",
+    "do_nothing_closure": "lambda: None",
+    "ModuleType": "types:ModuleType",
+    "merge_dicts": "dict | dict",
+    "LightningDoublePrecisionModule": "Trainer(precision='64-true')",
+    "RegisterRecordFunction": "trainer.callbacks.TorchProfiler, which records the modules",
+    "ScheduleWrapper": "trainer.callbacks.TorchProfiler(wait=, warmup=, active=)",
+    "remove_module_hooks": "nothing: hooks of DeepSpeed are removed after the run",
+    "TBroadcast": "typing.TypeVar",
+    "TReduce": "typing.TypeVar",
+    **dict.fromkeys(("from_compiled", "to_uncompiled"), "Trainer(compile=True), which leaves the module as it is"),
+    "ds_checkpoint_dir": "a checkpoint folder, the same for all strategies",
+    **dict.fromkeys(("is_cudnn_snafu", "is_out_of_cpu_memory"), "isinstance(error, RuntimeError), and its text"),
+    "is_param_in_hook_signature": "inspect.signature",
+    "DistributedDataParallel": "torch.nn.parallel:DistributedDataParallel",
     "LightningDeprecationWarning": "DeprecationWarning",
     "PossibleUserWarning": "UserWarning",
 }
+
+PACKAGES_IN_WORDS = {
+    "callbacks.progress": "RichProgressBarTheme for the looks of the bar, or a subclass of ProgressBar",
+    "core.saving": "save_hyperparameters and load_from_checkpoint(hparams_file=), or yaml.safe_load",
+    "demos": "a module or dataset of your own, such as those of `trainer init`",
+    "loops": "trainer.progress and the hooks: a loop is no object here",
+    "overrides": "nothing: the strategy wraps the module, and an evaluation repeats no sample",
+    "utilities.migration": "`trainer checkpoint import`",
+    "utilities.upgrade_checkpoint": "`trainer checkpoint import`",
+    "utilities.model_registry": "the registry's own client, and load_from_checkpoint",
+    "utilities.model_summary": "trainer.callbacks.model_summary.summarize(module), which returns the table as text",
+    "utilities.parsing": "getattr, setattr and self.hparams, or inspect.signature",
+}
+"""Lightning's packages -> what to use instead of a name of theirs that is not in `NAMES`."""
 
 _BARS = {
     **dict.fromkeys(
