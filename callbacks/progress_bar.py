@@ -89,13 +89,13 @@ class ProgressBar(Callback):
         self._switch_off()
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        done, steps, epochs = trainer.progress.batch, trainer.max_steps, trainer.max_epochs
+        done, steps, epochs = trainer.progress.batch, trainer.config.max_steps, trainer.config.max_epochs
         steps_left = steps - trainer.global_step if steps is not None and steps >= 0 else None
         epochs_left = epochs - trainer.current_epoch - 1 if epochs is not None and epochs >= 0 else None
         total, beyond = batches_left(
             trainer.num_training_batches, done, trainer.accumulate_grad_batches, steps_left, epochs_left
         )
-        title = _epoch(trainer.current_epoch, trainer.max_epochs)
+        title = _epoch(trainer.current_epoch, trainer.config.max_epochs)
         self._draw(lambda display: display.start(title, total, done, keep=True, beyond=beyond))
         self._say_compiling(trainer, done)
 
@@ -121,7 +121,7 @@ class ProgressBar(Callback):
             self._start_evaluation(trainer, "sanity check", counts, keep=False)
         elif trainer.stage == "fit":
             self._start_evaluation(
-                trainer, f"{_epoch(trainer.current_epoch, trainer.max_epochs)} validation", counts, keep=False
+                trainer, f"{_epoch(trainer.current_epoch, trainer.config.max_epochs)} validation", counts, keep=False
             )
         else:
             self._start_evaluation(trainer, "validate", counts)

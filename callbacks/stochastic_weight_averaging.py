@@ -118,7 +118,7 @@ class StochasticWeightAveraging(AveragingCallback):
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         epoch = trainer.current_epoch
-        if not self.should_update(epoch, trainer.max_epochs):
+        if not self.should_update(epoch, trainer.config.max_epochs):
             return
         for config in trainer.scheduler_configs:
             config.rest()
@@ -127,7 +127,7 @@ class StochasticWeightAveraging(AveragingCallback):
         groups = trainer.optimizers[0].param_groups
         self._rates = self._rates or [float(group["lr"]) for group in groups]
         rates = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
-        part = self._annealed(epoch - self.first_epoch(trainer.max_epochs))
+        part = self._annealed(epoch - self.first_epoch(trainer.config.max_epochs))
         for group, before, after in zip(groups, self._rates, rates, strict=True):
             group["lr"] = after * part + before * (1 - part)
         self._averaged.forget_places()
@@ -141,7 +141,7 @@ class StochasticWeightAveraging(AveragingCallback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         has_norms = any(isinstance(one, _BatchNorm) and one.track_running_stats for one in module.modules())
-        if self._weights is not None and has_norms and trainer.current_epoch + 1 == trainer.max_epochs:
+        if self._weights is not None and has_norms and trainer.current_epoch + 1 == trainer.config.max_epochs:
             self._weights.swap_in()
             statistics = redo_batch_statistics(trainer.run)
             self._weights.swap_out()

@@ -566,8 +566,8 @@ class TrainModule(OptionalMethods, HasHyperparameters, nn.Module):
 
     @property
     def logger(self) -> Logger | None:
-        """The trainer's first logger."""
-        return self.trainer.logger
+        """The trainer's first logger; None without a trainer."""
+        return self.trainer.logger if self.__dict__.get("_trainer") else None
 
     @property
     def loggers(self) -> list[Logger]:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -38,6 +38,18 @@ class Precision:
     """Scale the loss dynamically, because fp16 gradients underflow."""
     float8: Literal["tensorwise", "rowwise"] | None = None
     """The recipe of torchao by which linear layers compute in 8 bits, with one scale for a tensor, or for each row."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __eq__(self, other: object) -> bool:
+        """A precision is equal to its name, which is what Lightning's `trainer.precision` is."""
+        if isinstance(other, str):
+            return self.name == other
+        return isinstance(other, Precision) and astuple(self) == astuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def convert_module(self, module: nn.Module) -> None:
         """Cast floating-point parameters and buffers to the stored dtype of a `*-true` precision, in place.

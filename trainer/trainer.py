@@ -655,7 +655,7 @@ class Trainer:
 
     def _end_epoch(self, run: Run) -> None:
         progress, metrics = run.progress, run.metrics
-        if progress.batch == 0 and self.max_epochs is None:
+        if progress.batch == 0 and self.config.max_epochs is None:
             raise ConfigError("an epoch without a single training batch never reaches max_steps: give it data.")
         if not run.module.automatic_optimization:
             self._manual_optimization.check_epoch()
@@ -708,7 +708,7 @@ class Trainer:
 
     def _out_of_steps_or_epochs(self, run: Run) -> bool:
         return run.progress.step >= run.last_step or (
-            self.max_epochs is not None and run.progress.epoch >= self.max_epochs
+            self.config.max_epochs is not None and run.progress.epoch >= self.config.max_epochs
         )
 
     def _leaves_epoch(self, run: Run, windows: Iterator[list[Batch]]) -> bool:
@@ -1043,14 +1043,14 @@ class Trainer:
         return self._session.has_fit
 
     @property
-    def max_epochs(self) -> int | None:
-        """Epochs to train; None: no limit."""
-        return self.config.max_epochs
+    def max_epochs(self) -> int:
+        """Epochs to train; -1: no limit."""
+        return -1 if self.config.max_epochs is None else self.config.max_epochs
 
     @property
-    def max_steps(self) -> int | None:
-        """Steps to train; None: no limit."""
-        return self.config.max_steps
+    def max_steps(self) -> int:
+        """Steps to train; -1: no limit."""
+        return -1 if self.config.max_steps is None else self.config.max_steps
 
     @property
     def val_check_interval(self) -> int | float:

@@ -11,7 +11,6 @@ from trainer.checkpoint.directory import locate
 from trainer.checkpoint.format import read_checkpoint
 from trainer.checkpoint.hyperparameters_file import read_hyperparameters
 from trainer.compat.answers import answer_members
-from trainer.errors import ConfigError
 from trainer.hyperparameters import HasHyperparameters, constructor_arguments
 from trainer.model.optional_methods import OptionalMethods
 
@@ -82,6 +81,7 @@ class DataModule(OptionalMethods, HasHyperparameters):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Return the batch on `device`, by default the tensors in nested containers. Instead of the module's."""
+        assert self.trainer is not None
         return self.trainer.strategy.to_device(batch)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -181,19 +181,12 @@ class DataModule(OptionalMethods, HasHyperparameters):
     # -- where it runs -------------------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> Trainer:
-        """The trainer that uses this data module.
+    def trainer(self) -> Trainer | None:
+        """The trainer that uses this data module; None before `fit`, `validate`, `test` or `predict`.
 
-        Raises:
-            ConfigError: there is no trainer, because `fit`, `validate`, `test` or `predict` has not been called yet.
+        So that a `setup` which asks for it can also be called by hand.
         """
-        trainer: Trainer | None = self.__dict__.get("_trainer")
-        if trainer is None:
-            raise ConfigError(
-                f"{type(self).__name__} is not attached to a Trainer yet: self.trainer works inside trainer.fit, "
-                "validate, test and predict."
-            )
-        return trainer
+        return self.__dict__.get("_trainer")
 
     def attach(self, trainer: Trainer | None) -> None:
         """Set `self.trainer`, which stays out of copies and pickles."""

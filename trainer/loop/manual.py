@@ -156,6 +156,11 @@ class ManualOptimizer:
         self._result: Any = None
         """The value that the closure of a step returned."""
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the torch optimizer, so that torch's schedulers and `isinstance` take this for one."""
+        return type(self.optimizer)
+
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Update this optimizer's parameters; return what `closure` returned last.
 
