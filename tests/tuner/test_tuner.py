@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainer import Callback, ConfigError, DataModule, Tuner
 from trainer.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from trainer.model.memory_limit import is_out_of_memory, limited_memory
 from trainer.tuner.batch_size import BatchSizes, search
+from trainer.tuner.throughput import Setting, fused, settings_to_try, with_options
 
 
 class Tuned(Toy):
@@ -241,3 +243,47 @@ def test_two_processes_find_the_same_curve_and_train_afterwards(strategy: str) -
     assert one == other
     assert one[1] == 2
     assert len(one[0]) == 20
+
+
+def test_faster_settings_are_found_and_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Tuned):
+        """Slow by the step, so that larger batches pay on any machine."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+    larger, with_fused = Setting("batch_size x 4", loader={"batch_size": 4}), Setting("fused", fused=True)
+    wrong = Setting("precision", arguments={"precision": "fp3"})
+    monkeypatch.setattr("trainer.tuner.tuner.settings_to_try", lambda trainer: iter([larger, with_fused, wrong]))
+    module, trainer = Slow(), quiet(max_epochs=1)
+    before = everything(trainer, module)
+    found = Tuner(trainer).throughput(module, steps_per_trial=4)
+    assert same(everything(trainer, module), before)
+    assert larger in found.pays
+    assert list(found.found) == [larger, with_fused]
+    assert list(found.failed) == [wrong]
+    assert all(one.name in found.table() for one in (larger, with_fused, wrong))
+    with pytest.raises(ConfigError, match="steps_per_trial=1"):
+        Tuner(trainer).throughput(module, steps_per_trial=1)
+    names = [one.name for one in settings_to_try(quiet(compile=True))]
+    assert "num_workers=0" in names
+    assert "compile=True" not in names
+
+
+def test_a_loader_and_an_optimizer_with_other_options() -> None:
+    plain = DataLoader(TensorDataset(torch.ones(12, 1)), 3, num_workers=2, persistent_workers=True)
+    other = with_options(plain, {"num_workers": 0, "batch_size": 2})
+    assert (other.batch_size, other.num_workers, other.persistent_workers) == (6, 0, False)
+    assert plain.batch_size == 3
+    own = DataLoader(TensorDataset(torch.ones(4, 1)), batch_sampler=[[0, 1], [2, 3]])
+    assert with_options(own, {"num_workers": 1}).batch_sampler is own.batch_sampler
+    with pytest.raises(ConfigError, match="batch sampler of its own"):
+        with_options(own, {"batch_size": 2})
+    with pytest.raises(ConfigError, match="no fused step"):
+        fused(torch.optim.LBFGS([torch.ones(1, requires_grad=True)]))
+    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+    assert fused(optimizer).param_groups[0]["fused"]

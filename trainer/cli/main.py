@@ -23,7 +23,10 @@ COMMANDS = {
         "trainer.cli.plan.command",
         "rank the ways to divide a model over GPUs: data, tensor, context and pipeline parallel",
     ),
-    "tune": ("trainer.cli.tune.command", "find a learning rate or a batch size: tune lr, tune batch-size"),
+    "tune": (
+        "trainer.cli.tune.command",
+        "find settings: tune lr, tune batch-size, tune throughput",
+    ),
     "config": (
         "trainer.cli.config.command",
         "write a configuration: by questions, a preset, or from Accelerate's or DeepSpeed's",

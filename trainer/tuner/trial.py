@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,8 @@ def run_trial(
     callback: Callback,
     max_steps: int,
     schedules: bool = False,
+    prepare: Callable[[TrainModule, DataModule | None], None] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> None:
     """Train a copy of the module for some steps, with the trainer's settings and without its callbacks and loggers.
 
@@ -57,6 +59,8 @@ def run_trial(
     Args:
         callback: the trial's only callback.
         schedules: have the module's schedulers step.
+        prepare: called with the copies before the trial.
+        arguments: of the Trainer, in place of its own.
     """
     try:
         module, datamodule, strategy = copy.deepcopy((module, datamodule, trainer.settings.strategy))
@@ -67,12 +71,14 @@ def run_trial(
         ) from error
     if not schedules:
         _leave_out_schedulers(module)
+    if prepare is not None:
+        prepare(module, datamodule)
     own = {name: getattr(trainer.settings, name) for name in ARGUMENTS}
     with isolated_rng(), _same_generators(loader), _quiet(), tempfile.TemporaryDirectory() as folder:
         if own["accumulate_grad_batches"] == "auto":
             own["accumulate_grad_batches"] = 1
         given = {"callbacks": [callback], "max_steps": max_steps, "default_root_dir": folder, "strategy": strategy}
-        Trainer(**{**own, **WITHOUT, **given}).fit(module, loader, datamodule=datamodule)
+        Trainer(**{**own, **WITHOUT, **given, **(arguments or {})}).fit(module, loader, datamodule=datamodule)
 
 
 def _leave_out_schedulers(module: TrainModule) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import Any, Literal
 
 from trainer.data.datamodule import DataModule
@@ -13,6 +14,7 @@ from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuner.batch_size import BatchSizes, NoSuchBatchError, Stopwatch, check_search, search, with_batch_size
 from trainer.tuner.lr_finder import LRFinder, RangeTest, check_range
+from trainer.tuner.throughput import Setting, Throughput, apply, search_settings, settings_to_try, with_options
 from trainer.tuner.trial import run_trial
 
 log = logging.getLogger("trainer")
@@ -164,6 +166,41 @@ class Tuner:
             _set(attribute, self.batch_sizes.chosen)
         _report(self.batch_sizes)
         return self.batch_sizes.chosen
+
+    def throughput(
+        self,
+        model: TrainModule,
+        train_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        steps_per_trial: int = 20,
+    ) -> Throughput:
+        """Return the samples per second with the settings as they are, and with others that may be faster.
+
+        Tried are workers of the DataLoader, pinned memory, larger micro-batches, a fused optimizer, compilation and
+        bf16-mixed, each by itself; and on one process those together that give 5 % more. Nothing is changed.
+
+        Args:
+            model, train_dataloaders, datamodule: as in `lr_find`.
+            steps_per_trial: steps of each trial; the first is not measured.
+
+        Raises:
+            ConfigError: an argument has a wrong value, or the settings as they are do not train.
+        """
+        if type(steps_per_trial) is not int or steps_per_trial < 2:
+            raise ConfigError(f"throughput(steps_per_trial={steps_per_trial!r}): give an integer from 2.")
+        trainer = self._trainer
+
+        def attempt(settings: list[Setting]) -> float:
+            watch, loader = Stopwatch(), train_dataloaders
+            changes = {name: value for setting in settings for name, value in setting.loader.items()}
+            if loader is not None and changes:
+                loader = with_options(loader, changes)
+            given = {name: value for setting in settings for name, value in setting.arguments.items()}
+            prepare = partial(apply, settings)
+            run_trial(trainer, model, loader, datamodule, watch, steps_per_trial, prepare=prepare, arguments=given)
+            return watch.samples / watch.seconds if watch.seconds else math.nan
+
+        return search_settings(attempt, settings_to_try(trainer), combine=trainer.config.num_processes == 1)
 
 
 def _no_attribute(name: str) -> ConfigError:

@@ -1,1 +1,1 @@
-"""`trainer tune`: find a learning rate or a batch size for a configuration."""
+"""`trainer tune`: find a learning rate, a batch size, or faster settings for a configuration."""

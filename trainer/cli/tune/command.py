@@ -19,12 +19,14 @@ EXAMPLES = """\
   trainer tune lr --config run.yaml --min-lr 1e-6 --max-lr 1 --steps 100 --plot lr.png
   trainer tune batch-size --config run.yaml
   trainer tune batch-size --config run.yaml --mode binsearch --memory-limit 8GB
+  trainer tune throughput --config run.yaml
 """
-SEARCHES = ("lr", "batch-size")
+SEARCHES = ("lr", "batch-size", "throughput")
 HELP = f"""\
-usage: trainer tune {{lr,batch-size}} --config FILE [OPTIONS] [--trainer.x ...]
+usage: trainer tune {{lr,batch-size,throughput}} --config FILE [OPTIONS] [--trainer.x ...]
 
-Find a learning rate or a batch size. Nothing is written but the picture; the training is tried with copies.
+Find a learning rate, a batch size, or faster settings. Nothing is written but the picture; the
+training is tried with copies.
 
 options of lr:
   --min-lr X, --max-lr X    the first and the last learning rate (1e-8, 1)
@@ -38,6 +40,9 @@ options of batch-size:
   --steps N                 steps of each trial (3)
   --first N, --max N        the first and the largest size to try (2, 8192)
   --memory-limit SIZE       on CPUs: memory of a trial, such as 8GB; default: nine tenths of what is free
+
+options of throughput:
+  --steps N                 steps of each trial (20)
 
 `trainer fit --help` lists the options of the configuration.
 
@@ -53,24 +58,27 @@ def run(arguments: list[str]) -> int:
         return 0 if arguments else 2
     which, *rest = arguments
     if which not in SEARCHES:
-        names = " or ".join(SEARCHES)
+        names = " or ".join([", ".join(SEARCHES[:-1]), SEARCHES[-1]])
         return usage_error(f"trainer tune {which}: give {names}.{did_you_mean(which, SEARCHES)}")
     parser = CommandParser(prog=f"trainer tune {which}", add_help=False)
     for option, kind in _OPTIONS[which].items():
         parser.add_argument(option, type=kind)
     try:
         own, others = parser.parse_known_args(rest)
-        limit = None if which == "lr" else bytes_of(own.memory_limit)
+        limit = bytes_of(own.memory_limit) if which == "batch-size" else None
     except ConfigError as error:
         return usage_error(str(error))
     if which == "lr":
         return run_command("tune", others, EXAMPLES, lambda job: _tune_lr(job, own))
+    if which == "throughput":
+        return run_command("tune", others, EXAMPLES, lambda job: _tune_throughput(job, own))
     return run_command("tune", others, EXAMPLES, lambda job: _tune_batch_size(job, own, limit))
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "lr": {"--min-lr": float, "--max-lr": float, "--steps": int, "--mode": str, "--plot": str},
     "batch-size": {"--mode": str, "--name": str, "--steps": int, "--first": int, "--max": int, "--memory-limit": str},
+    "throughput": {"--steps": int},
 }
 
 
@@ -136,3 +144,15 @@ def _tune_batch_size(job: Job, options: Namespace, limit: int | None) -> None:
         raise ConfigError("not even one sample fits into the memory.")
     print(f"largest: {largest}")
     print(f"above {tuner.batch_sizes.worthwhile}, the samples per second grow by less than 5 %")
+
+
+def _tune_throughput(job: Job, options: Namespace) -> None:
+    from trainer.tuner import Tuner
+
+    given = _given(options, {"steps": "steps_per_trial"})
+    found = Tuner(job.trainer).throughput(job.module, datamodule=job.data, **given)
+    if job.trainer.rank != 0:
+        return
+    print(found.table())
+    if not found.pays:
+        print("none of these gives 5 % more samples per second")

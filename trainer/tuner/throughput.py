@@ -1,0 +1,160 @@
+"""The search for settings with more samples per second: try each by itself, then those that pay together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import ConfigError, TrainerError
+from trainer.model.memory_limit import is_out_of_memory
+from trainer.tuner.batch_size import LEAST_GROWTH, release_memory
+
+if TYPE_CHECKING:
+    from trainer.data.datamodule import DataModule
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Optimizers of torch that have a fused step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A setting to try: what to type, and how a trial gets it."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the Trainer."""
+    loader: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the DataLoader."""
+    fused: bool = False
+    note: str = ""
+    """What else it changes."""
+
+
+@dataclass
+class Throughput:
+    """The samples per second of settings."""
+
+    baseline: float
+    """With the settings as they are."""
+    found: dict[Setting, float] = field(default_factory=dict)
+    failed: dict[Setting, str] = field(default_factory=dict)
+    together: float | None = None
+    """With all settings that pay; None: fewer than two do."""
+
+    @property
+    def pays(self) -> list[Setting]:
+        """The settings with at least 5 % more samples per second; of those for the same argument the best."""
+        best: dict[tuple[str, ...], Setting] = {}
+        for setting, speed in self.found.items():
+            argument = (*setting.arguments, *(name for name in setting.loader if name != "persistent_workers"))
+            known = best.get(argument)
+            if speed >= LEAST_GROWTH * self.baseline and (known is None or speed > self.found[known]):
+                best[argument] = setting
+        return list(best.values())
+
+    def table(self) -> str:
+        """Return a line for each setting, the fastest first."""
+        lines = [f"{'as it is':<34}{self.baseline:>12,.0f} samples/s"]
+        for setting, speed in sorted(self.found.items(), key=lambda item: -item[1]):
+            note = f"   ({setting.note})" if setting.note else ""
+            lines.append(f"{setting.name:<34}{speed:>12,.0f} samples/s  {speed / self.baseline - 1:>+5.0%}{note}")
+        lines += [f"{setting.name:<34}{'-':>12}            {why}" for setting, why in self.failed.items()]
+        if self.together is not None:
+            names = " + ".join(setting.name for setting in self.pays)
+            lines.append(f"together: {names}\n{'':<34}{self.together:>12,.0f} samples/s")
+        return "\n".join(lines)
+
+
+def settings_to_try(trainer: Trainer) -> Iterator[Setting]:
+    """Yield the settings that the trainer does not have, for its device."""
+    cores, device = os.cpu_count() or 1, trainer.config.device_type
+    for workers in sorted({0, 1, 2, 4, 8, cores}):
+        if workers <= cores:
+            more = {"persistent_workers": True} if workers else {}
+            yield Setting(f"num_workers={workers}", loader={"num_workers": workers, **more})
+    if device == "cuda":
+        yield Setting("pin_memory=True", loader={"pin_memory": True})
+    for factor in (2, 4):
+        note = f"divide accumulate_grad_batches by {factor} for the same steps"
+        yield Setting(f"batch_size x {factor}", loader={"batch_size": factor}, note=note)
+    yield Setting("fused=True in the optimizer", fused=True)
+    if trainer.settings.compile is False:
+        yield Setting("compile=True", arguments={"compile": True})
+    if trainer.settings.precision == "32-true":
+        yield Setting('precision="bf16-mixed"', arguments={"precision": "bf16-mixed"}, note="other numbers")
+
+
+def search_settings(
+    attempt: Callable[[list[Setting]], float], settings: Iterator[Setting], combine: bool
+) -> Throughput:
+    """Measure each setting by itself, and those that pay together, by `attempt`, which returns samples per second."""
+    found = Throughput(attempt([]))
+    for setting in settings:
+        try:
+            found.found[setting] = attempt([setting])
+        except Exception as error:
+            if not isinstance(error, TrainerError) and not is_out_of_memory(error):
+                raise
+            why = str(error).splitlines()[0] if isinstance(error, TrainerError) else "out of memory"
+            found.failed[setting] = why[:100]
+            del error
+            release_memory()
+    if combine and len(found.pays) > 1:
+        found.together = attempt(found.pays)
+    return found
+
+
+def apply(settings: list[Setting], module: TrainModule, datamodule: DataModule | None) -> None:
+    """Have the copies of a trial make their loader and their optimizers with the settings."""
+    changes = {name: value for setting in settings for name, value in setting.loader.items()}
+    owner: Any = datamodule if datamodule is not None and datamodule.overrides("train_dataloader") else module
+    if changes and owner.overrides("train_dataloader"):
+        make = owner.train_dataloader
+        owner.train_dataloader = lambda: with_options(make(), changes)
+    if any(setting.fused for setting in settings):
+        configure = module.configure_optimizers
+        module.configure_optimizers = lambda: fused(configure())  # type: ignore[method-assign]
+
+
+def with_options(loader: Any, changes: dict[str, Any]) -> Any:
+    """Return a DataLoader like another one, with other options; `batch_size` is a factor.
+
+    Raises:
+        ConfigError: it is no plain DataLoader, or has a batch sampler of its own whose size is to change.
+    """
+    from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+    if type(loader) is not DataLoader:
+        raise ConfigError(f"the loader is a {type(loader).__name__}, and no plain DataLoader")
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "persistent_workers")
+    options = {name: getattr(loader, name) for name in names} | changes
+    options["persistent_workers"] &= options["num_workers"] > 0
+    factor = options.pop("batch_size", 1)
+    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        if factor != 1:
+            raise ConfigError("the loader has a batch sampler of its own")
+        return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **options)
+    size = None if loader.batch_size is None else loader.batch_size * factor
+    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    return DataLoader(loader.dataset, size, sampler=sampler, drop_last=loader.drop_last, **options)
+
+
+def fused(optimizers: Any) -> Any:
+    """Set `fused` in optimizers of torch that have such a step.
+
+    Raises:
+        ConfigError: none has.
+    """
+    every = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    known = [one for one in every if type(one).__module__.startswith("torch.optim") and type(one).__name__ in FUSED]
+    if not known:
+        raise ConfigError("the optimizer has no fused step")
+    for group in [group for optimizer in known for group in optimizer.param_groups]:
+        if group.get("fused"):
+            raise ConfigError("the optimizer has it already")
+        group["fused"], group["foreach"] = True, False
+    return optimizers
