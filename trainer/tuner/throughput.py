@@ -31,7 +31,7 @@ class Setting:
     """Arguments of the DataLoader."""
     fused: bool = False
     note: str = ""
-    """What else it changes."""
+    """A consequence that the user should know; empty: there is none."""
 
 
 @dataclass
@@ -39,11 +39,11 @@ class Throughput:
     """The samples per second of settings."""
 
     baseline: float
-    """With the settings as they are."""
+    """Those of the settings as they are."""
     found: dict[Setting, float] = field(default_factory=dict)
     failed: dict[Setting, str] = field(default_factory=dict)
     together: float | None = None
-    """With all settings that pay; None: fewer than two do."""
+    """Those of all settings that pay at once; None: fewer than two do."""
 
     @property
     def pays(self) -> list[Setting]:
