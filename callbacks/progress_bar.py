@@ -345,14 +345,15 @@ class _Bars:
             left = bar.format_interval((bar.total - done + self._beyond[-1]) / rate) if rate else "?"
         times = f"[{{elapsed}}<{left}, {{rate_fmt}}" if bar.total is not None else "[{elapsed}, {rate_fmt}"
         count = "{n_fmt}/{total_fmt} " if bar.total is not None else "{n_fmt}it "
-        start, end = ("{l_bar}{bar}| ", LEAST_BAR) if bar.total is not None else ("{desc}: ", 0)
+        layouts = [("{desc}: ", 0)] if bar.total is None else [("{l_bar}{bar}| ", LEAST_BAR), ("{desc}: ", 0)]
         for number in range(len(metrics), -1, -1):
             names = [*metrics[:number], *([f"+{len(metrics) - number}"] if number < len(metrics) else [])]
             rest = count + times + "".join(f", {name}" for name in names).replace("{", "{{").replace("}", "}}") + "]"
-            without_bar = {"n": done, "ncols": None, "bar_format": start.replace("{bar}", "") + rest}
-            bar.bar_format = start + rest
-            if columns is None or disp_len(bar.format_meter(**{**shown, **without_bar})) + end <= columns:
-                return
+            for start, bar_width in layouts:  # numbers before a bar
+                without_bar = {"n": done, "ncols": None, "bar_format": start.replace("{bar}", "") + rest}
+                bar.bar_format = start + rest
+                if columns is None or disp_len(bar.format_meter(**{**shown, **without_bar})) + bar_width <= columns:
+                    return
         bar.bar_format = "{desc}: " + count.rstrip()
 
     def finish(self, done: int, metrics: Sequence[str], report: bool) -> None:

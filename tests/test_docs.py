@@ -92,6 +92,14 @@ def test_pages_have_commands() -> None:
     assert len(trainer_commands(ROOT / "README.md")) > 2
 
 
+def test_commands_of_tutorials_are_run() -> None:
+    """Here, or with the commands of the examples, which tests/examples runs."""
+    examples = "".join(blocks(ROOT / "examples" / "README.md", "bash")).splitlines()
+    for page in (ROOT / "docs" / "tutorials").glob("*.md"):
+        lines = "".join(blocks(page, "bash")).splitlines()
+        assert all(line.startswith(".venv/bin/trainer") or line in examples for line in lines), page.name
+
+
 def test_the_readme_is_one_screen() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 80
 
