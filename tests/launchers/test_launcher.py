@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,36 @@ def test_an_interrupt_while_python_starts_in_the_processes(tmp_path: Path) -> No
     running.wait_for("training", count=2)
     running.send(signal.SIGINT)
     running.wait().check(130)
+
+
+SIGNALLED_BETWEEN = """
+import os, signal, sys, time
+if "RANK" in os.environ:
+    open("first", "w").write(str(os.getpid()))
+    os.rename("first", "begun")
+    time.sleep(3600)
+calls = []
+def look(event, args):
+    if event == "subprocess.Popen" and args[0] == sys.executable:
+        calls.append(args)
+        if len(calls) == 2:
+            while not os.path.exists("begun"):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.Signals[os.environ["SENT"]])
+sys.addaudithook(look)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGUSR1", 75)])
+def test_a_signal_while_the_processes_are_started_leaves_none_of_them(name: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SIGNALLED_BETWEEN)
+    running = start_python(BEGIN, env={"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "SENT": name})
+    try:
+        running.wait().check(code)
+        assert not alive(int(Path("begun").read_text()))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(Path("begun").read_text()), signal.SIGKILL)
 
 
 FAILURES = {

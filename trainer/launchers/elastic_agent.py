@@ -93,6 +93,8 @@ class Agent(LocalElasticAgent):
         self._machines = machines
         self.signalled: signal.Signals | None = None
         """The latest signal that the launcher received: nothing is restarted after one."""
+        self.starting = False
+        """True while processes are started, some of which may run before their numbers are known."""
         self.failed_ranks: dict[int, int] = {}
         """Exit codes by rank of the processes that failed first, without those ended because of them."""
 
@@ -133,6 +135,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ours = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self.starting = True
         started: dict[int, Any] = super()._start_workers(worker_group)
         # torch 2.9 installs signal handlers here, and has no variable yet to prevent it.
         for number, handler in ours.items():
@@ -155,7 +158,8 @@ class Agent(LocalElasticAgent):
 
         context.close = close_soon  # type: ignore[method-assign]
         self.failed_ranks = {}
-        if self.signalled is not None:  # the signal came while no process was running
+        self.starting = False
+        if self.signalled is not None:  # the signal came while no process was running, or while they were started
             context.close(self.signalled)
         return started
 

@@ -199,6 +199,8 @@ class _SignalForwarder:
         self._agent.signalled = signal.Signals(number)
         self._received[number] += 1
         self.interrupted |= number == signal.SIGINT and not self._agent.failed_ranks
+        if self._agent.starting:
+            return  # the agent ends the processes when it knows all of them
         if not self._pids():
             raise SystemExit(EXIT_RETRY if number == getattr(signal, "SIGUSR1", None) else 128 + number)
         if self._received[signal.SIGINT] > 1 or number == getattr(signal, "SIGQUIT", None):
