@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainer.arguments import PositiveFloat, PositiveInt
 from trainer.callback import Checkpoint, StepGuard
-from trainer.checkpoint.format import is_committed, read_manifest
+from trainer.checkpoint.disk import open_regular, reason, replace_notes
+from trainer.checkpoint.format import read_manifest
 from trainer.checkpoint.schema import NUMBER, Integer, require
-from trainer.checkpoint.storage import as_storage_path
 from trainer.errors import CheckpointError
 from trainer.loop.bad_steps import BadStep, BadStepError, LossWindow, explain
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
-
-_LONGEST_WRITE_S = 600.0
-"""Seconds to wait for a checkpoint that is being written in the background."""
 
 
 class BadStepGuard(StepGuard):
@@ -150,22 +147,39 @@ class BadStepGuard(StepGuard):
 def _newest(callbacks: Iterable[Checkpoint]) -> str | None:
     """Return the checkpoint with the most steps among the newest finite ones of all callbacks; None: there is none."""
     found = {}
-    for path in {one.last_model_path for one in callbacks} - {""}:
-        give_up_at = time.monotonic() + _LONGEST_WRITE_S
-        while not is_committed(as_storage_path(path)) and time.monotonic() < give_up_at:
-            time.sleep(0.05)  # it is being written in the background
+    for callback in callbacks:
         try:
-            found[path] = read_manifest(path).info["step"]
+            if path := callback.newest_on_disk():
+                found[path] = read_manifest(path).info["step"]
         except CheckpointError as error:
-            log.warning("cannot go back to %s: %s", path, error)
+            log.warning("cannot go back to the newest checkpoint: %s", error)
     return max(found, key=lambda path: found[path], default=None)
 
 
 def _write_down(path: Path, row: dict[str, Any]) -> None:
-    """Add a line to a file, unless a line of this step's first batch is there from before a resume."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if any((one.get("epoch"), one.get("batch")) == (row["epoch"], row["batch"]) for one in rows):
+    """Add a line to a file, unless a line of this step's first batch is there from before a resume.
+
+    A file that cannot be written ends no training: a warning says so.
+    """
+    lines = []
+    try:
+        with open_regular(path) as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s cannot be read (%s), and the bad steps in it are not kept.", path, reason(error))
+    if any(_first_batch(line) == (row["epoch"], row["batch"]) for line in lines):
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(json.dumps(row, default=str) + "\n")
+    with suppress(OSError):  # the next line says so
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_notes(path, b"\n".join([*lines, json.dumps(row, default=str).encode(), b""]))
+
+
+def _first_batch(line: bytes) -> tuple[Any, Any] | None:
+    """Return the epoch and the batch of a line; None if it is damaged."""
+    try:
+        row = json.loads(line)
+        return row["epoch"], row["batch"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None

@@ -98,8 +98,9 @@ class ModelCheckpoint(Checkpoint):
             False: only after validations. Default: both.
         auto_insert_metric_name: "{step}" becomes "step=12", not "12".
         verbose: print the path of each checkpoint written.
-        trainable_only: hold only the weights that train (and buffers), such as LoRA's adapters. Loading needs the same
-            base model in the module, which is checked.
+        trainable_only: hold only the weights that train, such as LoRA's adapters, those that have changed since
+            training began, such as a teacher that follows the model, and buffers. Loading needs the same base model
+            in the module, which is checked.
 
     Raises:
         ConfigError: the arguments contradict each other.
@@ -118,6 +119,7 @@ class ModelCheckpoint(Checkpoint):
         "names_in_filename",
         "trainable_only",
         "save_on_train_epoch_end",
+        "save_weights_only",
     )
 
     def __init__(
@@ -187,6 +189,8 @@ class ModelCheckpoint(Checkpoint):
         self._earlier_last: StoragePath | None = None
         self._base: dict[str, int] | None = None
         """With `trainable_only`, the sums of the weights that checkpoints leave out, by name."""
+        self._unchanged: dict[str, int] = {}
+        """With `trainable_only`, the exact sums of the frozen weights when training began, by name."""
         self.saved_step = -1
         self._last_time = time.monotonic()
         self._time_is_up = False
@@ -258,6 +262,12 @@ class ModelCheckpoint(Checkpoint):
         """The newest finite checkpoint, as `best_model_path`. Empty before the first."""
         return str(self._earlier_last or "") if self.last is None else str(self._in_folder(self.last))
 
+    def newest_on_disk(self) -> str:
+        if self._writer is not None:
+            self._writer.wait()
+        paths = [self._in_folder(name) for name in (self.last, self._previous[1]) if name]
+        return next((str(path) for path in paths if is_committed(path)), str(self._earlier_last or ""))
+
     @property
     def unsaved(self) -> str | None:
         if self._unsaved is None:
@@ -287,7 +297,15 @@ class ModelCheckpoint(Checkpoint):
         if self.async_save and (trainer.is_global_zero or trainer.strategy.shards_state):
             self._writer = BackgroundWriter()
 
+    def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        self._base = checkpoint.get("base")
+
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.trainable_only:
+            state = trainer.strategy.module_state()
+            # Of a checkpoint's weights those that it held have changed before.
+            names = [name for name in frozen_names(module, state) if self._base is None or name in self._base]
+            self._unchanged = weight_sums(state, names, trainer.strategy.processes.all_gather_object, rounded=False)
         origin, (name, _) = trainer.run.resumed_from, self._restored_best
         # Another ModelCheckpoint's folder has checkpoints of the same names.
         own = trainer.run_dir / "checkpoints"
@@ -433,11 +451,14 @@ class ModelCheckpoint(Checkpoint):
             self._notify_saved(trainer, str(self._in_folder(self._newest() or "")))
 
     def _find_base(self, trainer: Trainer) -> None:
-        """Sum up the weights that do not train, if these are others than at the last save. Collective."""
-        state = trainer.strategy.module_state()
-        names = frozen_names(trainer.module, state)
+        """Sum up the weights that do not train and have not changed, if others than at the last save. Collective."""
+        state, gather = trainer.strategy.module_state(), trainer.strategy.processes.all_gather_object
+        frozen = [name for name in frozen_names(trainer.module, state) if name in self._unchanged]
+        now = weight_sums(state, frozen, gather, rounded=False)
+        names = [name for name in frozen if now[name] == self._unchanged[name]]
+        self._unchanged = {name: now[name] for name in names}
         if self._base is None or [*self._base] != names:
-            self._base = weight_sums(state, names, trainer.strategy.processes.all_gather_object)
+            self._base = weight_sums(state, names, gather)
 
     def _newest(self) -> str | None:
         return next(reversed(self.kept), None)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from trainer.arguments import local_path, make_folder
 from trainer.callback import Tracker
-from trainer.errors import ConfigError, MissingPackageError, did_you_mean
+from trainer.errors import ConfigError, MissingPackageError, did_you_mean, shown
 from trainer.metrics.media import Histogram, Images, Media, Table, Text
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class WandbLogger(Tracker):
         for one, other, words in ((version, id, "version and id"), (save_dir, dir, "save_dir and dir")):
             if one is not None and other is not None and one != other:
                 raise ConfigError(f"WandbLogger: {words} mean the same, and have two values: give one of them.")
+        if experiment is not None and not hasattr(experiment, "define_metric"):
+            raise ConfigError(f"WandbLogger(experiment={shown(experiment)}): give the run that wandb.init returned.")
         folders = {"save_dir": save_dir, "dir": dir}
         self._save_dir = next((local_path(path, name) for name, path in folders.items() if path is not None), None)
         self.given_run_id = id if id is not None else version

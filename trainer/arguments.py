@@ -57,6 +57,14 @@ def is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
     return issubclass(type(value), Mapping)
 
 
+def defines(value: Any, *names: str) -> bool:
+    """Return True if the class of a value has one of these methods, as Python looks them up for `iter` and the like.
+
+    The value itself is not asked: its `__getattr__` may do anything, and a class has methods of its metaclass, too.
+    """
+    return any(name in vars(one) for one in type(value).__mro__ for name in names)
+
+
 def whole_number(text: str) -> int | None:
     """Return the integer that a text of at most 18 decimal digits stands for; None for any other text."""
     return int(text) if text.isdecimal() and len(text) <= 18 else None

@@ -734,6 +734,13 @@ class Checkpoint(Callback):
         """The path of the newest checkpoint; empty before the first."""
         return ""
 
+    def newest_on_disk(self) -> str:
+        """Return the path of the newest finite checkpoint that was written; empty without one.
+
+        Waits for one that is being written, which may fail. Called on rank 0.
+        """
+        return self.last_model_path
+
     @property
     def unsaved(self) -> str | None:
         """The reason why the last weights were not saved; None if they were saved or nothing was due."""

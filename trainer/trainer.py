@@ -227,6 +227,7 @@ class Trainer:
             ConfigError: the run cannot work; raised before the first batch where possible.
             CheckpointError: there is no such checkpoint, or it does not fit the module.
         """
+        _refuse_no_bool("verbose", verbose)
         call = self._call("validate", module, {"val": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             return self._results(run_validation(run), verbose)
@@ -241,6 +242,7 @@ class Trainer:
         **others: Any,
     ) -> list[dict[str, float]]:
         """Run `test_step` over the test loaders; arguments, results and errors are those of `validate`."""
+        _refuse_no_bool("verbose", verbose)
         call = self._call("test", module, {"test": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             return self._results(run_test(run), verbose)
@@ -266,8 +268,7 @@ class Trainer:
         Raises:
             ConfigError, CheckpointError: as in `validate`.
         """
-        if not isinstance(return_predictions, bool | None):
-            raise ConfigError(f"return_predictions={shown(return_predictions)}: give True or False.")
+        _refuse_no_bool("return_predictions", return_predictions)
         call = self._call("predict", module, {"predict": dataloaders}, datamodule, ckpt_path, others)
         with self._start(call) as run:
             kept = return_predictions
@@ -306,10 +307,7 @@ class Trainer:
             CheckpointError: the checkpoint could not be written; nothing is left at `path`.
         """
         run = self._begun("save_checkpoint")
-        if weights_only not in (True, False, None):
-            raise ConfigError(
-                f"weights_only={shown(weights_only)}: give True or False; data of your own are info={{...}}."
-            )
+        _refuse_no_bool("weights_only", weights_only, "; data of your own are info={...}")
         if storage_options is not None:
             raise ConfigError("storage_options: leave it out; fsspec reads options from its configuration file.")
         run.check_all_ranks_call("save_checkpoint")
@@ -1269,3 +1267,9 @@ class Trainer:
     def checkpoint_callback(self) -> Checkpoint | None:
         """The first callback that writes checkpoints."""
         return next(iter(self.checkpoint_callbacks), None)
+
+
+def _refuse_no_bool(name: str, value: Any, more: str = "") -> None:
+    """Raise ConfigError for a value that is not True, False or None, without asking it what it is."""
+    if value is not None and type(with_python_numbers(value)) is not bool:
+        raise ConfigError(f"{name}={shown(value)}: give True or False{more}.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -355,3 +357,66 @@ def test_every_strategy_refuses_the_same_steps(name: str, results: dict[str, lis
     row = json.loads(found.read_text().splitlines()[0])
     assert len(row["samples"]) == 2
     assert BAD in [index for reader in row["samples"] for batch in reader for index in batch]
+
+
+@pytest.mark.parametrize("kind", ["damaged", "a link", "a pipe", "no folder"])
+def test_a_file_of_bad_steps_that_cannot_be_used_ends_no_training(kind: str, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious\n")
+
+    class Prepare(Callback):
+        def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+            path = trainer.run_dir / "bad_steps.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "damaged":
+                path.write_bytes(b"{no json\n[1]\n\xff\n")
+            elif kind == "a link":
+                path.symlink_to(precious)
+            elif kind == "a pipe":
+                os.mkfifo(path)
+            else:
+                shutil.rmtree(path.parent)
+                path.parent.touch()
+
+    module = Net()
+    trainer = quiet(max_epochs=1, callbacks=[BadStepGuard("skip"), Prepare()], default_root_dir=tmp_path / "runs")
+    trainer.fit(module, data("nan"))
+    assert trainer.global_step == 11
+    assert precious.read_text() == "precious\n"
+    if kind != "no folder":
+        lines = (trainer.run_dir / "bad_steps.jsonl").read_bytes().splitlines()
+        assert json.loads(lines[-1])["batch"] == 5
+        assert len(lines) == (4 if kind == "damaged" else 1)
+
+
+def test_a_run_goes_back_past_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    class Refuse(Callback):
+        """Have the write of step 5 fail in the background."""
+
+        def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+            if trainer.global_step == 5:
+                (checkpoint,) = trainer.checkpoint_callbacks
+                assert checkpoint.newest_on_disk()
+                folder.rename(tmp_path / "away")
+                folder.touch()
+
+        def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, index: int) -> None:
+            if folder.is_file():
+                (checkpoint,) = trainer.checkpoint_callbacks
+                checkpoint.newest_on_disk()
+                folder.unlink()
+                (tmp_path / "away").rename(folder)
+
+    saving = ModelCheckpoint(
+        folder, every_n_train_steps=1, save_top_k=-1, filename="{step}", async_save=True, on_write_error="warn"
+    )
+    trainer = quiet(
+        max_epochs=1,
+        callbacks=[BadStepGuard("rewind"), Refuse(), saving],
+        enable_checkpointing=True,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Net(), data("nan"))
+    assert trainer.global_step == 11

@@ -215,6 +215,41 @@ def test_a_file_system_that_cannot_flush_folders(
     assert caplog.text.count("a power cut may take the newest files") == 1
 
 
+@pytest.mark.parametrize("filename", ["{step}", "model"])
+def test_a_disk_that_turns_read_only_after_the_rename(
+    filename: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new checkpoint is in place and complete, and the message says nothing else."""
+    folder, fsync, rename, exchange = tmp_path / "c", os.fsync, os.rename, disk._exchange
+    disk_is = {"failing": False, "read-only": False}
+
+    def flush(descriptor: int) -> None:
+        if disk_is["failing"] and os.path.samestat(os.fstat(descriptor), folder.stat()):
+            disk_is["read-only"] = True
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    def refuse(source: Any, target: Any) -> None:
+        if disk_is["read-only"]:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(disk, "_exchange", lambda one, other: not disk_is["read-only"] and exchange(one, other))
+    happens = At(
+        step3=lambda trainer: disk_is.update({"failing": True}),
+        step4=lambda trainer: disk_is.update({"failing": False, "read-only": False}),
+    )
+    top_k = 1 if filename == "model" else 2
+    fit([happens, steps(dirpath=folder, filename=filename, on_write_error="warn", save_top_k=top_k)])
+    assert f"{filename.format(step='step=3')} is complete, but its folder cannot be flushed" in caplog.text
+    assert "NO CHECKPOINT" not in caplog.text
+    assert "unchanged" not in caplog.text
+    assert there(folder) == (["model"] if filename == "model" else ["step=5", "step=6"])
+    assert all(verify_checkpoint(folder / name) == [] for name in there(folder))
+
+
 @contextmanager
 def renames_refused(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> Iterator[None]:
     """Refuse to rename the folder of this name, as a server does for one that is in use."""

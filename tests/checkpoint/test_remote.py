@@ -308,6 +308,12 @@ def test_places_that_cannot_be(given: Any, message: str) -> None:
         as_storage_path(given)
 
 
+def test_a_message_names_the_argument() -> None:
+    for given in ("s3:/bucket", Path("s3://bucket")):
+        with pytest.raises(ConfigError, match=r"^dirpath="):
+            as_storage_path(given, "dirpath")
+
+
 def test_a_scheme_without_its_package_names_the_package() -> None:
     missing = [name for name in ("s3", "gs", "abfs") if _missing(name)]
     if not missing:

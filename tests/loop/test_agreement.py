@@ -36,6 +36,7 @@ from trainer.callbacks import (
     ProgressBar,
     Timer,
 )
+from trainer.data.combined_loader import CombinedLoader
 from trainer.distributed.process_group import TorchProcessGroup
 from trainer.loop import agreement_at_start
 from trainer.loop.agreement_at_start import describe_layer, optimizer_facts
@@ -132,6 +133,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"callbacks": ModelCheckpoint(), "enable_checkpointing": True},
         {"callbacks": None, "enable_checkpointing": True, "fast_dev_run": True},
         "fast_dev_run: False on rank 0, and True on rank 1",
+    ),
+    "what is saved": (
+        {"callbacks": ModelCheckpoint(), "enable_checkpointing": True},
+        {"callbacks": ModelCheckpoint(save_weights_only=True), "enable_checkpointing": True},
+        "ModelCheckpoint.save_weights_only: False on rank 0, and True on rank 1",
     ),
     "patience": (
         {"callbacks": EarlyStopping("val_loss", patience=3)},
@@ -305,6 +311,8 @@ def run_all(name: str) -> dict[str, str | None]:
     found["options", "of a callback"] = fit(way, Scheduled(Called(1.0)), data(), None, {"callbacks": changes})
     for case, (other, _) in LOADERS.items():
         found["loader", case] = fit(way, Chosen(""), other() if rank else data(), None, {})
+    combined = CombinedLoader([data(), data()], ("min_size", "max_size")[rank])
+    found["loader", "combined"] = fit(way, Chosen(""), combined, None, {})
     other = Way(way.strategy, 2, (*way.options, ("timeout_seconds", 900.0 + rank)))
     found["strategy", "option"] = fit(other, Chosen(""), data(), None, {})
     if way.engine == "torch":
@@ -331,6 +339,7 @@ EXPECTED = {
     "schedule of steps in another order": "sum of the learning rates so far, by their order: 0.0",
     "options of a callback": "SGD, momentum: 0.0 on rank 0, and 0.1 on rank 1\nBy step 1 the",
     "loader validation": VALIDATION,
+    "loader combined": "the training loader, mode: 'min_size' on rank 0, and 'max_size' on rank 1",
     "strategy option": OPTION,
     "strategy class": KIND,
     **{f"versions of {name}": expected for name, expected in VERSIONS.items()},

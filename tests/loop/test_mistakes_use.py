@@ -13,6 +13,7 @@ import torchmetrics
 from torch import nn
 from torch.optim import SGD, Adam
 
+from tests.helpers.drawn_values import Level, raising
 from tests.helpers.mistakes import Net, fit, loader, net, net_that, quiet, refused
 from trainer import Callback, CheckpointError, TrainModule
 
@@ -308,3 +309,18 @@ def test_state_that_is_not_data(arguments: dict[str, Any], parts: list[str]) -> 
 
     module = Net() if arguments else net(on_save_checkpoint=on_save_checkpoint)
     refused(lambda: fit(module, trainer=quiet(**arguments)), *parts, error=CheckpointError, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("method", "option"), [("validate", "verbose"), ("test", "verbose"), ("predict", "return_predictions")]
+)
+@pytest.mark.parametrize(
+    "value", [raising("__bool__", "__repr__", "__eq__"), "yes", 3], ids=["raising", "text", "number"]
+)
+def test_options_that_are_neither_true_nor_false(method: str, option: str, value: Any) -> None:
+    refused(lambda: getattr(quiet(), method)(net(), loader(), **{option: value}), f"{option}=", "give True or False")
+
+
+@pytest.mark.parametrize("value", [raising("__getattr__"), Level.TWO], ids=["raising", "enum"])
+def test_loaders_that_cannot_be_looked_at(value: Any) -> None:
+    refused(lambda: quiet().validate(net(), value), "cannot be iterated")

@@ -13,6 +13,7 @@ from trainer.errors import CheckpointError, first_of
 
 _PIECE = 2**22
 """Elements that are summed at once."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -27,19 +28,22 @@ def frozen_names(module: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def weight_sums(
-    state: Mapping[str, torch.Tensor | Shard], names: list[str], gather: Callable[[Any], list[Any]]
+    state: Mapping[str, torch.Tensor | Shard],
+    names: list[str],
+    gather: Callable[[Any], list[Any]],
+    rounded: bool = True,
 ) -> dict[str, int]:
     """Return sums of the bits of some weights, by name: equal under every strategy and precision. Collective.
-
-    The weights are rounded to bfloat16 before, as frozen ones are under DeepSpeed.
 
     Args:
         state: what `Strategy.module_state` returned.
         gather: `all_gather_object` of the processes.
+        rounded: round the weights to bfloat16 before, as frozen ones are under DeepSpeed. False: sums that show any
+            change within a run.
     """
-    full = {name: _sum(value) for name in names if not isinstance(value := state[name], Shard)}
+    full = {name: _sum(value, rounded) for name in names if not isinstance(value := state[name], Shard)}
     parts = {
-        name: _sum(value.local) if value.extent.numel else 0
+        name: _sum(value.local, rounded) if value.extent.numel else 0
         for name in names
         if isinstance(value := state[name], Shard)
     }
@@ -48,10 +52,13 @@ def weight_sums(
     return {name: _wrapped({**full, **summed}[name]) for name in names}
 
 
-def _sum(value: torch.Tensor) -> int:
+def _sum(value: torch.Tensor, rounded: bool) -> int:
     total = 0
     for piece in value.detach().reshape(-1).split(_PIECE):
-        bits = piece.to(torch.bfloat16).view(torch.int16) if piece.is_floating_point() else piece
+        if piece.is_floating_point():
+            bits = piece.to(torch.bfloat16).view(torch.int16) if rounded else piece.view(_INTEGERS[piece.itemsize])
+        else:
+            bits = piece
         total += int(bits.sum(dtype=torch.int64))
     return total
 

@@ -395,13 +395,26 @@ def publish_directory(temporary: Path, final: Path, replace: bool) -> None:
     fault_point("after_rename")
     try:
         sync_directory(final.parent)
-    except OSError:
-        undo()
-        if aside is not None:
-            os.rename(aside, final)
-        raise
+    except OSError as error:
+        if _undone(undo):
+            if aside is not None:
+                os.rename(aside, final)
+            raise
+        _log.warning(
+            "%s is complete, but its folder cannot be flushed to the disk (%s): a power cut may take it.",
+            final,
+            reason(error),
+        )
     if aside is not None:
         _discard(aside)
+
+
+def _undone(undo: Callable[[], object]) -> bool:
+    """Undo a rename; return False if the file system refuses that, too."""
+    try:
+        return undo() is not False
+    except OSError:
+        return False
 
 
 def _temporary_paths(folder: Path) -> Iterator[TemporaryPath]:

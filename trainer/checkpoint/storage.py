@@ -40,7 +40,8 @@ def as_storage_path(path: str | StoragePath, argument: str = "") -> StoragePath:
     if url is None:
         if _SQUEEZED_URL.match(str(path)):
             was = "was a URL before it became a Path: give it as a string" if isinstance(path, Path) else "is no URL"
-            raise ConfigError(f"{path!r} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
+            given = f"{argument}={path!r}" if argument else repr(path)
+            raise ConfigError(f"{given} {was}, with two slashes: {str(path).replace(':/', '://', 1)!r}.")
         return local_path(path, argument)
     if url["scheme"] in ("file", "local"):
         return Path(url["rest"])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.arguments import is_mapping
+from trainer.arguments import defines, is_mapping
 from trainer.data.batch_sampler import DistributedBatchSampler
 from trainer.data.combined_loader import CombinedBatches, CombinedLoader
 from trainer.data.iterable_loader import IterableLoader
@@ -156,8 +156,7 @@ def _refuse_several(loader: Any, label: str) -> None:
 
 def _refuse_no_batches(loader: Any, label: str) -> None:
     given = f"{label} is {_described(loader)}"
-    iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    if not iterable or isinstance(loader, type) or _is_scalar(loader):
+    if not defines(loader, "__iter__", "__getitem__") or isinstance(loader, type) or _is_scalar(loader):
         raise ConfigError(
             f"{given}, which cannot be iterated. Give a DataLoader, a list of batches, or any object with __iter__ "
             "that yields batches."
@@ -185,7 +184,7 @@ def _is_several(loaders: Any) -> bool:
         return False
     if any(isinstance(one, DataLoader) for one in loaders):
         return True
-    return hasattr(loaders[0], "__iter__") and not _is_batch(loaders[0])
+    return defines(loaders[0], "__iter__") and not _is_batch(loaders[0])
 
 
 _DEEPEST = 100

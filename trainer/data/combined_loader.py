@@ -160,6 +160,10 @@ class CombinedBatches(BatchLoader):
         if self._lengths[number] is None:
             self._lengths[number] = next(given)
 
+    def equal_everywhere(self) -> dict[str, object]:
+        each = enumerate(part.equal_everywhere() for part in self.parts)
+        return {"mode": self.mode} | {f"loader {number}, {fact}": one[fact] for number, one in each for fact in one}
+
     def identity(self, world_size: int) -> dict[str, str]:
         each = [part.identity(world_size) for part in self.parts]
         names = {name: None for one in each for name in one}

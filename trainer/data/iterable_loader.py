@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainer.arguments import defines
 from trainer.data.loader import Batch, BatchLoader
 from trainer.data.sampler_state import OwnGenerator, own_generators
 from trainer.errors import ConfigError, restoring
@@ -44,7 +45,7 @@ class IterableLoader(BatchLoader):
         self._training = training
         self._restored: Any = None
         self._used = False
-        self.one_shot = hasattr(loader, "__next__") and iter(loader) is loader
+        self.one_shot = defines(loader, "__next__") and iter(loader) is loader
         self._keeper = _keeper_of_place(loader)
         """The object whose state is the place in the data: the loader or its dataset; None: neither has one."""
         self.stateful = self._keeper is not None

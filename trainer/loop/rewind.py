@@ -7,7 +7,7 @@ import logging
 from trainer.callback import CallbackList
 from trainer.checkpoint.storage import as_storage_path
 from trainer.loop.run import Run
-from trainer.loop.training_state import load_training_state, restore_training
+from trainer.loop.training_state import load_training_state, load_weights, restore_training
 
 log = logging.getLogger("trainer")
 
@@ -26,7 +26,7 @@ def rewind(run: Run, path: str, loggers: CallbackList) -> None:
     loggers.teardown(run.stage)
     loggers.setup(run.stage)
     run.hooks.on_load_checkpoint(checkpoint)
-    strategy.load_module_state(checkpoint["model"], run.module.strict_loading)
+    load_weights(run, checkpoint)
     restore_training(run, checkpoint)
     if run.train_loader is not None:
         run.train_loader.close()

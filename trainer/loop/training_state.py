@@ -270,11 +270,19 @@ def restore_weights(run: Run, checkpoint: Mapping[str, Any] | None) -> None:
     """Load the checkpoint's weights, if there is a checkpoint. Called after `setup_module`."""
     if checkpoint is not None:
         with restoring("the weights"):
-            if "base" in checkpoint:
-                _require_base(run, checkpoint)
-            strict = run.module.strict_loading and "base" not in checkpoint
-            run.strategy.load_module_state(checkpoint["model"], strict)
+            load_weights(run, checkpoint)
         log.info("restored %s", run.resumed_from)
+
+
+def load_weights(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Load the weights; of a checkpoint of trained weights alone, those that the module's base model lacks. Collective.
+
+    Raises:
+        CheckpointError: the module has another base model.
+    """
+    if "base" in checkpoint:
+        _require_base(run, checkpoint)
+    run.strategy.load_module_state(checkpoint["model"], run.module.strict_loading and "base" not in checkpoint)
 
 
 def _require_base(run: Run, checkpoint: Mapping[str, Any]) -> None:
