@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,11 @@ def test_gradients_travel_once_a_step_and_values_between_processes() -> None:
     assert ranks[0]["drawn"] != ranks[1]["drawn"]
 
 
-def save_alone() -> str:
-    told = ""
+def save_alone() -> tuple[str, list[str]]:
+    told, logged = "", []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer").addHandler(handler)
     with Engine(strategy="ddp", **TWO) as engine:
         net = nn.Linear(2, 1)
         model, optimizer = engine.setup(net, SGD(net.parameters(), lr=0.1))
@@ -265,11 +269,13 @@ def save_alone() -> str:
                     engine.save("alone", {"model": model})
                 except ConfigError as error:
                     told = str(error)
-    return told
+    return told, logged
 
 
-def test_a_process_that_saves_alone_is_told() -> None:
-    assert "rank 1 has gone on without" in run_distributed(save_alone, 2)[0]
+def test_a_process_that_saves_alone_and_a_loop_without_a_loader_of_its_own_are_told() -> None:
+    told, logged = run_distributed(save_alone, 2)[0]
+    assert "rank 1 has gone on without" in told
+    assert len([text for text in logged if "no loader is set up" in text]) == 1
 
 
 def test_what_a_strategy_cannot_do_is_refused_in_words() -> None:

@@ -330,6 +330,11 @@ class Engine:
         """Have each process draw random numbers of its own from here on; called by the first batch or forward."""
         self._begun = True
         reader = self.strategy.processes.reader
+        if self.world_size > 1 and not self._loaders and self.is_global_zero:
+            log.warning(
+                "no loader is set up: each process reads what its own loader gives, which is the same samples unless "
+                "that knows of the processes. To split it: loader = engine.setup_dataloaders(loader)."
+            )
         if reader > 0 and (self.config.settings.seed is not None or global_seed() is not None):
             seed_generators(derive_seed(self.seed, reader))
 
