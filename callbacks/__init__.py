@@ -17,6 +17,7 @@ from trainer.callbacks.advanced_profiler import AdvancedProfiler as AdvancedProf
 from trainer.callbacks.advanced_profiler import PassThroughProfiler as PassThroughProfiler
 from trainer.callbacks.advanced_profiler import Profiler as Profiler
 from trainer.callbacks.bad_step_guard import BadStepGuard as BadStepGuard
+from trainer.callbacks.bound_profiler import BoundProfiler as BoundProfiler
 from trainer.callbacks.checkpoint import ModelCheckpoint as ModelCheckpoint
 from trainer.callbacks.csv_logger import CSVLogger as CSVLogger
 from trainer.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor

@@ -26,6 +26,7 @@ from trainer.checkpoint.storage import StoragePath, as_storage_path, storage_of
 from trainer.checkpoint.template import format_name, logged_names, template_problems
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.errors import CheckpointError, ConfigError, did_you_mean, first_of, raise_problems
+from trainer.loop.host_times import SAVING
 from trainer.loop.progress import Progress
 from trainer.metrics.monitor import log_assumed_mode, resolve_mode
 from trainer.settings import read_duration
@@ -646,7 +647,8 @@ class ModelCheckpoint(Checkpoint):
         if not self.async_save:
             return
         if self._writer is not None:
-            self._writer.wait(due)
+            with trainer.run.times.during(SAVING):
+                self._writer.wait(due)
             self._poll_writer(trainer)
         error, self._error = trainer.strategy.processes.broadcast_object(self._error), None
         if error is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModelSummary(Callback):
-    """Print a table of the layers at the start of `fit`, on rank 0.
+    """Print a table of the layers at the start of `fit`, and at its end where the host's time went, on rank 0.
 
     Args:
         max_depth: how many levels of submodules to show; 0: print nothing; -1: all.
@@ -36,6 +36,10 @@ class ModelSummary(Callback):
     def drawn(self, table: list[tuple[str, ...]]) -> str:
         """Return the text of a table, whose first row is the header, and whose last is the total."""
         return as_text(table)
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero and self.max_depth:
+            trainer.print(trainer.run.times.line())
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> str:

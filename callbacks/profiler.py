@@ -158,10 +158,11 @@ class SimpleProfiler(Profiler):
         share = self.seconds.get(DATA, 0.0) / (sum(self.seconds.values()) or 1.0)
         if share < self.MUCH or loader is None:
             return None
-        return f"{share:.0%} of the time went into waiting for training data. {_faster_loading(loader)}"
+        return f"{share:.0%} of the time went into waiting for training data. {faster_loading(loader)}"
 
 
-def _faster_loading(loader: BatchLoader) -> str:
+def faster_loading(loader: BatchLoader) -> str:
+    """Return a sentence that says how a loader may become faster."""
     workers, cores = loader.num_workers, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     cores = cores or os.cpu_count() or 1
     machine = f"this machine has {cores} core{'' if cores == 1 else 's'}"

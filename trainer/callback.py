@@ -1016,6 +1016,7 @@ DEFAULT_CALLBACKS = {
 
 PROFILERS = {
     "simple": "SimpleProfiler",
+    "bound": "BoundProfiler",
     "advanced": "AdvancedProfiler",
     "torch": "TorchProfiler",
     "pytorch": "TorchProfiler",

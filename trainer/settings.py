@@ -156,7 +156,8 @@ class Settings:
     )
     inference_mode: bool = argument(True, "Evaluate under torch.inference_mode; False: torch.no_grad.")
     profiler: str | Callback | None = argument(
-        None, 'Where the time goes: "simple" prints a table at the end, "torch" writes traces; or a profiling callback.'
+        None,
+        'Where the time goes: "bound" says what to change, "simple" prints a table, "torch" traces; or a callback.',
     )
     compile: bool | str | dict[str, Any] = argument(
         False, 'torch.compile in place: True, "blocks", a mode such as "max-autotune", or its arguments (and "blocks").'

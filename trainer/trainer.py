@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal, Never, TextIO
 
 import torch
@@ -499,7 +500,9 @@ class Trainer:
         batches = each_wait(run.phase, DATA, run.train_loader.iterate(run.progress.epoch, run.progress.batch))
         uneven = run.strategy.processes.world_size > 1 and run.train_loader.samples_per_epoch is None
         while True:
+            begun = perf_counter()
             window = list(islice(batches, run.session.accumulate_grad_batches))
+            run.times.add_wait(perf_counter() - begun)
             if uneven:
                 window = even_window(window, run.strategy)
             if not window:

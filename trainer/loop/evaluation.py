@@ -14,6 +14,7 @@ import torch
 from trainer.callback import takes
 from trainer.data.loader import Batch, BatchLoader
 from trainer.errors import ConfigError
+from trainer.loop.host_times import VALIDATION
 from trainer.loop.run import Run
 from trainer.metrics.metric_log import MetricScope, ReducedMetrics
 from trainer.metrics.state import preserve_torchmetrics
@@ -63,7 +64,8 @@ def run_validation(run: Run) -> list[dict[str, float]]:
 
 def validate_during_fit(run: Run) -> None:
     """Validate inside `fit`, without an effect on the training that follows."""
-    with run.during("validating"), run.metrics.recording(run.metrics.hook_metrics):
+    recording = run.metrics.recording(run.metrics.hook_metrics)
+    with run.during("validating"), recording, run.times.during(VALIDATION):
         evaluate(run, stage_hooks(run, "validation"), run.val_loaders, torch.no_grad())
 
 

@@ -38,6 +38,7 @@ from trainer.hyperparameters import stored_hyperparameters
 from trainer.loop.bad_steps import BadSteps
 from trainer.loop.direct_backward import RefusingDirectBackward
 from trainer.loop.gradient_norms import GradientNorms, clipping_finds_it
+from trainer.loop.host_times import SAVING, HostTimes
 from trainer.loop.nonfinite import NonFiniteMonitor
 from trainer.loop.optimizer_options import OptionsCheck
 from trainer.loop.optimizer_overrides import OverriddenStep, OverriddenZeroGrad
@@ -210,6 +211,7 @@ class Run:
         """Those of them that are monitored, and were reported."""
         self.nonfinite = NonFiniteMonitor(module, self.strategy, self.metrics, self.progress)
         self.gradient_norms = GradientNorms(self.strategy, self.metrics)
+        self.times = HostTimes()
         self.loaders = Loaders()
         self.skipping = SkippedBatches(module, self.strategy, self.progress)
 
@@ -253,6 +255,8 @@ class Run:
         self.listen(phase_of(self.callbacks))
         self.hooks = build_callback_list(self.callbacks, caller, self.module, self.phase)
         self.saving_hooks = CallbackList(self.checkpoint_callbacks, caller, self.module, self.phase)
+        self.times.time_hooks(self.hooks)
+        self.times.time_hooks(self.saving_hooks, SAVING)
 
     def listen_for_stops(self) -> None:
         """Install signal handlers, listen to the other processes, and check that all make the same collective calls."""
@@ -365,6 +369,7 @@ class Run:
 
     def begin_training(self) -> None:
         """Train from now on, by the methods that the module has after the first hooks."""
+        self.times.begin()
         self.weights_loss_by_items = self.module.overrides("num_items")
         if self.settings.max_steps is not None and self.settings.max_steps >= 0:
             self.last_step = self.settings.max_steps
@@ -605,7 +610,7 @@ class Run:
         """Store reduced values and send them to the loggers."""
         self.update_metrics(values)
         if values.logger and self.strategy.processes.is_global_zero:
-            with self.phase(LOGGING):
+            with self.phase(LOGGING), self.times.during(LOGGING):
                 for logger in self.loggers:
                     logger.log_metrics(values.logger, self.progress.step)
 
@@ -711,7 +716,7 @@ class Run:
         self.watchdog.expect_slow_work()
         begun = time.monotonic()
         try:
-            with self.phase(CHECKPOINT):
+            with self.phase(CHECKPOINT), self.times.during(SAVING):
                 yield
         finally:
             self.watchdog.heartbeats += 1

@@ -1,0 +1,201 @@
+"""BoundProfiler: what bounds a training run, and the first thing to change."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.arguments import PositiveInt
+from trainer.callbacks.advanced_profiler import Profiler
+from trainer.callbacks.profiler import faster_loading
+from trainer.loop.host_times import CALLBACKS, REST, SAVING, VALIDATION
+from trainer.profiling import DATA, LOGGING
+
+if TYPE_CHECKING:
+    from trainer.module import TrainModule
+    from trainer.trainer import Trainer
+
+TRANSFER = "transfer"
+COMPUTE = "compute"
+COMMUNICATION = "communication"
+IDLE = "idle device"
+PROFILER = "the profiler itself"
+ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
+"""What a device does counts once: a moment of communication only where nothing is computed at the same time."""
+
+
+class BoundProfiler(Profiler):
+    """Print, at the end of `fit`, the shares of what the time went into, the largest of them, and what to change first.
+
+    The shares of data, callbacks, logging, saving and validation are of the whole run, by the host's clock. What is
+    left is divided into transfer, compute, communication and an idle device as torch.profiler sees it in a few steps;
+    all others run without it, with one comparison each. On a CPU everything but communication is compute.
+
+    The gain that is given is an upper bound: the speed if that share took no time at all.
+
+    Args:
+        first_step: steps of the run before the ones that torch.profiler looks at.
+        steps: how many it looks at.
+    """
+
+    def __init__(self, first_step: PositiveInt = 10, steps: PositiveInt = 3) -> None:
+        self.first_step, self.steps = first_step, steps
+        self._left = 0
+        self._profile: Any = None
+        self._device: dict[str, float] = {}
+        self._begun = self._host_before = 0.0
+        self._report = ""
+
+    def summary(self) -> str:
+        return self._report
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._left, self._profile, self._device, self._report = self.first_step, None, {}, ""
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._left -= 1
+        if self._left:
+            return
+        with trainer.run.times.during(PROFILER):
+            if self._profile is None:
+                self._begin(trainer)
+            else:
+                self._stop(trainer)
+
+    def on_fit_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._leave()
+        shares = self.shares(trainer.run.times.shares())
+        if not shares or not trainer.is_global_zero:
+            return
+        lines = [f"{part:<{len(REST)}}{share:>8.1%}" for part, share in shares.items() if share >= 0.001]
+        bound, share = next(iter(shares.items()))
+        if not self._device:
+            lines.append(f"(no steps were looked at: the run had fewer than {self.first_step + self.steps})")
+        gain = (
+            f", at most {1 / (1 - share):.2g} times the speed" if share < 0.95 and bound not in (COMPUTE, REST) else ""
+        )
+        lines.append(f"Bound by {bound}{gain}. {self._advice(trainer, bound)}")
+        self._report = "\n".join(lines)
+        trainer.print(self._report)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._leave()
+
+    def shares(self, of_host: dict[str, float]) -> dict[str, float]:
+        """Return the shares of the run, largest first; the host's rest divided as in the steps that were looked at."""
+        shares = {part: share / (1 - of_host.get(PROFILER, 0.0)) for part, share in of_host.items()}
+        shares.pop(PROFILER, None)
+        found = sum(self._device.values())
+        if found:
+            rest = shares.pop(REST)
+            shares |= {part: rest * seconds / found for part, seconds in self._device.items()}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    # -- the steps that are looked at ----------------------------------------------------------------------------------
+
+    def _begin(self, trainer: Trainer) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        on_cuda = trainer.strategy.device.type == "cuda"
+        self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])])
+        self._profile.__enter__()
+        self._left = self.steps
+        self._begun, self._host_before = time.perf_counter(), _seconds(trainer)
+
+    def _stop(self, trainer: Trainer) -> None:
+        if trainer.strategy.device.type == "cuda":
+            torch.cuda.synchronize(trainer.strategy.device)
+        wall = time.perf_counter() - self._begun
+        of_host = _seconds(trainer) - self._host_before
+        self._leave()
+        events = self._profile.events()
+        spans = device_spans(events, trainer.strategy.device.type)
+        self._device = in_turn(spans)
+        left = max(0.0, wall - of_host - sum(self._device.values()))
+        self._device[IDLE if trainer.strategy.device.type == "cuda" else COMPUTE] = left
+        self._left = -1
+
+    def _leave(self) -> None:
+        if self._profile is not None and self._left >= 0:
+            self._profile.__exit__(None, None, None)
+            self._left = -1
+
+    # -- the advice ----------------------------------------------------------------------------------------------------
+
+    def _advice(self, trainer: Trainer, bound: str) -> str:
+        """Return the first thing to change, given what is set already."""
+        loader = trainer.train_loader
+        if bound == DATA:
+            return "" if loader is None else faster_loading(loader)
+        if bound == SAVING:
+            asynchronous = any(getattr(callback, "async_save", False) for callback in trainer.callbacks)
+            rarer = "Save less often (every_n_train_steps), or to faster storage."
+            return rarer if asynchronous else "ModelCheckpoint(async_save=True) writes while training goes on."
+        if bound == TRANSFER:
+            pinned = loader is not None and loader.pinned is False
+            return "DataLoader(pin_memory=True)." if pinned else "Send smaller batches: integers, and fewer tensors."
+        if bound == COMPUTE:
+            return self._faster_compute(trainer)
+        return {
+            CALLBACKS: 'Trainer(profiler="simple") shows the time of each hook of each callback.',
+            LOGGING: f"A larger log_every_n_steps (it is {trainer.settings.log_every_n_steps}), or fewer loggers.",
+            VALIDATION: "A larger val_check_interval or check_val_every_n_epoch, or limit_val_batches.",
+            COMMUNICATION: "A larger accumulate_grad_batches or micro-batch; with ddp, a larger bucket_cap_mb.",
+            IDLE: "The host is too slow for its device: compile=True, a larger micro-batch, and an optimizer with "
+            "fused=True.",
+        }.get(bound, "")
+
+    def _faster_compute(self, trainer: Trainer) -> str:
+        full = trainer.precision.weights is torch.float32 and trainer.precision.autocast is None
+        if full and trainer.strategy.device.type == "cuda":
+            return 'precision="bf16-mixed", where the card has it.'
+        if not any(group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups):
+            return "An optimizer with fused=True, then compile=True."
+        return "compile=True, if it is not set; beyond that a smaller model or more devices."
+
+
+def _seconds(trainer: Trainer) -> float:
+    """Return the time of all parts that the host knows, without the profiler's."""
+    return sum(seconds for part, seconds in trainer.run.times.seconds.items() if part != PROFILER)
+
+
+def device_spans(events: Iterable[Any], device: str) -> dict[str, list[tuple[float, float]]]:
+    """Return when the device was busy with what, in seconds, by the names of its kernels; on a CPU, of collectives."""
+    spans: dict[str, list[tuple[float, float]]] = {part: [] for part in ORDER}
+    on_device = device == "cuda"
+    for event in events:
+        if event.device_type.name.endswith("CPU") == on_device:
+            continue
+        name = event.name.lower()
+        if any(word in name for word in ("nccl", "gloo:", "c10d::")):
+            part = COMMUNICATION
+        elif not on_device:
+            continue
+        else:
+            part = TRANSFER if "memcpy" in name else COMPUTE
+        spans[part].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+    return spans
+
+
+def in_turn(spans: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+    """Return the seconds of each part: of the last one all, of those before only while no later one goes on."""
+    seconds, covered = {}, 0.0
+    taken: list[tuple[float, float]] = []
+    for part in reversed(ORDER):
+        taken = _merged([*taken, *spans.get(part, [])])
+        now = sum(end - start for start, end in taken)
+        seconds[part], covered = now - covered, now
+    return seconds
+
+
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged

@@ -1,0 +1,107 @@
+"""The end of a run tells what its time went into, and BoundProfiler what to change; long waits are compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.toy import Toy, loader, quiet
+from trainer import Callback, Logger
+from trainer.callbacks import BoundProfiler, ModelCheckpoint, ModelSummary
+from trainer.callbacks.bound_profiler import COMMUNICATION, COMPUTE, TRANSFER, device_spans, in_turn
+
+LONG = 0.2
+
+
+class SlowData(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(LONG)
+        return torch.ones(4), torch.ones(1)
+
+
+class SlowHook(Callback):
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        time.sleep(4 * LONG)
+
+
+class SlowLogger(Logger):
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        time.sleep(4 * LONG)
+
+
+class SlowState(Callback):
+    """A state that takes long to collect for a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(4 * LONG)
+        return {"x": 1}
+
+
+class SlowStep(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(4 * LONG)
+        return super().training_step(batch, batch_idx)
+
+
+def saving(folder: Path) -> dict[str, Any]:
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=1)
+    return {"callbacks": [SlowState(), checkpoint], "enable_checkpointing": True}
+
+
+CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
+    "data wait": (lambda folder: {"data": DataLoader(SlowData(), batch_size=4)}, "num_workers=0"),
+    "callbacks": (lambda folder: {"callbacks": [SlowHook()]}, 'profiler="simple"'),
+    "logging": (lambda folder: {"logger": SlowLogger(), "log_every_n_steps": 1}, "log_every_n_steps (it is 1)"),
+    "saving": (saving, "async_save=True"),
+    "compute": (lambda folder: {"module": SlowStep()}, "fused=True"),
+}
+
+
+@pytest.mark.parametrize("bound", CASES)
+def test_what_bounds_a_run_is_named(bound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, advice = CASES[bound]
+    settings = make(tmp_path)
+    module, data = settings.pop("module", Toy()), settings.pop("data", loader(4))
+    callbacks = [ModelSummary(), *settings.pop("callbacks", [])]
+    profiler = BoundProfiler(first_step=1, steps=2)
+    trainer = quiet(max_epochs=1, profiler=profiler, callbacks=callbacks, default_root_dir=tmp_path, **settings)
+    trainer.fit(module, data)
+    printed = capsys.readouterr().out
+    assert f"Bound by {bound}" in printed
+    assert advice in profiler.summary()
+    on_host = "the steps and the rest" if bound == "compute" else bound
+    assert f"s of the host: {on_host} " in printed
+    assert ("says what to change" in printed) == (bound != "compute")
+    assert sum(trainer.run.times.shares().values()) == pytest.approx(1)
+
+
+def test_a_short_run_says_that_no_steps_were_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet(max_steps=4, profiler="bound").fit(Toy(), loader(4))
+    assert "no steps were looked at: the run had fewer than 13" in capsys.readouterr().out
+
+
+def test_a_moment_of_a_device_counts_once() -> None:
+    class Event:
+        device_type = SimpleNamespace(name="CUDA")
+
+        def __init__(self, name: str, start: float, end: float) -> None:
+            self.name, self.time_range = name, SimpleNamespace(start=start * 1e6, end=end * 1e6)
+
+    events = [
+        Event("ncclDevKernel_AllReduce", 0, 4),
+        Event("sgemm", 1, 3),
+        Event("sgemm", 2, 3.5),
+        Event("Memcpy HtoD", 3, 6),
+    ]
+    seconds = in_turn(device_spans(events, "cuda"))
+    assert seconds == {COMPUTE: 2.5, TRANSFER: 2.5, COMMUNICATION: 1.0}

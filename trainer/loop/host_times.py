@@ -1,0 +1,90 @@
+"""HostTimes: the seconds that the host spends in the parts of a training run, without asking the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trainer.callback import HOOKS, CallbackList, nothing
+from trainer.profiling import DATA, LOGGING
+
+CALLBACKS = "callbacks"
+SAVING = "saving"
+VALIDATION = "validation"
+REST = "the steps and the rest"
+
+
+class HostTimes:
+    """Count the time of each part without that of the parts inside of it, so that all add up to the whole.
+
+    A host that waits for its device (to read logged values) waits in a step: that time is of the rest.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys((DATA, CALLBACKS, LOGGING, SAVING, VALIDATION), 0.0)
+        """The seconds of each part until now, without the rest."""
+        self._inside = 0.0  # the time of the parts that have ended within the part in progress
+        self._begun: float | None = None
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self._begun = time.perf_counter()
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each part, and of the rest, of the time since the beginning; empty before that."""
+        if self._begun is None:
+            return {}
+        whole = time.perf_counter() - self._begun
+        rest = max(0.0, whole - sum(self.seconds.values()))
+        return {part: seconds / whole for part, seconds in {**self.seconds, REST: rest}.items()}
+
+    def line(self) -> str:
+        """Return the shares as a line, largest first, without those of less than half a percent."""
+        if self._begun is None:
+            return ""
+        shares = sorted(self.shares().items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
+        hint = "" if shares[0][0] == REST else '; Trainer(profiler="bound") says what to change'
+        return f"{time.perf_counter() - self._begun:.1f} s of the host: {shown}{hint}"
+
+    def add_wait(self, seconds: float) -> None:
+        """Count a wait for data, once a window."""
+        self.seconds[DATA] += seconds
+        self._inside += seconds
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Count the block as time of this part, which may be a new one."""
+        before, self._inside, begun = self._inside, 0.0, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(part, time.perf_counter() - begun, before)
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, with each of its calls counted as time of this part."""
+
+        def call(*args: Any) -> Any:
+            before, self._inside, begun = self._inside, 0.0, time.perf_counter()
+            try:
+                return function(*args)
+            finally:  # as `_add`, without another call in each step
+                seconds = time.perf_counter() - begun
+                self.seconds[part] += seconds - self._inside
+                self._inside = before + seconds
+
+        return call
+
+    def time_hooks(self, hooks: CallbackList, part: str = CALLBACKS) -> None:
+        """Count the calls of all hooks that somebody uses."""
+        for hook in HOOKS:
+            call = getattr(hooks, hook)
+            if call is not nothing:
+                setattr(hooks, hook, self.timed(part, call))
+
+    def _add(self, part: str, seconds: float, inside_before: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds - self._inside
+        self._inside = inside_before + seconds
