@@ -498,11 +498,12 @@ class Trainer:
         """Yield the epoch's windows of batches, the last one possibly shorter, of equal lengths on all processes."""
         assert run.train_loader is not None
         batches = each_wait(run.phase, DATA, run.train_loader.iterate(run.progress.epoch, run.progress.batch))
+        waited = run.times.seconds
         uneven = run.strategy.processes.world_size > 1 and run.train_loader.samples_per_epoch is None
         while True:
             begun = perf_counter()
             window = list(islice(batches, run.session.accumulate_grad_batches))
-            run.times.add_wait(perf_counter() - begun)
+            waited[DATA] += perf_counter() - begun
             if uneven:
                 window = even_window(window, run.strategy)
             if not window:

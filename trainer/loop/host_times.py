@@ -24,7 +24,7 @@ class HostTimes:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((DATA, CALLBACKS, LOGGING, SAVING, VALIDATION), 0.0)
-        """The seconds of each part until now, without the rest."""
+        """The seconds of each part until now, without the rest. The loop itself adds its waits for data."""
         self._inside = 0.0  # the time of the parts that have ended within the part in progress
         self._begun: float | None = None
 
@@ -49,11 +49,6 @@ class HostTimes:
         shown = ", ".join(f"{part} {share:.0%}" for part, share in shares if share >= 0.005)
         hint = "" if shares[0][0] == REST else '; Trainer(profiler="bound") says what to change'
         return f"{time.perf_counter() - self._begun:.1f} s of the host: {shown}{hint}"
-
-    def add_wait(self, seconds: float) -> None:
-        """Count a wait for data, once a window."""
-        self.seconds[DATA] += seconds
-        self._inside += seconds
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
