@@ -103,13 +103,13 @@ class BoundProfiler(Profiler):
         self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])])
         self._profile.__enter__()
         self._left = self.steps
-        self._begun, self._host_before = time.perf_counter(), _seconds(trainer)
+        self._begun, self._host_before = time.perf_counter(), _seconds(trainer.run.times.seconds)
 
     def _stop(self, trainer: Trainer) -> None:
         if trainer.strategy.device.type == "cuda":
             torch.cuda.synchronize(trainer.strategy.device)
         wall = time.perf_counter() - self._begun
-        of_host = _seconds(trainer) - self._host_before
+        of_host = _seconds(trainer.run.times.seconds) - self._host_before
         self._leave()
         events = self._profile.events()
         spans = device_spans(events, trainer.strategy.device.type)
@@ -157,9 +157,9 @@ class BoundProfiler(Profiler):
         return "compile=True, if it is not set; beyond that a smaller model or more devices."
 
 
-def _seconds(trainer: Trainer) -> float:
+def _seconds(times: dict[str, float]) -> float:
     """Return the time of all parts that the host knows, without the profiler's."""
-    return sum(seconds for part, seconds in trainer.run.times.seconds.items() if part != PROFILER)
+    return sum(seconds for part, seconds in times.items() if part != PROFILER)
 
 
 def device_spans(events: Iterable[Any], device: str) -> dict[str, list[tuple[float, float]]]:
