@@ -186,8 +186,7 @@ class Run:
         datamodule: DataModule | None = None,
     ) -> None:
         self.config, self.settings, self.strategy = config, config.settings, config.strategy
-        self.session = session
-        self.stage = stage
+        self.session, self.stage = session, stage
         self.activity = ACTIVITIES.get(stage)
         """The part of the stage in progress. An error leaves it as it is, for `on_exception`."""
         self.module, self.datamodule = module, datamodule
