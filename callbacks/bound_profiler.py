@@ -24,7 +24,7 @@ COMMUNICATION = "communication"
 IDLE = "idle device"
 PROFILER = "the profiler itself"
 ORDER = (COMMUNICATION, TRANSFER, COMPUTE)
-"""What a device does counts once: a moment of communication only where nothing is computed at the same time."""
+"""Each moment of a device counts once: as communication only where nothing is computed at the same time."""
 
 
 class BoundProfiler(Profiler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,41 @@ def test_a_training_that_does_not_map_is_told(tmp_path: Path) -> None:
         said = convert(str(tmp_path / "old.ckpt"), str(tmp_path / "out"), force=True)
         assert "starts anew" in said
         assert words.replace("two groups", "2 groups") in said
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "words"),
+    [
+        ("state_dict", {"weight": [1.0]}, "the weight 'weight' in 'state_dict' is a list"),
+        ("state_dict", {1: torch.ones(1)}, "called 1, which is no text"),
+        ("epoch", "a", "its 'epoch' is 'a'"),
+        ("epoch", -1, "its 'epoch' is '-1'"),
+        ("global_step", [1], "its 'global_step' is"),
+        ("hyper_parameters", 3, "no dict of names"),
+        ("hyper_parameters", {1: 2}, "no dict of names"),
+    ],
+)
+def test_an_entry_of_another_kind_is_refused(entry: str, value: object, words: str) -> None:
+    torch.save({"state_dict": torch.nn.Linear(2, 1).state_dict(), entry: value}, "old.ckpt")
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        convert("old.ckpt", "new", force=False)
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"optimizer_states": [3]},
+        {"optimizer_states": [{"param_groups": [{}], "state": {}}]},
+        {"optimizer_states": [{"param_groups": [[]], "state": []}]},
+        {"loops": 3},
+        {"loops": {"fit_loop": {"epoch_progress": {"current": {"ready": "a"}}}}},
+        {"lr_schedulers": 3},
+    ],
+    ids=str,
+)
+def test_a_broken_training_leaves_the_weights(broken: dict[str, Any]) -> None:
+    layer = torch.nn.Linear(2, 1)
+    whole = {"state_dict": layer.state_dict(), "optimizer_states": [torch.optim.SGD(layer.parameters()).state_dict()]}
+    torch.save(whole | broken, "old.ckpt")
+    assert "starts anew with these weights" in convert("old.ckpt", "new", force=False)

@@ -67,10 +67,8 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
     from trainer.cli.checkpoint.lightning_training import NotMappedError, training_of
 
     read = _read(file)
-    weights = read.get("state_dict")
-    if not isinstance(weights, dict) or not weights:
-        raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
-    hyperparameters = read.get("hyper_parameters", {})
+    _check(read)
+    weights, hyperparameters = read["state_dict"], read.get("hyper_parameters") or {}
     epoch, step = read.get("epoch", 0), read.get("global_step", 0)
     state = {"model": weights, "hyperparameters": {"module": dict(hyperparameters)} if hyperparameters else {}}
     progress: dict[str, Any] = {"epoch": epoch, "step": step}
@@ -93,6 +91,27 @@ def convert(file: str, out: str, force: bool, optimizer: str | None = None) -> s
             *([f"not taken: {', '.join(left)}"] if left else []),
         ]
     )
+
+
+def _check(read: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the entries that are taken are what Lightning writes."""
+    import torch
+
+    weights = read.get("state_dict")
+    if not isinstance(weights, dict) or not weights:
+        raise CheckpointError("it has no weights under 'state_dict', as files of Lightning have.")
+    for name, value in weights.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"a weight in 'state_dict' is called {name!r}, which is no text.")
+        if not isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
+            raise CheckpointError(f"the weight {name!r} in 'state_dict' is a {type(value).__name__}, and no tensor.")
+    hyperparameters = read.get("hyper_parameters") or {}
+    if not isinstance(hyperparameters, Mapping) or not all(isinstance(name, str) for name in hyperparameters):
+        raise CheckpointError("its 'hyper_parameters' are no dict of names, as save_hyperparameters() makes it.")
+    for name in ("epoch", "global_step"):
+        number = read.get(name, 0)
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise CheckpointError(f"its {name!r} is {str(number)[:40]!r}, and no number of 0 or more.")
 
 
 def _read(file: str) -> Mapping[str, Any]:

@@ -34,6 +34,14 @@ def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     Raises:
         NotMappedError: there is not one optimizer of one group, for the weights in their order.
     """
+    try:
+        return _training_of(read, kind)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        words = f"its optimizer, schedulers or loops are not as Lightning writes them ({type(error).__name__}: {error})"
+        raise NotMappedError(words) from None
+
+
+def _training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     states = read.get("optimizer_states")
     if not isinstance(states, list) or len(states) != 1:
         raise NotMappedError(f"it has {len(states) if isinstance(states, list) else 'no'} optimizers, and not one")
@@ -60,7 +68,7 @@ def training_of(read: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
         "seed": 0,
         "run_dir": "",
         "world_size": 1,
-        "strategy": "single_device",
+        "strategy": "unknown",
         "precision": "32-true",
         "versions": {"torch": str(torch.__version__), "python": sys.version.split()[0]},
     }
