@@ -153,7 +153,7 @@ def large_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes in /proc")
 def test_one_process_holds_the_weights_and_one_more_tensor(large_folder: str) -> None:
     (found,) = run_distributed(growths, 1, {SINGLE: None}, large_folder)
-    assert found[SINGLE] < SIZE + LARGEST + SLACK
+    assert found[SINGLE] < SIZE + LARGEST + 2 * SLACK  # far from twice the weights; what is imported counts, too
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of processes in /proc")

@@ -288,6 +288,50 @@ def test_the_samples_of_a_batch_that_others_have_made(loader: Any, samples: list
     assert [batch.total for batch in loader_of(loader(), 1, 2).iterate(0)] == [None] * of_one
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stateful_subclass_is_cut_and_keeps_its_place(rank: int, workers: int, limit: int | None) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made() -> Any:
+        return loader_of(torchdata.StatefulDataLoader(Numbers(22), 2, num_workers=workers), rank, 2, limit=limit)
+
+    own = [2 * number for number in range(11) if number % 2 == rank][:limit]
+    firsts = [int(batch[0]) for batch in values(made().iterate(0))]
+    assert firsts == own
+    for taken in range(1, len(own) + 1):
+        before, after = made(), made()
+        iterator = before.iterate(0)
+        for _ in range(taken):
+            next(iterator)
+        after.load_state_dict(before.state_dict())
+        assert [int(batch[0]) for batch in values(after.iterate(0, taken))] == own[taken:]
+        assert [int(batch[0]) for batch in values(after.iterate(1))] == own
+        before.close()
+        after.close()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # which torchdata calls
+def test_an_epoch_that_ended_at_its_limit_is_not_continued() -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    before, after = (loader_of(torchdata.StatefulDataLoader(Numbers(22), 2), limit=3) for _ in range(2))
+    firsts = values(before.iterate(0))
+    after.load_state_dict(before.state_dict())
+    assert values(after.iterate(1)) == values(before.iterate(1)) == firsts
+
+
+def test_each_part_of_a_shuffling_subclass_is_the_same_after_a_restart() -> None:
+    def made(rank: int) -> Any:
+        generator = torch.Generator().manual_seed(rank)  # seeded anew for each epoch, alike on all processes
+        return loader_of(Subclass(Numbers(20), batch_size=2, shuffle=True, generator=generator), rank, 2)
+
+    parts = [values(made(rank).iterate(3)) for rank in (0, 1)]
+    assert sorted(int(number) for part in parts for batch in part for number in batch) == list(range(20))
+    assert values(made(1).iterate(3, 2)) == parts[1][2:]
+
+
 def test_the_limit_takes_nothing_more() -> None:
     data = Stream(100)
     batch_loader = loader_of(iter(data), limit=3)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,8 +16,6 @@ from trainer.data.loader import BatchLoader
 from trainer.data.sharded_loader import ShardedDataLoader, is_plain
 from trainer.errors import ConfigError, shown
 from trainer.seed import mix_seed
-
-log = logging.getLogger("trainer")
 
 
 def make_batch_loader(
@@ -73,10 +68,10 @@ def make_batch_loader(
         return CombinedBatches(loader, parts, label, limit)
     _refuse_several(loader, label)
     _refuse_no_batches(loader, label)
-    if split and world_size > 1 and repeats_samples(loader) and len(loader) > 0:
-        loader = EveryNth(loader, rank, world_size)
     if not is_plain(loader):
-        return IterableLoader(loader, label=label, world_size=world_size, seed=seed, training=training, limit=limit)
+        cut = split and world_size > 1 and repeats_samples(loader)
+        each = {"label": label, "world_size": world_size, "seed": seed, "training": training, "limit": limit}
+        return IterableLoader(loader, **each, every_nth_of=rank if cut else None)
     sampler = DistributedBatchSampler(
         loader,
         rank=rank,
@@ -97,26 +92,6 @@ def repeats_samples(loader: Any) -> bool:
         return False
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     return not any(hasattr(one, "num_replicas") or hasattr(one, "rank") for one in samplers)
-
-
-class EveryNth:
-    """The batches of a loader for one process: every n-th. Each process loads all batches."""
-
-    def __init__(self, loader: Any, rank: int, world_size: int) -> None:
-        self.loader, self.rank, self.world_size = loader, rank, world_size
-        if rank == 0:
-            log.warning(
-                "%s, a subclass of DataLoader: each process loads all batches and takes every %dth, so that no sample "
-                "is repeated. Faster: a plain DataLoader with a collate_fn, or a sampler with num_replicas and rank.",
-                type(loader).__name__,
-                world_size,
-            )
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.loader), self.rank, None, self.world_size)
-
-    def __len__(self) -> int:
-        return max(0, -(-(len(self.loader) - self.rank) // self.world_size))
 
 
 def named_loaders(loaders: Any) -> dict[str, Any]:

@@ -29,6 +29,8 @@ finish an epoch that was read to its end."""
 class IterableLoader(BatchLoader):
     """Iterates the user's object unchanged, on each process independently.
 
+    Where each process would get all samples, it iterates all batches and takes every n-th of them.
+
     Random numbers drawn by `iter()`, by the first batch of an epoch and by skipped batches follow from (seed, epoch): a
     shuffling loader gives the same order after a restart, and the model's own random numbers are not disturbed.
 
@@ -37,13 +39,27 @@ class IterableLoader(BatchLoader):
     """
 
     def __init__(
-        self, loader: Any, *, label: str, world_size: int, seed: int, training: bool, limit: int | float | None
+        self,
+        loader: Any,
+        *,
+        label: str,
+        world_size: int,
+        seed: int,
+        training: bool,
+        limit: int | float | None,
+        every_nth_of: int | None = None,
     ) -> None:
         self._loader = loader
+        self._first, self._every = (0, 1) if every_nth_of is None else (every_nth_of, world_size)
+        self._passed = 0
+        """The batches of the loader that this epoch has passed, of all processes."""
         self._seed = seed
         self._single_process = world_size == 1
         self._training = training
         self._restored: Any = None
+        self._passed_before = 0
+        self._left = False
+        """True if the last epoch ended at `limit`, before the loader's end."""
         self._used = False
         self.one_shot = defines(loader, "__next__") and iter(loader) is loader
         self._keeper = _keeper_of_place(loader)
@@ -56,7 +72,10 @@ class IterableLoader(BatchLoader):
             loader.batch_sampler is None and loader.batch_size is None
         )
         """True if a DataLoader makes batches of samples; False: the user's object yields batches."""
-        self._length = length = _length(loader)
+        length = _length(loader)
+        if length:
+            length = max(0, -(-(length - self._first) // self._every))
+        self._length = length
         super().__init__(loader, label, limit, length, length)
         self._promised = None if length is None else self.length
         # Each worker of a DataLoader over an IterableDataset makes or drops a short batch of its own.
@@ -74,12 +93,16 @@ class IterableLoader(BatchLoader):
         return {"loader": self._kind().removeprefix("the "), **known}
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._keeper is None else {"loader": self._keeper.state_dict()}
+        if self._keeper is None:
+            return {}
+        state = {"loader": self._keeper.state_dict(), "left": self._left}
+        return state if self._every == 1 else state | {"passed": self._passed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Loaded when iteration begins: set_epoch, which some loaders take as a reset, must come before.
         if self.stateful and "loader" in state:
-            self._restored = state["loader"]
+            self._restored, self._passed_before = state["loader"], state.get("passed", 0)
+            self._left = state.get("left", False)
 
     def iterate(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         return chain.from_iterable(self._epoch(epoch, start))
@@ -88,11 +111,14 @@ class IterableLoader(BatchLoader):
         """Yield the batches of an epoch as one iterator: no batch passes a frame."""
         limit = self.limit
         if limit is not None and start >= limit:
+            self._left = True
             return
+        left, self._left = self._left, False
         restored, self._restored = self._restored, None
+        self._passed, self._passed_before = self._passed_before, 0
         with isolated_rng():
             seed_cpu_generators(mix_seed(self._seed, epoch))
-            batches = self._start_epoch(epoch, restored)
+            batches = self._start_epoch(epoch, restored, left)
             skipped = islice(batches, start if restored is None else 0)
             for _ in skipped:
                 pass
@@ -102,7 +128,8 @@ class IterableLoader(BatchLoader):
                     # The state is that of the end of an epoch: such loaders first finish that epoch, without a batch.
                     if self._first_state is not None and restored is not None:
                         self._keeper.load_state_dict(self._first_state)
-                    batches = self._begin()
+                    self._passed = 0
+                    batches = self._own_batches()
                     head = [next(batches, _END)]
         if head and head[0] is _END:
             self._refuse_nothing()
@@ -113,7 +140,9 @@ class IterableLoader(BatchLoader):
         batches = chain(_popped(head), batches)
         batches = map(self._received, islice(batches, None if limit is None else limit - start), given)
         yield self.as_promised(batches, self._promised, start, self._kind(), self._slack)
-        self._learn_length(next(given))
+        taken = next(given)
+        self._left = taken == limit
+        self._learn_length(taken)
 
     def _received(self, data: Any, number: int) -> Batch:
         if data is None:
@@ -145,7 +174,7 @@ class IterableLoader(BatchLoader):
             )
             self.length = given
 
-    def _start_epoch(self, epoch: int, restored: Any) -> Iterator[Any]:
+    def _start_epoch(self, epoch: int, restored: Any, left: bool) -> Iterator[Any]:
         for one in _parts(self._loader):
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
@@ -155,10 +184,27 @@ class IterableLoader(BatchLoader):
         if self._keeper is not None and self._keeper is not self._loader and self._first_state is None:
             self._first_state = deepcopy(self._keeper.state_dict())
         if restored is None:
-            return self._begin()
+            return self._own_batches()
         with restoring(f"the state of {self.label}"):
             self._keeper.load_state_dict(restored)
-            return self._begin()
+            if left and self._keeper is self._loader:
+                self._begin()  # the iterator that the run before has left in the middle
+            elif left:
+                self._keeper.load_state_dict(self._first_state)
+            if left:
+                self._passed = 0
+            return self._own_batches()
+
+    def _own_batches(self) -> Iterator[Any]:
+        batches = self._begin()
+        return batches if self._every == 1 else self._every_nth(batches)
+
+    def _every_nth(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number, batch in enumerate(batches, self._passed):
+            self._passed = number + 1
+            if number % self._every == self._first:
+                yield batch
+        self._passed = 0
 
     def _refuse_nothing(self) -> None:
         if self.one_shot and self._used:
@@ -175,7 +221,13 @@ class IterableLoader(BatchLoader):
 
     def _make_note(self) -> str | None:
         notes = []
-        if not self._single_process:
+        if self._every > 1:
+            notes.append(
+                f"{self._kind()} is a subclass of DataLoader: each process loads all batches and takes one of "
+                f"{self._every}, so that no sample is repeated. Faster: a plain DataLoader with a collate_fn, or a "
+                "sampler with num_replicas and rank"
+            )
+        elif not self._single_process:
             notes.append(
                 f"each process iterates {self._kind()} itself, because it is not a plain DataLoader over a dataset "
                 f"with indices: it must give each process its own part{_how_to_split(self._loader)}"
