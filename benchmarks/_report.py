@@ -88,6 +88,8 @@ class Report:
     """Contenders that did not run, and why."""
     bars: dict[str, float] = field(default_factory=dict)
     """The ratio of CPU time below which a contender has to stay."""
+    bars_above: dict[str, float] = field(default_factory=dict)
+    """The CPU time above the loop's, in the report's unit, below which a contender has to stay."""
 
     def table(self) -> str:
         """Return the figures in Markdown."""
@@ -104,9 +106,10 @@ class Report:
                 continue
             cpu, wall = [s * self.scale for s in t.cpu], [s * self.scale for s in t.wall]
             bar = f" (bar: {self.bars[name]:.2f})" if name in self.bars else ""
+            above = f" (bar: {self.bars_above[name]:+.3g})" if name in self.bars_above else ""
             lines.append(
                 f"| {name} | {median(cpu):.4g} | {min(cpu):.4g} | {median(wall):.4g} | {min(wall):.4g} | "
-                f"{t.above() * self.scale:+.3g} |"
+                f"{t.above() * self.scale:+.3g}{above} |"
                 + (
                     f" {t.ratio():.3f}{bar} | {t.undisturbed() / loop:.3f} | {t.ratio('wall'):.3f} |"
                     if self.ratios

@@ -61,6 +61,8 @@ class Contender:
     run: Callable[[Clock, Path], None]
     """Do the work in the given folder, ticking the clock at each forward pass."""
     bar: float | None = None
+    above: float | None = None
+    """Microseconds of CPU time above the loop that are accepted, for a loop of 100."""
 
 
 def arguments_of(prog: str, text: str | None, steps: int, rounds: int) -> argparse.ArgumentParser:
@@ -88,6 +90,7 @@ def take_turns(
     wanted = [c for c in contenders if not only or any(text.lower() in c.name.lower() for text in only)]
     report.results = {loop.name: Times(), **{c.name: Times() for c in wanted}}
     report.bars = {c.name: c.bar for c in wanted if c.bar is not None}
+    report.bars_above = {c.name: c.above for c in wanted if c.above is not None}
     shuffled = random.Random(0)
     with terminal():
         _once(loop, passes)

@@ -83,9 +83,9 @@ def main(arguments: list[str]) -> int:
     print(f"{'sampler':18}{'at 0':>18}{f'at {options.start:,}':>22}{'torch, at 0':>22}")
     for name, make in SAMPLERS.items():
         cells = [
-            _in_a_process(_first_batch, make, options.samples, 0),
-            _in_a_process(_first_batch, make, options.samples, options.start),
-            _in_a_process(_first_of_torch, make, smaller, 0),
+            in_a_process(first_batch, make, options.samples, 0),
+            in_a_process(first_batch, make, options.samples, options.start),
+            in_a_process(_first_of_torch, make, smaller, 0),
         ]
         print(f"{name:18}{cells[0]:>18}{cells[1]:>22}{cells[2]:>22}", flush=True)
     print()
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _first_batch(make: Callable[[int], Iterable[int]], samples: int, start: int) -> None:
+def first_batch(make: Callable[[int], Iterable[int]], samples: int, start: int) -> None:
     loader = DataLoader(Huge(samples), BATCH, sampler=make(samples))
     batches = make_batch_loader(loader, rank=0, world_size=1, seed=1, training=True)
     next(batches.iterate(1, start // BATCH))
@@ -103,7 +103,7 @@ def _first_of_torch(make: Callable[[int], Iterable[int]], samples: int, start: i
     next(iter(make(samples)))
 
 
-def _in_a_process(task: Callable[..., None], *args: Any) -> str:
+def in_a_process(task: Callable[..., None], *args: Any) -> str:
     """Return seconds, and MB of memory above that at the start of the process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -25,6 +25,14 @@ def test_contenders_do_the_work_and_the_report_is_complete(name: str, tmp_path: 
     assert "torch" in report["versions"]
 
 
+def test_growth_measures_every_row() -> None:
+    from benchmarks.growth import ROWS
+
+    done = run_python("-m", "benchmarks", "growth", "--rounds", "1", "--most", "100").check().stdout
+    assert all(f"| {name} |" in done for name in ROWS)
+    assert "| 1e10 |" in done
+
+
 def test_without_a_name_all_are_listed() -> None:
     listed = run_python("-m", "benchmarks").check().stdout
     names = {line.split()[0] for line in listed.splitlines()[2:]}
@@ -39,7 +47,7 @@ def test_without_a_name_all_are_listed() -> None:
         "fsdp",
         "deepspeed",
     }
-    assert names >= {"checkpoint", "resume", "chaos"}
+    assert names >= {"checkpoint", "resume", "chaos", "growth"}
     assert not any(name.startswith("_") for name in names)
 
 
