@@ -14,7 +14,6 @@ from trainer.arguments import NonNegativeInt, PositiveFloat
 from trainer.callback import AddsGroups
 from trainer.checkpoint.schema import NUMBER, Integer, require
 from trainer.errors import ConfigError
-from trainer.strategy import may_unfreeze
 
 if TYPE_CHECKING:
     from trainer.loop.resolved_config import ResolvedConfig
@@ -142,15 +141,6 @@ class BaseFinetuning(AddsGroups):
             optimizer.add_param_group({"params": new, "lr": rate})
 
     # -- the run -------------------------------------------------------------------------------------------------------
-
-    def problems(self, config: ResolvedConfig, module: TrainModule, stage: str) -> list[str]:
-        if stage != "fit" or may_unfreeze(config.strategy):
-            return []
-        return [
-            f"{type(self).__name__} unfreezes parameters while training, and strategy {config.strategy.name!r} "
-            "flattens those that train at the start: use 'ddp' or 'fsdp'. Or train all from the start, in a group "
-            "whose lr is 0 until then."
-        ]
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit":

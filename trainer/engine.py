@@ -244,15 +244,10 @@ class Engine:
         """
         self._require_entered("setup")
         self._refuse_for_setup(module, optimizers)
-        if self._models and self._models[0]._strategy._trains_what_it_began_with and (optimizers or self._optimizers):
-            raise ConfigError(
-                f"strategy {self.strategy.name!r} trains one model with one optimizer, and this is the second module "
-                "that is set up: use 'ddp' or 'fsdp', or leave a module that is not trained out of setup and move it "
-                "by module.to(engine.device)."
-            )
         assert self._blank is not None
         strategy = for_another_module(self._blank) if self._models else self.strategy
-        config, adapter, steps = self.config, _Adapter(module), StepConfig(accumulate_grad_batches=1)
+        models = len(self._models) + 1 if optimizers or self._optimizers else 1
+        config, adapter, steps = self.config, _Adapter(module), StepConfig(accumulate_grad_batches=1, models=models)
         problems = strategy.problems(config.precision, config.device_type, config.num_processes, steps, adapter)
         raise_problems([*problems, *wrapping_problems(adapter, strategy)], f"engine.setup({type(module).__name__})")
         check_parameters([*optimizers], module, shared=False)

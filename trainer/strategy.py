@@ -52,6 +52,10 @@ class StepConfig:
     """True if the module is compiled as a whole, not block by block."""
     reuses_memory: bool = False
     """True if each forward overwrites the results of the last backward, as CUDA graphs do."""
+    unfreezing: str | None = None
+    """The callback that unfreezes parameters during the run, and adds them to an optimizer; None: there is none."""
+    models: int = 1
+    """Number of models that take turns in a loop of the user's own, at least one of them trained."""
 
     @property
     def clip_norm(self) -> float | None:
@@ -111,8 +115,6 @@ class Strategy:
     """True if the precision's context of a forward does nothing, so that it can be left out."""
     _blocks: tuple[Block, ...] = ()
     """The blocks of `full_parameters` in progress."""
-    _trains_what_it_began_with: bool = False
-    """True if no parameter can be unfrozen, or added to the optimizer, while training."""
     _run_backward: Callable[..., Any] = staticmethod(torch.Tensor.backward)
     """Computes the gradients of a loss: that of the module, if it overrides `backward`."""
 
@@ -635,11 +637,6 @@ def unknown_methods(strategy: Strategy) -> list[str]:
         if name in MOVED or RENAMED.get(name) in known or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         for advice in [f" {MOVED[name]}" if name in MOVED else did_you_mean(name, known)]
     ]
-
-
-def may_unfreeze(strategy: Strategy) -> bool:
-    """Whether parameters can be unfrozen while training."""
-    return not strategy._trains_what_it_began_with
 
 
 def override_problems(module: TrainModule | None, name: str) -> list[str]:

@@ -113,6 +113,28 @@ def optimizer_problems(optimizers: list[Optimizer], cpu_adam: bool) -> list[str]
     return problems
 
 
+def flattening_problems(name: str, unfreezing: str | None, models: int) -> list[str]:
+    """Return why the engine, which flattens the parameters that train at the start, cannot train others later.
+
+    Args:
+        unfreezing: the callback that unfreezes parameters during the run; None: there is none.
+        models: the models that a loop of the user's own trains.
+    """
+    problems = []
+    if unfreezing is not None:
+        problems.append(
+            f"{unfreezing} unfreezes parameters while training, and strategy {name!r} flattens those that train at "
+            "the start: use 'ddp' or 'fsdp'. Or train all from the start, in a group whose lr is 0 until then."
+        )
+    if models > 1:
+        problems.append(
+            f"strategy {name!r} trains one model with one optimizer, and this is module number {models} that is set "
+            "up: use 'ddp' or 'fsdp', or leave a module that is not trained out of setup and move it by "
+            "module.to(engine.device)."
+        )
+    return problems
+
+
 def check_build_tools(config: Mapping[str, Any], device_type: str) -> list[str]:
     """Return the compilers and libraries that offloading needs and this machine lacks, one sentence each."""
     zero = config.get("zero_optimization")

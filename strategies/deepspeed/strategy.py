@@ -66,6 +66,7 @@ from trainer.strategies.deepspeed.partitioning import (
 from trainer.strategies.deepspeed.problems import (
     cpu_adam_problems,
     engine_problems,
+    flattening_problems,
     module_problems,
     optimizer_problems,
 )
@@ -106,7 +107,6 @@ class DeepSpeedStrategy(DistributedStrategy):
     default_stage: ClassVar[int | None] = None
     default_offload: ClassVar[Offload] = False
     shards_state = True
-    _trains_what_it_began_with = True
 
     def __init__(
         self,
@@ -166,6 +166,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         problems += engine_problems(self.name, self.stage, precision, device_type)
         if self.cpu_adam:
             problems += cpu_adam_problems(self.offload_optimizer)
+        if config is not None:
+            problems += flattening_problems(self.name, config.unfreezing, config.models)
         if module is not None:
             clipped = config is not None and config.clip_value is not None
             problems += module_problems(self.name, module, config.clip_algorithm if config and clipped else None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.callback import EVALUATION_ARGUMENTS, check_hooks, check_signature, parameters_of
+from trainer.callback import EVALUATION_ARGUMENTS, AddsGroups, check_hooks, check_signature, parameters_of
 from trainer.checkpoint.pretrained import weights_problem
 from trainer.checkpoint.storage import as_storage_path
 from trainer.data.datamodule import DataModule
@@ -93,7 +93,8 @@ def check_call(
     problems += _wrong_data(stage, data, datamodule)
     if stage == "fit":
         settings = config.settings
-        steps = step_config(settings, micro_batch_size=micro_batch_of(data.get("train")))
+        unfreezing = next((type(one).__name__ for one in config.callbacks if isinstance(one, AddsGroups)), None)
+        steps = step_config(settings, micro_batch_size=micro_batch_of(data.get("train")), unfreezing=unfreezing)
         problems += config.strategy.problems(config.precision, config.device_type, config.num_processes, steps, module)
         if not module.automatic_optimization:
             problems += _not_with_manual_optimization(settings)
